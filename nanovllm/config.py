@@ -1,0 +1,193 @@
+"""The engine's settings: plain data. Every field is a command-line flag and a keyword of `LLM(...)`, under vLLM's name."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+COURSE_MODEL = "smollm2-135m"
+DEFAULT_TOKEN_BUDGET = 2048
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class EngineConfig:
+    """Settings of one engine. `None` and "auto" are filled in when the engine starts.
+
+    Raises:
+        ValueError: a value that makes no sense, alone or with another; the message names the fix.
+    """
+
+    model: str = _option(COURSE_MODEL, "course model, local folder in Hugging Face format, or hub id")
+    tokenizer: str | None = _option(None, "folder or hub id of the tokenizer, if it is not the model's")
+    served_model_name: str | None = _option(
+        None, "name of the model in the API (default: as given by --model)"
+    )
+    revision: str | None = _option(None, "branch, tag or commit of a hub model")
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = _option(
+        "auto",
+        "data type of weights and KV cache (auto: bfloat16 where the hardware computes it, else float32)",
+    )
+    device: Literal["auto", "cpu", "cuda"] = _option("auto", "where to run (auto: a GPU if there is one)")
+    load_format: Literal["auto", "safetensors", "dummy"] = _option(
+        "auto", "dummy: random weights, to measure speed without a checkpoint"
+    )
+    seed: int = _option(0, "seeds requests that bring no seed of their own, and dummy weights")
+    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens (default: the model's)")
+    block_size: int = _option(16, "tokens a KV block")
+    num_kv_blocks: int | None = _option(None, "KV blocks in the pool, whatever memory there is")
+    kv_cache_memory: str | None = _option(None, "size of the KV pool, as in 512MiB, 4GB or a number of bytes")
+    gpu_memory_utilization: float = _option(0.9, "share of a GPU's memory that the engine may use")
+    swap_space: float = _option(1.0, "GiB of host memory for swapped requests (with --preemption-mode swap)")
+    max_num_seqs: int = _option(256, "most requests that run at the same time")
+    max_num_batched_tokens: int | None = _option(
+        None, "token budget of a step (default: 2048; without chunked prefill at least the longest request)"
+    )
+    long_prefill_token_threshold: int = _option(
+        0, "most prompt tokens of one request a step (0: the whole budget)"
+    )
+    enable_prefix_caching: bool = _option(True, "reuse KV blocks of equal prefixes")
+    enable_chunked_prefill: bool = _option(
+        True, "let a prompt be read in several steps, beside running requests"
+    )
+    batching_policy: Literal["chunked", "prefill_first", "static"] = _option(
+        "chunked", "chunked: prefill and decode share a step; prefill_first, static: the classic policies"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "order of requests")
+    preemption_mode: Literal["recompute", "swap"] = _option(
+        "recompute", "what becomes of a request that loses its blocks"
+    )
+    attention_backend: Literal["auto", "torch", "cpu", "triton"] = _option("auto", "who computes attention")
+    max_num_waiting: int | None = _option(None, "waiting requests beyond which the server answers 429")
+    trace: str | None = _option(None, "write a record of every step to this JSON-lines file")
+    check_invariants: bool = _option(
+        False, "check the engine's bookkeeping after every step (slow; for tests)"
+    )
+
+    def __post_init__(self) -> None:
+        # Derived when the engine knows its model and its memory, see `settle`.
+        self.token_budget = self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        self.max_request_tokens = self.max_model_len or 0
+        for name, allowed in self.choices().items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        for name in ("block_size", "max_num_seqs"):
+            self._check(name, 1)
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "max_num_waiting"):
+            if getattr(self, name) is not None:
+                self._check(name, 0 if name == "max_num_waiting" else 1)
+        self._check("long_prefill_token_threshold", 0)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
+            )
+        if not self.swap_space >= 0:
+            raise ValueError(f"swap_space must be 0 or more GiB, got {self.swap_space}")
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running request needs one token a step"
+            )
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+
+    def settle(self, model_max_len: int, num_kv_blocks: int) -> None:
+        """Fill in what depends on the model and on the size of the pool: `max_model_len`, `token_budget` and
+        `max_request_tokens`, the most tokens that one request may ever have.
+
+        Raises:
+            ValueError: a limit that contradicts another.
+        """
+        if self.max_model_len is None:
+            self.max_model_len = model_max_len
+        elif self.max_model_len > model_max_len:
+            raise ValueError(
+                f"max_model_len ({self.max_model_len}) is over the {model_max_len} positions that the model was made for"
+            )
+        self.max_request_tokens = min(self.max_model_len, num_kv_blocks * self.block_size)
+        if not self.enable_chunked_prefill:
+            if self.max_num_batched_tokens is None:
+                self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
+            elif self.max_num_batched_tokens < self.max_request_tokens:
+                raise ValueError(
+                    f"without chunked prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least the "
+                    f"longest request ({self.max_request_tokens} tokens): raise it, lower max_model_len, or turn "
+                    f"enable_chunked_prefill on"
+                )
+
+    def _check(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+    @classmethod
+    def choices(cls) -> dict[str, tuple[str, ...]]:
+        """The allowed values of each field that has a closed list of them."""
+        hints = typing.get_type_hints(cls)
+        return {
+            f.name: typing.get_args(hints[f.name])
+            for f in dataclasses.fields(cls)
+            if typing.get_origin(hints[f.name]) is Literal
+        }
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Give the parser a flag for every field."""
+        hints, choices = typing.get_type_hints(cls), cls.choices()
+        group = parser.add_argument_group("engine")
+        for f in dataclasses.fields(cls):
+            flag, hint = "--" + f.name.replace("_", "-"), hints[f.name]
+            options: dict[str, Any] = {"dest": f.name, "default": f.default, "help": f.metadata["help"]}
+            if f.default is not None and hint is not bool:
+                options["help"] += " (default: %(default)s)"
+            if hint is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            elif f.name in choices:
+                options["choices"] = choices[f.name]
+            else:
+                options["type"] = _plain_type(hint)
+                options["metavar"] = f.name.rsplit("_", 1)[-1].upper()
+            group.add_argument(flag, **options)
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> EngineConfig:
+        """Settings from a parsed command line."""
+        return cls(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)})
+
+
+def _plain_type(hint: Any) -> type:
+    """`int | None` -> int."""
+    if isinstance(hint, types.UnionType):
+        hint = next(part for part in typing.get_args(hint) if part is not type(None))
+    return hint
+
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("b", 1000), ("ib", 1024))
+}
+
+
+def parse_bytes(text: str, name: str) -> int:
+    """ "512MiB" -> 536870912. GB counts in thousands, GiB and a bare G in 1024s.
+
+    Raises:
+        ValueError: not a size; the message shows what one looks like.
+    """
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    try:
+        value = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise ValueError(f"{name} must be a size such as 512MiB, 4GB or 1073741824, got {text!r}") from None
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{name} must be above 0, got {text!r}")
+    return int(value)

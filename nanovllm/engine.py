@@ -1,0 +1,199 @@
+"""The engine: scheduler, memory and runner in one loop. It knows token ids, not text, and nothing of HTTP."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from nanovllm.config import EngineConfig
+from nanovllm.hub import resolve_model
+from nanovllm.kv.block_pool import InvariantError
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.models.config import ModelConfig
+from nanovllm.processor import EngineLimits
+from nanovllm.request import EngineOutput, EngineRequest, Request
+from nanovllm.runner import ModelRunner
+from nanovllm.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.trace import StepRecord, Trace, TracedRequest
+
+
+@dataclass
+class EngineStats:
+    """Where the engine stands after a step; counters count from its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_steps: int = 0
+
+
+class EngineCore:
+    """Owns one model and its memory, and moves all requests forward, a step at a time.
+
+    Args:
+        config: the settings; what they leave open is filled in here.
+        trace: where every step is recorded; by default a file if `config.trace` names one, else nowhere.
+    """
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        self.config = config
+        folder = resolve_model(config.model, config.revision)
+        self.model_config = ModelConfig.from_pretrained(folder)
+        self.runner = ModelRunner(config, self.model_config, folder)
+        num_blocks = self.runner.num_blocks_that_fit()
+        config.settle(self.model_config.max_position_embeddings, num_blocks)
+        num_host_blocks = 0
+        if config.preemption_mode == "swap":
+            num_host_blocks = int(config.swap_space * 2**30) // self.runner.bytes_per_block
+        self.runner.allocate(num_blocks, num_host_blocks)
+        self.manager = KVCacheManager(
+            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
+        )
+        self.scheduler = Scheduler(config, self.manager)
+        self.trace = trace
+        if trace is None and config.trace is not None:
+            self.trace = Trace(config.trace)
+        if self.trace is not None:
+            self.trace.settings |= {
+                "model": config.model,
+                "block_size": config.block_size,
+                "num_blocks": num_blocks,
+                "token_budget": config.token_budget,
+                "max_num_seqs": config.max_num_seqs,
+                "batching_policy": config.batching_policy,
+            }
+        self.num_steps = 0
+        self._num_added = 0
+        self._started = time.perf_counter()
+        self._arrived: dict[str, int] = {}
+        self._ended: dict[str, str] = {}
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a front end checks requests against."""
+        config, model = self.config, self.model_config
+        assert config.max_model_len is not None
+        return EngineLimits(
+            config.max_model_len,
+            config.max_request_tokens,
+            model.vocab_size,
+            model.eos_token_ids,
+            model.generation_defaults,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """Queue lengths, memory and counters."""
+        s = self.scheduler
+        return EngineStats(
+            len(s.running),
+            len(s.waiting),
+            len(s.swapped),
+            self.manager.pool.usage,
+            s.num_preemptions,
+            s.num_queried_tokens,
+            s.num_hit_tokens,
+            self.num_steps,
+        )
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return self.scheduler.has_unfinished
+
+    def add_request(self, source: EngineRequest) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: it could never run here; see `Scheduler.add`.
+        """
+        request = Request(source, self._num_added)
+        if self.config.scheduling_policy == "fcfs":
+            request.order = (0, self._num_added)
+        self.scheduler.add(request)
+        self._num_added += 1
+        if self.trace is not None:
+            self._arrived[source.request_id] = request.num_prompt_tokens
+
+    def abort_request(self, request_id: str, reason: str = "abort") -> bool:
+        """End a sequence between two steps and free its blocks. False if it has ended already."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted and self.trace is not None:
+            self._ended[request_id] = reason
+        return aborted
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one step for the requests that the scheduler picks; returns the news. Without requests: nothing."""
+        if not self.scheduler.has_unfinished:
+            return []
+        start = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan.empty:
+            raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+        if self.trace is not None:
+            record = self._begin_record(plan, start)
+        result = self.runner.execute(plan)
+        outputs = self.scheduler.update(plan, result)
+        if self.trace is not None:
+            self._finish_record(record, result, outputs)
+        self.num_steps += 1
+        if self.config.check_invariants:
+            self.scheduler.check_invariants()
+        return outputs
+
+    def _begin_record(self, plan: Schedule, start: float) -> StepRecord:
+        """What the scheduler decided, before the step changes the queues again."""
+        scheduler, requests = self.scheduler, self.scheduler.requests
+        return StepRecord(
+            step=self.num_steps,
+            start=start - self._started,
+            duration=0.0,
+            token_budget=self.config.token_budget,
+            requests=[
+                TracedRequest(
+                    r.request_id,
+                    r.start,
+                    r.num_tokens,
+                    requests[r.request_id].num_prompt_tokens,
+                    r.new_block_ids,
+                )
+                for r in plan.requests
+            ],
+            arrived=self._arrived,
+            admitted=plan.admitted,
+            resumed=plan.resumed,
+            preempted=plan.preempted,
+            finished=self._ended,
+            swap_out=plan.swap_out,
+            swap_in=plan.swap_in,
+            blocked_by=plan.blocked_by,
+            waiting=[r.request_id for r in scheduler.waiting],
+            running=[r.request_id for r in scheduler.running],
+            swapped=[r.request_id for r in scheduler.swapped],
+            num_free_blocks=self.manager.pool.num_free,
+            num_blocks=self.manager.pool.num_blocks,
+            num_evictions=self.manager.pool.num_evictions,
+        )
+
+    def _finish_record(self, record: StepRecord, result: StepResult, outputs: list[EngineOutput]) -> None:
+        assert self.trace is not None
+        record.duration = time.perf_counter() - self._started - record.start
+        for request in record.requests:
+            token = result.sampled.get(request.request_id)
+            request.sampled = [token.token_id] if token else []
+        record.finished |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+        self._arrived, self._ended = {}, {}
+        self.trace.record(record)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.manager.pool.reset_cache()
+
+    def close(self) -> None:
+        """Finish the trace file, if there is one."""
+        if self.trace is not None:
+            self.trace.close()

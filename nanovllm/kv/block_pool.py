@@ -1,0 +1,134 @@
+"""A pool of equally large KV blocks: reference counts, and a free list that doubles as the prefix cache."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+
+
+class InvariantError(AssertionError):
+    """The engine's bookkeeping contradicts itself: a bug, never a user's mistake."""
+
+
+class BlockPool:
+    """Hands out block ids `0 .. num_blocks - 1`; knows nothing of requests, tokens or tensors.
+
+    A block is *free* when nobody holds it (reference count 0). A free block keeps its content, and its hash if it
+    has one, until it is handed out again: so the free list, least recently used first, is the prefix cache.
+
+    Attributes:
+        ref_counts: holders of each block.
+        block_hashes: the hash of each block's content, None where it is unknown or not to be shared.
+        free_blocks: ids of free blocks in the order in which they will be reused.
+        cached_blocks: from a hash to the one block that is found under it.
+        num_evictions: how many cached blocks lost their content to a new owner.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a block pool needs at least one block, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self.block_hashes: list[bytes | None] = [None] * num_blocks
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached_blocks: dict[bytes, int] = {}
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out, cached ones included."""
+        return len(self.free_blocks)
+
+    @property
+    def usage(self) -> float:
+        """The held share of the pool, 0 to 1."""
+        return 1 - self.num_free / self.num_blocks
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks from the old end of the free list; O(count).
+
+        Raises:
+            MemoryError: fewer than `count` blocks are free. Nothing is taken then.
+        """
+        if count > self.num_free:
+            raise MemoryError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        block_ids = []
+        for _ in range(count):
+            block_id, _ = self.free_blocks.popitem(last=False)
+            self._forget(block_id)
+            self.ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def release(self, block_ids: Iterable[int]) -> None:
+        """Give up one hold on each block. Give the last block of a sequence first: it is then reused first, and
+        the beginning of the sequence, which others are likelier to share, stays longest.
+
+        Raises:
+            InvariantError: a block is free already.
+        """
+        for block_id in block_ids:
+            if self.ref_counts[block_id] == 0:
+                raise InvariantError(f"block {block_id} freed twice")
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                self.free_blocks[block_id] = None
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Take one more hold on each block, out of the free list if nobody holds it; O(1) a block."""
+        for block_id in block_ids:
+            if self.ref_counts[block_id] == 0:
+                del self.free_blocks[block_id]
+            self.ref_counts[block_id] += 1
+
+    def publish(self, block_id: int, block_hash: bytes) -> bool:
+        """Let others find a full block under its hash.
+
+        Returns:
+            False if another block is found under this hash already. The two are not merged: a block table only
+            ever grows at its end. The duplicate just stays private.
+        """
+        if self.ref_counts[block_id] == 0:
+            raise InvariantError(f"block {block_id} is free and cannot be published")
+        if self.block_hashes[block_id] is not None or block_hash in self.cached_blocks:
+            return self.cached_blocks.get(block_hash) == block_id
+        self.block_hashes[block_id] = block_hash
+        self.cached_blocks[block_hash] = block_id
+        return True
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with this content, held or free; None if there is none."""
+        return self.cached_blocks.get(block_hash)
+
+    def reset_cache(self) -> None:
+        """Forget every hash: no later request finds anything. Blocks that are held stay held."""
+        for block_id in list(self.cached_blocks.values()):
+            self._forget(block_id, evicted=False)
+
+    def _forget(self, block_id: int, evicted: bool = True) -> None:
+        block_hash = self.block_hashes[block_id]
+        if block_hash is not None:
+            del self.cached_blocks[block_hash]
+            self.block_hashes[block_id] = None
+            self.num_evictions += evicted
+
+    def check_invariants(self, tables: Iterable[list[int]]) -> None:
+        """Hold the books against the block tables of all live requests.
+
+        Raises:
+            InvariantError: a count differs from the number of tables that hold the block, a free block stands in
+                a table, a block is lost, or a hash leads to the wrong block.
+        """
+        holders = Counter(block_id for table in tables for block_id in table)
+        for block_id, count in enumerate(self.ref_counts):
+            if count != holders[block_id]:
+                raise InvariantError(
+                    f"block {block_id} counts {count} holders, {holders[block_id]} tables hold it"
+                )
+            if (count == 0) != (block_id in self.free_blocks):
+                raise InvariantError(
+                    f"block {block_id} has {count} holders and is {'' if count else 'not '}free"
+                )
+        hashed = {block_hash: b for b, block_hash in enumerate(self.block_hashes) if block_hash is not None}
+        if hashed != self.cached_blocks:
+            raise InvariantError("the hash index and the blocks' own hashes differ")

@@ -1,0 +1,184 @@
+"""Block tables: which blocks hold the keys and values of which request, and what a new request can reuse."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from nanovllm.kv.block_pool import BlockPool, InvariantError
+from nanovllm.request import Request
+
+BlockCopies = list[tuple[int, int]]  # (from block, to block)
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """SHA-256 over the parent block's hash and this block's tokens: it names the whole prefix up to here.
+
+    Two different prefixes have the same name only if SHA-256 collides, which nobody, attacker included, knows how to
+    bring about; the encoding is injective, because the parent has a fixed length and a token id fixed eight
+    bytes. (A 64-bit `hash()` would serve one user's cached answer to another sooner or later.)
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class KVCacheManager:
+    """Owns the block tables of all requests, on the device and, for swapped requests, in host memory.
+
+    Args:
+        num_blocks: blocks in the device pool.
+        block_size: tokens a block.
+        enable_prefix_caching: let requests share full blocks with equal content.
+        num_host_blocks: blocks in host memory for swapped requests; 0 switches swapping off.
+
+    Attributes:
+        tables: request id to block ids; entry i holds the tokens `i * block_size .. (i + 1) * block_size - 1`.
+            A table only grows at its end while its request runs.
+        host_tables: the same for swapped requests, with ids of the host pool.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.host_pool = BlockPool(num_host_blocks) if num_host_blocks else None
+        self.tables: dict[str, list[int]] = {}
+        self.host_tables: dict[str, list[int]] = {}
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def block_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the request's full blocks; each is computed once, since tokens are only ever appended."""
+        hashes = request.block_hashes
+        size = self.block_size
+        for i in range(len(hashes), request.num_tokens // size):
+            parent = hashes[-1] if hashes else hashlib.sha256((request.cache_salt or "").encode()).digest()
+            hashes.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size]))
+        return hashes
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Blocks, held or free, that already contain the beginning of the request's tokens.
+
+        The last token is never taken from the cache: its logits are needed, so it has to be computed. A request
+        that wants log-probabilities of its prompt needs the logits of all of it, and takes nothing.
+        """
+        if not self.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
+            return []
+        found = []
+        for block_hash in self.block_hashes(request)[: (request.num_tokens - 1) // self.block_size]:
+            block_id = self.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
+        """Open a table that starts with the `prefix` blocks and has room for `num_tokens` tokens in all.
+
+        Returns:
+            False, with nothing changed, if the pool has too few free blocks.
+        """
+        wanted = self.blocks_for(num_tokens) - len(prefix)
+        # Prefix blocks that nobody holds stand in the free list themselves: they cannot be handed out as well.
+        idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in prefix)
+        if wanted > self.pool.num_free - idle:
+            return False
+        self.pool.acquire(prefix)
+        self.tables[request.request_id] = prefix + self.pool.allocate(wanted)
+        return True
+
+    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Append blocks to the request's table until it has room for `num_tokens` tokens.
+
+        Returns:
+            The new blocks, or None, with nothing changed, if the pool has too few.
+        """
+        table = self.tables[request.request_id]
+        wanted = max(0, self.blocks_for(num_tokens) - len(table))
+        if wanted > self.pool.num_free:
+            return None
+        new_blocks = self.pool.allocate(wanted)
+        table.extend(new_blocks)
+        return new_blocks
+
+    def publish(self, request: Request, num_before: int) -> None:
+        """Let others find the blocks that became full since `num_before` tokens were computed.
+
+        The step that fills a block may be about to run: every layer writes all keys and values of a step before it
+        reads any, so a request later in the same step may already count on the block.
+        """
+        if not self.enable_prefix_caching:
+            return
+        table, hashes = self.tables[request.request_id], self.block_hashes(request)
+        for i in range(num_before // self.block_size, request.num_computed_tokens // self.block_size):
+            self.pool.publish(table[i], hashes[i])
+
+    def free(self, request: Request) -> None:
+        """Give up everything that the request holds. The content stays findable until it is overwritten."""
+        self.pool.release(reversed(self.tables.pop(request.request_id, [])))
+        if self.host_pool is not None:
+            self.host_pool.release(self.host_tables.pop(request.request_id, []))
+
+    def swap_out(self, request: Request) -> BlockCopies | None:
+        """Move what the request has computed to host memory.
+
+        Returns:
+            The copies that must be made before anybody writes to the device blocks; None if host memory is full.
+        """
+        count = self.blocks_for(request.num_computed_tokens)
+        if self.host_pool is None or count > self.host_pool.num_free:
+            return None
+        host_table = self.host_pool.allocate(count)
+        copies = list(zip(self.tables[request.request_id], host_table, strict=False))
+        self.free(request)
+        self.host_tables[request.request_id] = host_table
+        return copies
+
+    def swap_in(self, request: Request, num_tokens: int) -> BlockCopies | None:
+        """Bring a swapped request back, with room for `num_tokens` tokens in all. Blocks whose content is still,
+        or again, on the device are shared instead of copied.
+
+        Returns:
+            The copies to make before the step runs; None, with nothing changed, if the pool has too few blocks.
+        """
+        assert self.host_pool is not None
+        host_table = self.host_tables[request.request_id]
+        prefix = self.find_prefix(request)[: request.num_computed_tokens // self.block_size]
+        if not self.admit(request, prefix, num_tokens):
+            return None
+        table = self.tables[request.request_id]
+        copies = list(zip(host_table, table, strict=False))[len(prefix) :]
+        self.host_pool.release(self.host_tables.pop(request.request_id))
+        self.publish(request, len(prefix) * self.block_size)
+        return copies
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Hold tables, pools and requests against each other.
+
+        Raises:
+            InvariantError: see `BlockPool.check_invariants`; or a table belongs to nobody, is too short for what its
+                request has computed, or two requests would write to the same block.
+        """
+        self.pool.check_invariants(self.tables.values())
+        if self.host_pool is not None:
+            self.host_pool.check_invariants(self.host_tables.values())
+        live = {request.request_id: request for request in requests}
+        orphans = (self.tables.keys() | self.host_tables.keys()) - live.keys()
+        if orphans:
+            raise InvariantError(f"tables without a request: {sorted(orphans)}")
+        writers: dict[int, str] = {}
+        for request_id, table in self.tables.items():
+            computed = live[request_id].num_computed_tokens
+            if len(table) * self.block_size < computed:
+                raise InvariantError(
+                    f"{request_id} computed {computed} tokens, its table has {len(table)} blocks"
+                )
+            # From the first block that is not full on, a request writes; full blocks are read only.
+            for block_id in table[computed // self.block_size :]:
+                other = writers.setdefault(block_id, request_id)
+                if other != request_id or self.pool.ref_counts[block_id] != 1:
+                    raise InvariantError(f"block {block_id} would be written by {request_id} and is shared")

@@ -1,0 +1,219 @@
+"""Offline use: `LLM(model).generate(prompts)`, the whole engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine import EngineCore
+from nanovllm.hub import resolve_model
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.processor import InputProcessor, OutputProcessor, Prompt
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.tokenizer import Tokenizer
+from nanovllm.trace import Trace
+
+Message = dict[str, Any]
+
+
+class LLMEngine:
+    """The engine with text on both ends, one step at a time."""
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        self.config = config
+        self.core = EngineCore(config, trace)
+        self.tokenizer = Tokenizer.from_pretrained(
+            resolve_model(config.tokenizer or config.model, config.revision)
+        )
+        self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
+        self.output_processor = OutputProcessor(self.tokenizer)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: a bad prompt, or an id in use; nothing is queued then.
+        """
+        text, requests = self.input_processor.process(request_id, prompt, params, priority)
+        self.output_processor.add(request_id, text, requests)
+        for request in requests:
+            self.core.add_request(request)
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request; no further output comes for it."""
+        for sequence_id in self.output_processor.remove(request_id):
+            self.core.abort_request(sequence_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return self.core.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; returns what is new: each output carries the new text and tokens of one completion."""
+        news, stopped = self.output_processor.process(self.core.step())
+        for sequence_id in stopped:
+            self.core.abort_request(sequence_id, reason="stop")
+        return news
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Args:
+        model: course model, local folder, or hub id.
+        trace: True keeps a record of every step in `self.trace`; a path writes it to a file.
+        **options: any field of `EngineConfig`.
+    """
+
+    def __init__(self, model: str = EngineConfig.model, trace: bool | str = False, **options: Any) -> None:
+        record = Trace(trace if isinstance(trace, str) else None) if trace else None
+        self.engine = LLMEngine(EngineConfig(model=model, **options), record)
+        self._num_requests = 0
+
+    @property
+    def trace(self) -> Trace | None:
+        """The record of all steps so far, if the model was made with `trace`."""
+        return self.engine.core.trace
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**self.engine.core.limits.generation_defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, or `{"prompt_token_ids": [...]}`.
+            sampling_params: for all prompts, or one for each; default: what the checkpoint recommends.
+
+        Returns:
+            Finished outputs, in the order of the prompts.
+
+        Raises:
+            ValueError: a bad prompt, or lists of different lengths. No request is left behind.
+        """
+        if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = cast(list[Prompt], [prompts])
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(prompts)
+        priorities = list(priority) if priority is not None else [0] * len(prompts)
+        if not len(prompts) == len(sampling_params) == len(priorities):
+            raise ValueError(
+                f"{len(prompts)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
+                f"give one for all or one for each"
+            )
+        request_ids: list[str] = []
+        try:
+            for prompt, params, level in zip(prompts, sampling_params, priorities, strict=True):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.engine.add_request(request_id, prompt, params, level)
+                request_ids.append(request_id)
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, one or several, through the model's chat template. See `generate`."""
+        several = not (messages and isinstance(messages[0], dict))
+        conversations = cast(list[list[Message]], messages if several else [messages])
+        tokenizer = self.engine.tokenizer
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+            )
+            # The template writes the special tokens itself.
+            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
+        with tqdm(
+            total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    gathered[output.request_id].add(output)
+                    if output.finished:
+                        bar.update(1)
+        return [gathered[request_id].result() for request_id in request_ids]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.core.reset_prefix_cache()
+
+
+class OutputCollector:
+    """Puts the pieces of one request together again; linear in their number."""
+
+    def __init__(self) -> None:
+        self._last: RequestOutput | None = None
+        self._pieces: dict[int, list[CompletionOutput]] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        """Take one piece."""
+        self._last = output
+        for piece in output.outputs:
+            self._pieces.setdefault(piece.index, []).append(piece)
+
+    def result(self) -> RequestOutput:
+        """The whole request so far."""
+        assert self._last is not None, "no output has come yet"
+        last = self._last
+        outputs = [join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
+        return RequestOutput(
+            last.request_id,
+            last.prompt,
+            last.prompt_token_ids,
+            outputs,
+            last.finished,
+            last.prompt_logprobs,
+            last.num_cached_tokens,
+        )
+
+
+def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
+    """One completion from the pieces of its stream."""
+    last = pieces[-1]
+    wants_logprobs = any(piece.logprobs is not None for piece in pieces)
+    return CompletionOutput(
+        last.index,
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.token_ids],
+        last.cumulative_logprob,
+        [entry for piece in pieces for entry in piece.logprobs or ()] if wants_logprobs else None,
+        last.finish_reason,
+        last.stop_reason,
+    )

@@ -1,0 +1,154 @@
+"""What a checkpoint's config.json says about its model, in one plain-data class for all supported architectures."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from dataclasses import dataclass, field
+from typing import Any
+
+# Architecture in config.json -> what sets it apart from Llama.
+SUPPORTED_ARCHITECTURES: dict[str, dict[str, bool]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {"sliding_window": True},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
+    "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
+}
+
+
+class UnsupportedModelError(ValueError):
+    """A checkpoint that this engine cannot run; the message says why and what it can run."""
+
+
+@dataclass
+class ModelConfig:
+    """The shape of a model.
+
+    Attributes:
+        layer_windows: sliding window of each layer in tokens, 0 for full attention.
+        rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
+        eos_token_ids: every id that ends a sequence, from generation_config.json if that names any.
+        generation_defaults: sampling values that the checkpoint recommends.
+        raw: config.json as it stands.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    layer_windows: list[int] = field(default_factory=list)
+    dtype: str | None = None
+    eos_token_ids: list[int] = field(default_factory=list)
+    bos_token_id: int | None = None
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    raw: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | pathlib.Path) -> ModelConfig:
+        """Read config.json and generation_config.json.
+
+        Raises:
+            UnsupportedModelError: an architecture, activation or rotary scaling that is not built in.
+        """
+        folder = pathlib.Path(folder)
+        raw = json.loads((folder / "config.json").read_text())
+        generation_file = folder / "generation_config.json"
+        generation = json.loads(generation_file.read_text()) if generation_file.exists() else {}
+        return cls.from_dict(raw, generation)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+        """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
+        generation = generation or {}
+        architecture = (raw.get("architectures") or ["none"])[0]
+        if architecture not in SUPPORTED_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+            )
+        if raw.get("hidden_act", "silu") != "silu":
+            raise UnsupportedModelError(
+                f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'"
+            )
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"].get("quant_method", "unknown")
+            raise UnsupportedModelError(
+                f"quantized checkpoints ({method}) are not supported yet; use the original one"
+            )
+        traits = SUPPORTED_ARCHITECTURES[architecture]
+        num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
+        theta, scaling = _rotary(raw)
+        eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+        # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
+        attention_bias = bool(raw.get("attention_bias", False))
+        return cls(
+            architecture=architecture,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            max_position_embeddings=raw["max_position_embeddings"],
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            qkv_bias=traits.get("qkv_bias", attention_bias),
+            output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
+            mlp_bias=bool(raw.get("mlp_bias", False)),
+            qk_norm=traits.get("qk_norm", False),
+            layer_windows=_windows(raw, num_layers) if traits.get("sliding_window") else [0] * num_layers,
+            dtype=raw.get("dtype") or raw.get("torch_dtype"),
+            eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+            bos_token_id=raw.get("bos_token_id"),
+            generation_defaults=_sampling_defaults(generation),
+            raw=raw,
+        )
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Numbers that the KV cache stores for one token, over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def _rotary(raw: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """(theta, scaling parameters); transformers 5 keeps both in `rope_parameters`, 4 in two keys."""
+    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
+    if scaling["rope_type"] not in ("default", "llama3", "linear"):
+        raise UnsupportedModelError(
+            f"rope_scaling of type {scaling['rope_type']!r} is not supported; supported are default, linear, llama3"
+        )
+    return float(theta), scaling
+
+
+def _windows(raw: dict[str, Any], num_layers: int) -> list[int]:
+    """Sliding window a layer: Mistral has one for all, Qwen only where `layer_types` or `max_window_layers` says."""
+    window = raw.get("sliding_window") or 0
+    if not raw.get("use_sliding_window", True):
+        window = 0
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    first = raw.get("max_window_layers", 0) if "use_sliding_window" in raw else 0
+    return [window if layer >= first else 0 for layer in range(num_layers)]
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    return {name: generation[name] for name in names if generation.get(name) is not None}

@@ -1,0 +1,68 @@
+"""What a caller gets back, in vLLM's shapes: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    """One token's log-probability at one position.
+
+    Attributes:
+        logprob: natural logarithm of the model's probability.
+        rank: 1 for the likeliest token; None where it was not worked out.
+        decoded_token: the token's text.
+    """
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+# One dictionary a position, by token id; None for the first prompt token, which nothing precedes.
+PositionLogprobs = dict[int, Logprob] | None
+
+
+@dataclass
+class CompletionOutput:
+    """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold what is new.
+
+    Attributes:
+        index: 0 to n - 1.
+        cumulative_logprob: sum over the chosen tokens so far, if log-probabilities were asked for.
+        finish_reason: "stop", "length", "abort", or None while it goes on.
+        stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """True once nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """A request with its completions.
+
+    Attributes:
+        prompt: the text, if the request came as text.
+        prompt_logprobs: one entry a prompt token, if asked for.
+        num_cached_tokens: prompt tokens that the prefix cache supplied.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[PositionLogprobs] | None = None
+    num_cached_tokens: int = 0
