@@ -75,9 +75,11 @@ class IncrementalDetokenizer:
             self._pending.append(index)
             if not BYTE_TOKEN.fullmatch(token):
                 end = len(self._pending)
+        if not end:
+            return ""
         final, self._pending = self._pending[:end], self._pending[end:]
         piece = self._decode_in_context(final)
-        self._context = final[-1:] or self._context
+        self._context = final[-1:]
         return piece
 
     def _decode_in_context(self, token_ids: list[int]) -> str:

@@ -11,10 +11,11 @@ from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
 from nanovllm.processor import EngineLimits
+from nanovllm.recorder import StepRecorder
 from nanovllm.request import EngineOutput, EngineRequest, Request
 from nanovllm.runner import ModelRunner
-from nanovllm.scheduler import Schedule, Scheduler, StepResult
-from nanovllm.trace import StepRecord, Trace, TracedRequest
+from nanovllm.scheduler import Scheduler
+from nanovllm.trace import Trace
 
 
 @dataclass
@@ -57,20 +58,13 @@ class EngineCore:
         self.trace = trace
         if trace is None and config.trace is not None:
             self.trace = Trace(config.trace)
+        self._recorder: StepRecorder | None = None
         if self.trace is not None:
-            self.trace.settings |= {
-                "model": config.model,
-                "block_size": config.block_size,
-                "num_blocks": num_blocks,
-                "token_budget": config.token_budget,
-                "max_num_seqs": config.max_num_seqs,
-                "batching_policy": config.batching_policy,
-            }
+            self.trace.settings["model"] = config.model
+            self._recorder = StepRecorder(self.trace, self.scheduler)
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
-        self._arrived: dict[str, int] = {}
-        self._ended: dict[str, str] = {}
 
     @property
     def limits(self) -> EngineLimits:
@@ -116,78 +110,35 @@ class EngineCore:
             request.order = (0, self._num_added)
         self.scheduler.add(request)
         self._num_added += 1
-        if self.trace is not None:
-            self._arrived[source.request_id] = request.num_prompt_tokens
+        if self._recorder is not None:
+            self._recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a sequence between two steps and free its blocks. False if it has ended already."""
         aborted = self.scheduler.abort(request_id)
-        if aborted and self.trace is not None:
-            self._ended[request_id] = reason
+        if aborted and self._recorder is not None:
+            self._recorder.ended(request_id, reason)
         return aborted
 
     def step(self) -> list[EngineOutput]:
         """Compute one step for the requests that the scheduler picks; returns the news. Without requests: nothing."""
         if not self.scheduler.has_unfinished:
             return []
-        start = time.perf_counter()
+        start = time.perf_counter() - self._started
         plan = self.scheduler.schedule()
         if plan.empty:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
-        if self.trace is not None:
-            record = self._begin_record(plan, start)
+        if self._recorder is not None:
+            record = self._recorder.begin(plan, self.num_steps, start)
         result = self.runner.execute(plan)
         outputs = self.scheduler.update(plan, result)
-        if self.trace is not None:
-            self._finish_record(record, result, outputs)
+        if self._recorder is not None:
+            duration = time.perf_counter() - self._started - start
+            self._recorder.finish(record, duration, result, outputs)
         self.num_steps += 1
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs
-
-    def _begin_record(self, plan: Schedule, start: float) -> StepRecord:
-        """What the scheduler decided, before the step changes the queues again."""
-        scheduler, requests = self.scheduler, self.scheduler.requests
-        return StepRecord(
-            step=self.num_steps,
-            start=start - self._started,
-            duration=0.0,
-            token_budget=self.config.token_budget,
-            requests=[
-                TracedRequest(
-                    r.request_id,
-                    r.start,
-                    r.num_tokens,
-                    requests[r.request_id].num_prompt_tokens,
-                    r.new_block_ids,
-                )
-                for r in plan.requests
-            ],
-            arrived=self._arrived,
-            admitted=plan.admitted,
-            resumed=plan.resumed,
-            preempted=plan.preempted,
-            finished=self._ended,
-            swap_out=plan.swap_out,
-            swap_in=plan.swap_in,
-            blocked_by=plan.blocked_by,
-            waiting=[r.request_id for r in scheduler.waiting],
-            running=[r.request_id for r in scheduler.running],
-            swapped=[r.request_id for r in scheduler.swapped],
-            num_free_blocks=self.manager.pool.num_free,
-            num_blocks=self.manager.pool.num_blocks,
-            num_evictions=self.manager.pool.num_evictions,
-        )
-
-    def _finish_record(self, record: StepRecord, result: StepResult, outputs: list[EngineOutput]) -> None:
-        assert self.trace is not None
-        record.duration = time.perf_counter() - self._started - record.start
-        for request in record.requests:
-            token = result.sampled.get(request.request_id)
-            request.sampled = [token.token_id] if token else []
-        record.finished |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
-        self._arrived, self._ended = {}, {}
-        self.trace.record(record)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

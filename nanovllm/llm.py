@@ -107,21 +107,21 @@ class LLM:
         Raises:
             ValueError: a bad prompt, or lists of different lengths. No request is left behind.
         """
-        if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            prompts = cast(list[Prompt], [prompts])
+        single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = cast(list[Prompt], [prompts] if single else list(prompts))
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        priorities = list(priority) if priority is not None else [0] * len(prompts)
-        if not len(prompts) == len(sampling_params) == len(priorities):
+            sampling_params = [sampling_params] * len(batch)
+        priorities = list(priority) if priority is not None else [0] * len(batch)
+        if not len(batch) == len(sampling_params) == len(priorities):
             raise ValueError(
-                f"{len(prompts)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
+                f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
                 f"give one for all or one for each"
             )
         request_ids: list[str] = []
         try:
-            for prompt, params, level in zip(prompts, sampling_params, priorities, strict=True):
+            for prompt, params, level in zip(batch, sampling_params, priorities, strict=True):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 self.engine.add_request(request_id, prompt, params, level)

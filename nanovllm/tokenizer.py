@@ -40,6 +40,8 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer` that does the work.
         special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
         chat_templates: name to Jinja source; the one in use is called "default".
+        is_byte_level: whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are
+            characters, with tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2).
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Tokenizer:
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -133,12 +136,6 @@ class Tokenizer:
         if byte := BYTE_TOKEN.fullmatch(token):
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode()
-
-    @property
-    def is_byte_level(self) -> bool:
-        """Whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are characters, with
-        tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2, Mistral)."""
-        return isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel)
 
     @property
     def vocab_size(self) -> int:

@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = ops.apply_rope(q, k, positions, cos_sin)
         out = attend(q, k, v, self.layer, self.scale, self.window)
-        return self.o_proj(out.view(len(x), -1))
+        return self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):
@@ -202,17 +202,15 @@ class LlamaForCausalLM(nn.Module):
         ):
             return None
         prefix, _, kind = name.rpartition(".")  # kind: weight or bias
-        for part, (fused, index) in FUSED.items():
-            if prefix.endswith(part):
-                rows = self._fused_rows(fused)
-                whole = self.get_parameter(f"{prefix[: -len(part)]}{fused}.{kind}")
-                return whole[sum(rows[:index]) : sum(rows[: index + 1])]
         try:
+            for part, (fused, index) in FUSED.items():
+                if prefix.endswith(part):
+                    rows = self._fused_rows(fused)
+                    whole = self.get_parameter(f"{prefix[: -len(part)]}{fused}.{kind}")
+                    return whole[sum(rows[:index]) : sum(rows[: index + 1])]
             return self.get_parameter(name)
         except AttributeError as error:
-            raise KeyError(
-                f"the checkpoint has a tensor {name!r} that {self.config.architecture} does not"
-            ) from error
+            raise KeyError(f"this {self.config.architecture} has no place for {name!r}") from error
 
     def _fused_rows(self, fused: str) -> list[int]:
         config = self.config

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Iterator
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.models.config import ModelConfig
@@ -42,18 +42,25 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors one by one, memory-mapped: a tensor is read when it is copied."""
+    """Names and tensors one by one, memory-mapped: a tensor is read when it is copied.
+
+    Raises:
+        CheckpointError: a file is damaged; see also `checkpoint_files`.
+    """
     for file in checkpoint_files(folder):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
-                yield name, tensors.get_tensor(name)
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
+                    yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
 def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """Copy each tensor to its place, converting the dtype on the way.
 
     Raises:
-        CheckpointError: a tensor has the wrong shape, or some parameter was not filled completely.
+        CheckpointError: a tensor has the wrong shape or no place, or some parameter was not filled completely.
     """
     # The same memory may have two names (tied weights), so what is filled is counted by address.
     unfilled = {
@@ -62,7 +69,12 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
     filled = dict.fromkeys(unfilled, 0)
     starts = sorted(unfilled)
     for name, tensor in tensors:
-        place = model.checkpoint_view(name)
+        try:
+            place = model.checkpoint_view(name)
+        except KeyError as error:
+            raise CheckpointError(
+                f"{error.args[0]}; do config.json and the weights belong together?"
+            ) from error
         if place is None:
             continue
         if place.shape != tensor.shape:

@@ -1,0 +1,132 @@
+"""The outside oracle: `transformers` in float32, and tiny random checkpoints of every supported architecture."""
+
+from __future__ import annotations
+
+import functools
+import json
+import pathlib
+from typing import Any
+
+import torch
+
+from nanovllm import LLM, SamplingParams
+
+TINY: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+# name -> (transformers' configuration class, what differs from TINY)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama-mha-tied": ("LlamaConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("LlamaConfig", {"head_dim": 24}),
+    "llama3-rope": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "linear-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 12}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+}
+
+
+def make_checkpoint(folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0) -> pathlib.Path:
+    """Save a tiny random checkpoint, with a byte-level tokenizer, and return its folder.
+
+    Random weights of the usual size give nearly the same token for ever; larger ones make the text depend on all
+    of the prompt, so that an error anywhere changes the output.
+    """
+    import transformers
+
+    config_class, changes = VARIANTS[variant]
+    config = getattr(transformers, config_class)(**(TINY | changes))
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 0.25 if "embed" not in name else 1.0)
+    size = sum(p.numel() * 4 for p in model.parameters())
+    model.save_pretrained(folder, max_shard_size=size // shards + 1 if shards > 1 else "50GB")
+    make_tokenizer().save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "</s>"})
+    )
+    return folder
+
+
+def make_tokenizer() -> Any:
+    """Bytes as tokens, after three special ones."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>"]
+    vocabulary = {token: i for i, token in enumerate(special + alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.add_special_tokens(special)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@functools.cache
+def reference_model(folder: str) -> Any:
+    """transformers' model of a checkpoint, in float32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def reference_tokens(folder: str, prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
+    """Greedy continuation by transformers: `count` tokens, or fewer if one of `stop_ids` comes."""
+    model = reference_model(folder)
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def greedy(llm: LLM, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
+    """Greedy tokens by nanovllm, one list a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
