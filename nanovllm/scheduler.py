@@ -1,4 +1,7 @@
-"""What runs in the next step: one token budget, three queues, one rule."""
+"""What runs in the next step: one token budget, three queues, one rule.
+
+Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -121,14 +124,6 @@ class Scheduler:
         self.requests[request.request_id] = request
         insort(self.waiting, request, key=lambda r: r.order)
 
-    def abort(self, request_id: str) -> bool:
-        """End a request wherever it stands, between two steps. False if it has ended already."""
-        request = self.requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, "abort")
-        return True
-
     @property
     def has_unfinished(self) -> bool:
         """True while some request has not ended."""
@@ -154,6 +149,14 @@ class Scheduler:
         self._move(request, RequestStatus.FINISHED)
         self.manager.free(request)
         del self.requests[request.request_id]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it stands, between two steps. False if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "abort")
+        return True
 
     # ---------------------------------------------------------------- one step
 
@@ -246,18 +249,6 @@ class Scheduler:
         self._start(request, share, plan)
         return ""
 
-    def _admit_swapped(self, request: Request, plan: Schedule) -> str:
-        share = self._share(request, plan)
-        if share == 0:
-            return "max_num_batched_tokens"
-        copies = self.manager.swap_in(request, request.num_computed_tokens + share)
-        if copies is None:
-            return "kv blocks"
-        plan.swap_in += copies
-        plan.resumed.append(request.request_id)
-        self._start(request, share, plan)
-        return ""
-
     def _start(self, request: Request, share: int, plan: Schedule) -> None:
         self._move(request, RequestStatus.RUNNING)
         request.num_sent_tokens = 0
@@ -280,21 +271,6 @@ class Scheduler:
         before = request.num_computed_tokens
         request.num_computed_tokens += share
         self.manager.publish(request, before)
-
-    def _preempt(self, victim: Request, plan: Schedule) -> None:
-        """Take all blocks from a running request; what it has sampled so far is kept."""
-        copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
-        if copies is not None:
-            plan.swap_out += copies
-            plan.preempted[victim.request_id] = "swap"
-            self._move(victim, RequestStatus.SWAPPED)
-        else:
-            self.manager.free(victim)
-            victim.num_computed_tokens = 0
-            plan.preempted[victim.request_id] = "recompute"
-            self._move(victim, RequestStatus.WAITING)
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
 
     # ---------------------------------------------------------------- after the step
 
@@ -337,6 +313,37 @@ class Scheduler:
             or request.num_tokens >= self.config.max_request_tokens
         ):
             self._finish(request, "length")
+
+    # ---------------------------------------------------------------- when blocks run out
+
+    def _preempt(self, victim: Request, plan: Schedule) -> None:
+        """Take all blocks from a running request; what it has sampled so far is kept."""
+        copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
+        if copies is not None:
+            plan.swap_out += copies
+            plan.preempted[victim.request_id] = "swap"
+            self._move(victim, RequestStatus.SWAPPED)
+        else:
+            self.manager.free(victim)
+            victim.num_computed_tokens = 0
+            plan.preempted[victim.request_id] = "recompute"
+            self._move(victim, RequestStatus.WAITING)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _admit_swapped(self, request: Request, plan: Schedule) -> str:
+        share = self._share(request, plan)
+        if share == 0:
+            return "max_num_batched_tokens"
+        copies = self.manager.swap_in(request, request.num_computed_tokens + share)
+        if copies is None:
+            return "kv blocks"
+        plan.swap_in += copies
+        plan.resumed.append(request.request_id)
+        self._start(request, share, plan)
+        return ""
+
+    # ---------------------------------------------------------------- is everything in order?
 
     def check_invariants(self) -> None:
         """Hold queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""

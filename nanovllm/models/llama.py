@@ -1,4 +1,7 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3): packed tokens in, hidden states out."""
+"""Llama and its relatives (Mistral, Qwen2, Qwen3): packed tokens in, hidden states out.
+
+Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From safetensors files to a model in memory, without holding any weight twice."""
+"""From safetensors files to a model in memory, without holding any weight twice.
+
+Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

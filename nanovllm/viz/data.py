@@ -1,0 +1,316 @@
+"""The data behind the pictures: what a trace says about requests, steps and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from nanovllm.trace import StepRecord, Trace, TracedRequest
+
+StepScale = Literal["step", "tokens", "time"] | Callable[[StepRecord], float]
+
+
+@dataclass
+class Span:
+    """What one request did from `begin` to `end`, in units of the x axis.
+
+    Attributes:
+        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span lies over the first
+            prefill span after an admission, since tokens from the cache take no time of their own.
+        first_step, last_step: steps that the span covers, both included.
+        start, num_tokens: position of its first token and how many there are; 0 for kinds without tokens.
+    """
+
+    request_id: str
+    kind: str
+    begin: float
+    end: float
+    first_step: int
+    last_step: int
+    start: int = 0
+    num_tokens: int = 0
+
+
+@dataclass
+class Event:
+    """Something that happened to a request at `at`, in units of the x axis: "first token", "preempted", "finished" or
+    "aborted"; `detail` is the mode of preemption or the finish reason."""
+
+    request_id: str
+    kind: str
+    at: float
+    step: int
+    detail: str = ""
+
+
+def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]:
+    """Where each step begins and ends on the x axis.
+
+    Args:
+        x: "step": every step is one wide, and steps without work leave a gap; "tokens": as wide as the tokens that it
+            computes, a stand-in for time that is the same on every machine; "time": as recorded; or a function from
+            a step record to its width.
+    """
+    if x == "step":
+        return [(float(s.step), s.step + 1.0) for s in trace]
+    if x == "time":
+        return [(s.start, s.start + s.duration) for s in trace]
+    if x != "tokens" and not callable(x):
+        raise ValueError(f"x must be 'step', 'tokens', 'time' or a function of a step, got {x!r}")
+    edges, position = [], 0.0
+    for step in trace:
+        width = x(step) if callable(x) else step.num_tokens
+        edges.append((position, position + width))
+        position += width
+    return edges
+
+
+def request_ids(*traces: Trace) -> list[str]:
+    """Ids of all requests in order of appearance."""
+    found: dict[str, None] = {}
+    for trace in traces:
+        for step in trace:
+            found |= dict.fromkeys(step.arrived)
+            found |= dict.fromkeys(r.request_id for r in step.requests)
+    return list(found)
+
+
+def share_kind(share: TracedRequest) -> str:
+    """ "decode" if the share is one token beyond the prompt, else "prefill": tokens that are known and were not computed,
+    or whose blocks were lost."""
+    return "decode" if share.num_tokens == 1 and share.start >= share.num_prompt_tokens else "prefill"
+
+
+def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> list[Span]:
+    """What each request did when, in order of time.
+
+    Args:
+        x: see `step_edges`.
+        merge: join equal kinds of adjacent steps into one span. Else there is a span a step.
+    """
+    spans: list[Span] = []
+    last: dict[str, Span] = {}  # the newest span of each request, cached ones left out
+    for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
+        for span in _step_spans(step, begin, end):
+            if span.kind == "cached":
+                spans.append(span)
+                continue
+            previous = last.get(span.request_id)
+            joins = merge and previous is not None and previous.kind == span.kind
+            if joins and previous.end == begin and previous.first_step <= step.step:  # type: ignore[union-attr]
+                assert previous is not None
+                previous.end, previous.last_step = end, step.step
+                previous.num_tokens += span.num_tokens
+            else:
+                spans.append(span)
+                last[span.request_id] = span
+    return spans
+
+
+def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
+    common = {"begin": begin, "end": end, "first_step": step.step, "last_step": step.step}
+    for share in step.requests:
+        cached = step.admitted.get(share.request_id, 0)
+        if cached:
+            yield Span(share.request_id, "cached", **common, num_tokens=cached)  # type: ignore[arg-type]
+        yield Span(
+            share.request_id,
+            share_kind(share),
+            **common,  # type: ignore[arg-type]
+            start=share.start,
+            num_tokens=share.num_tokens,
+        )
+    busy = {share.request_id for share in step.requests}
+    for kind, queue in (("waiting", step.waiting), ("swapped", step.swapped), ("stalled", step.running)):
+        for request_id in queue:
+            if request_id not in busy:
+                yield Span(request_id, kind, **common)  # type: ignore[arg-type]
+
+
+def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
+    """First tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
+    events: list[Event] = []
+    started: set[str] = set()
+    for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
+        for request_id, mode in step.preempted.items():
+            events.append(Event(request_id, "preempted", begin, step.step, mode))
+        for share in step.requests:
+            if share.sampled and share.request_id not in started:
+                started.add(share.request_id)
+                events.append(Event(share.request_id, "first token", end, step.step))
+        busy = {share.request_id for share in step.requests}
+        for request_id, reason in step.finished.items():
+            if request_id in busy:
+                events.append(Event(request_id, "finished", end, step.step, reason))
+            else:  # ended between the last step and this one
+                events.append(Event(request_id, "aborted", begin, step.step, reason))
+    return events
+
+
+def request_metrics(trace: Trace, cost: StepScale = "step") -> dict[str, dict[str, Any]]:
+    """Latencies of each request, in steps, tokens or seconds.
+
+    Args:
+        cost: what a step costs, see `step_edges`. With "step" or "tokens" the result does not depend on the machine.
+
+    Returns:
+        For each request id, in order of appearance: `arrival` (beginning of the first step after it came), `ttft` (time
+        from there to the end of the step that sampled its first token; None if none did), `itl` (the times between
+        consecutive tokens), `latency` (arrival to end; None if it has not ended), `num_preemptions`.
+    """
+    metrics: dict[str, dict[str, Any]] = {}
+    newest: dict[str, float] = {}
+
+    def of(request_id: str, begin: float) -> dict[str, Any]:
+        fresh: dict[str, Any] = {
+            "arrival": begin,
+            "ttft": None,
+            "itl": [],
+            "latency": None,
+            "num_preemptions": 0,
+        }
+        return metrics.setdefault(request_id, fresh)
+
+    for step, (begin, end) in zip(trace, step_edges(trace, cost), strict=True):
+        for request_id in step.arrived:
+            of(request_id, begin)
+        for request_id in step.preempted:
+            of(request_id, begin)["num_preemptions"] += 1
+        for share in step.requests:
+            entry = of(share.request_id, begin)
+            for _ in share.sampled:
+                if share.request_id in newest:
+                    entry["itl"].append(end - newest[share.request_id])
+                else:
+                    entry["ttft"] = end - entry["arrival"]
+                newest[share.request_id] = end
+        for request_id in step.finished:
+            entry = of(request_id, begin)
+            entry["latency"] = (newest.get(request_id, begin)) - entry["arrival"]
+    return metrics
+
+
+def percentile(values: Iterable[float | None], percent: float) -> float:
+    """The smallest value that at least `percent` % of the values do not exceed (nearest rank); None values are left out.
+
+    Raises:
+        ValueError: there is no value.
+    """
+    present = sorted(v for v in values if v is not None)
+    if not present:
+        raise ValueError("a percentile of no values")
+    rank = -(-len(present) * percent // 100)
+    return present[max(0, int(rank) - 1)]
+
+
+@dataclass
+class PoolState:
+    """The pool at one moment.
+
+    Attributes:
+        num_blocks, block_size: size of the pool and of a block.
+        tables: request id to the ids of its blocks, in order.
+        num_tokens: request id to the tokens written so far, which fill its blocks from the first on; a request that
+            is missing fills all of its blocks.
+        cached: blocks whose content can be found by its hash.
+        ref_counts: holders of each block, if not simply the number of tables that hold it.
+        appeared: ids of all requests so far in order of appearance, which gives them their colours.
+    """
+
+    num_blocks: int
+    block_size: int
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
+    ref_counts: list[int] = field(default_factory=list)
+    appeared: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.ref_counts:
+            self.ref_counts = [0] * self.num_blocks
+            for table in self.tables.values():
+                for block_id in table:
+                    self.ref_counts[block_id] += 1
+
+    def holders(self, block_id: int) -> list[str]:
+        """Requests whose table holds the block."""
+        return [request_id for request_id, table in self.tables.items() if block_id in table]
+
+    def filled(self, block_id: int) -> int:
+        """Tokens written to the block: 0 to `block_size`."""
+        most = 0
+        for request_id in self.holders(block_id):
+            before = self.tables[request_id].index(block_id) * self.block_size
+            written = self.num_tokens.get(request_id, len(self.tables[request_id]) * self.block_size) - before
+            most = max(most, min(self.block_size, written))
+        if not self.holders(block_id) and (block_id in self.cached or self.ref_counts[block_id]):
+            return self.block_size
+        return most
+
+
+def pool_state(
+    source: Any,
+    tables: Mapping[str, Sequence[int]] | None = None,
+    num_tokens: Mapping[str, int] | None = None,
+    block_size: int | None = None,
+) -> PoolState:
+    """The state of a pool, a manager, or a plain number of blocks.
+
+    Args:
+        source: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
+        tables, num_tokens: as in `PoolState`; a manager and a state bring their own tables.
+        block_size: tokens a block, 16 if nobody says; a manager and a state bring their own.
+    """
+    if isinstance(source, PoolState):
+        given = {"tables": tables, "num_tokens": num_tokens, "block_size": block_size}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if tables is not None:
+            changes["ref_counts"] = []  # counted anew
+        return replace(source, **changes)
+    if tables is None:
+        tables = getattr(source, "tables", {})
+    size: int = block_size if block_size is not None else getattr(source, "block_size", 16)
+    own = {request_id: list(table) for request_id, table in tables.items()}
+    if isinstance(source, int):
+        return PoolState(source, size, own, dict(num_tokens or {}))
+    pool = getattr(source, "pool", source)
+    cached = set(pool.cached_blocks.values())
+    return PoolState(
+        pool.num_blocks, size, own, dict(num_tokens or {}), cached, ref_counts=list(pool.ref_counts)
+    )
+
+
+def pool_state_at(trace: Trace, step: int) -> PoolState:
+    """The pool right after the steps up to `step` (a step number) had been scheduled, rebuilt from a trace.
+
+    A trace does not say which free blocks can still be found; those that were full when they were given up, and have not
+    been handed out since, are taken to be.
+    """
+    size = trace.settings["block_size"]
+    caching = trace.settings.get("enable_prefix_caching", True)
+    state = PoolState(trace.settings["num_blocks"], size)
+    ended: set[str] = set()
+    for record in trace:
+        if record.step > step:
+            break
+        between = [r for r in record.finished if r not in {s.request_id for s in record.requests}]
+        for request_id in [*ended, *between, *record.preempted]:
+            _release(state, request_id, caching)
+        for share in record.requests:
+            whole = share.request_id in record.admitted or share.request_id in record.resumed
+            table = [] if whole else state.tables.get(share.request_id, [])
+            state.tables[share.request_id] = table + list(share.new_block_ids)
+            state.num_tokens[share.request_id] = share.start + share.num_tokens
+        ended = {r for r in record.finished if r not in between}
+        state.cached -= {b for table in state.tables.values() for b in table}
+    return PoolState(
+        state.num_blocks, size, state.tables, state.num_tokens, state.cached, appeared=request_ids(trace)
+    )
+
+
+def _release(state: PoolState, request_id: str, caching: bool) -> None:
+    table = state.tables.pop(request_id, [])
+    full = state.num_tokens.pop(request_id, 0) // state.block_size
+    if caching:
+        state.cached |= set(table[:full])

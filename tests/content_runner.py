@@ -1,0 +1,81 @@
+"""A runner without a model: its KV cache holds, for each slot, the hash of the prefix that ends there.
+
+So it knows at every step whether each token that attention would read is the right one, whoever wrote it, and what it samples
+depends on the whole prefix: any mistake of scheduler, block tables, prefix cache or swapping either fails here or
+changes the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+from nanovllm.scheduler import SampledToken, Schedule, StepResult
+
+VOCABULARY = 6
+
+
+@lru_cache(maxsize=200_000)
+def content(prefix: tuple[int, ...], salt: str | None = None) -> bytes:
+    """What the cache should hold for the last token of the prefix, among requests with this cache salt."""
+    return hashlib.sha256(repr((prefix, salt)).encode()).digest()
+
+
+def next_token(token_ids: list[int]) -> int:
+    """What this "model" samples after the tokens."""
+    return content(tuple(token_ids))[0] % VOCABULARY
+
+
+class ContentRunner:
+    """Executes schedules as `ModelRunner` does, on contents instead of tensors."""
+
+    def __init__(self, block_size: int, salts: dict[str, str | None]) -> None:
+        self.block_size = block_size
+        self.salts = salts  # request id -> cache salt
+        self.device: dict[tuple[int, int], bytes] = {}  # (block, offset) -> content
+        self.host: dict[tuple[int, int], bytes] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.tables: dict[str, list[int]] = {}
+
+    def execute(self, schedule: Schedule) -> StepResult:
+        """Move blocks, write what is new, check everything that is read, sample."""
+        self._copy(schedule.swap_out, self.device, self.host)
+        self._copy(schedule.swap_in, self.host, self.device)
+        for request_id in schedule.removed_ids:
+            del self.tokens[request_id], self.tables[request_id]
+        written: set[tuple[int, int]] = set()
+        for scheduled in schedule.requests:
+            if scheduled.sampling_params is not None:
+                assert scheduled.request_id not in self.tokens, "admitted twice"
+                self.tokens[scheduled.request_id], self.tables[scheduled.request_id] = [], []
+            self.tokens[scheduled.request_id] += scheduled.new_token_ids
+            self.tables[scheduled.request_id] += scheduled.new_block_ids
+            for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
+                slot = self._slot(scheduled.request_id, position)
+                assert slot not in written, "two writers in one step"
+                written.add(slot)
+                self.device[slot] = self._content(scheduled.request_id, position)
+        result = StepResult()
+        for scheduled in schedule.requests:
+            tokens, end = self.tokens[scheduled.request_id], scheduled.start + scheduled.num_tokens
+            for position in range(end):
+                found = self.device.get(self._slot(scheduled.request_id, position))
+                assert found == self._content(scheduled.request_id, position), f"wrong content at position {position}"
+            if end == len(tokens):
+                result.sampled[scheduled.request_id] = SampledToken(next_token(tokens))
+        return result
+
+    def _content(self, request_id: str, position: int) -> bytes:
+        return content(tuple(self.tokens[request_id][: position + 1]), self.salts[request_id])
+
+    def _slot(self, request_id: str, position: int) -> tuple[int, int]:
+        return self.tables[request_id][position // self.block_size], position % self.block_size
+
+    def _copy(self, copies: list[tuple[int, int]], source: dict, target: dict) -> None:
+        for offset in range(self.block_size):
+            moved = [source.get((block, offset)) for block, _ in copies]
+            for (_, block), value in zip(copies, moved, strict=True):
+                if value is None:
+                    target.pop((block, offset), None)
+                else:
+                    target[block, offset] = value
