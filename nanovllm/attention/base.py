@@ -1,4 +1,7 @@
-"""What a step tells attention, how it gets there, and what every attention backend has to answer."""
+"""What a step tells attention, how it gets there, and what every attention backend has to answer.
+
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Paged attention in plain torch, one sequence at a time: slow, short, and right in any dtype. The oracle."""
+"""Paged attention in plain torch, one sequence at a time: slow, short, and right in any dtype. The oracle.
+
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -50,20 +53,20 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_
     """
     query_len, num_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = keys.shape
+    group = num_heads // num_kv_heads
     exact = torch.promote_types(q.dtype, torch.float32)
-    # The query heads that share a KV head become rows of one matrix product.
-    grouped = (
-        q.to(exact).view(query_len, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(1, 2, 0, 3)
-    )
-    scores = grouped @ keys.to(exact).transpose(1, 2).unsqueeze(1) * scale
-    query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device).unsqueeze(1)
-    key_positions = torch.arange(seq_len, device=q.device).unsqueeze(0)
+    # The query heads that share a KV head are rows of one matrix product: its keys are never repeated.
+    grouped = q.to(exact).view(query_len, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
+    scores = grouped @ keys.to(exact).transpose(1, 2) * scale  # [num_kv_heads, query_len * group, seq_len]
+    query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device)
+    query_positions = query_positions.repeat_interleave(group).unsqueeze(1)
+    key_positions = torch.arange(seq_len, device=q.device)
     visible = key_positions <= query_positions
     if sliding_window:
         visible &= key_positions > query_positions - sliding_window
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    out = weights @ values.to(exact).unsqueeze(1)  # [num_kv_heads, group, query_len, head_dim]
-    return out.permute(2, 0, 1, 3).reshape(query_len, num_heads, head_dim).to(q.dtype)
+    out = weights @ values.to(exact)
+    return out.view(num_kv_heads, query_len, group, head_dim).transpose(0, 1).reshape(q.shape).to(q.dtype)
 
 
 class TorchBackend:

@@ -1,4 +1,7 @@
-"""Block tables: which blocks hold the keys and values of which request, and what a new request can reuse."""
+"""Block tables: which blocks hold the keys and values of which request, and what a new request can reuse.
+
+Built by notebooks/12_block_tables.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -161,7 +164,8 @@ class KVCacheManager:
 
         Raises:
             InvariantError: see `BlockPool.check_invariants`; or a table belongs to nobody, is too short for what its
-                request has computed, or two requests would write to the same block.
+                request has computed, a block is found under a name that is not its content's, or two requests would
+                write to the same block.
         """
         self.pool.check_invariants(self.tables.values())
         if self.host_pool is not None:
@@ -177,8 +181,18 @@ class KVCacheManager:
                 raise InvariantError(
                     f"{request_id} computed {computed} tokens, its table has {len(table)} blocks"
                 )
+            self._check_names(live[request_id], table)
             # From the first block that is not full on, a request writes; full blocks are read only.
             for block_id in table[computed // self.block_size :]:
                 other = writers.setdefault(block_id, request_id)
                 if other != request_id or self.pool.ref_counts[block_id] != 1:
                     raise InvariantError(f"block {block_id} would be written by {request_id} and is shared")
+
+    def _check_names(self, request: Request, table: list[int]) -> None:
+        names = self.block_hashes(request)[: request.num_computed_tokens // self.block_size]
+        for i, block_id in enumerate(table):
+            name = self.pool.block_hashes[block_id]
+            if name is not None and name not in names[i : i + 1]:
+                raise InvariantError(
+                    f"block {block_id} is found under a name that does not fit the tokens of {request.request_id}"
+                )

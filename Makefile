@@ -1,0 +1,54 @@
+# Everything starts from a fresh clone: each target first makes .venv if it is not there.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+.PHONY: help install serve chat lab test lint build run bench clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[course,dev]'
+	@touch $@
+
+install: $(VENV)/installed  ## make .venv and install everything, pinned
+
+serve: install  ## start the server on 127.0.0.1:8000 (HOST=, PORT=, ARGS=)
+	$(BIN)/nanovllm serve --host $(HOST) --port $(PORT) $(ARGS)
+
+chat: install  ## talk to the course model in the terminal
+	$(BIN)/nanovllm chat $(ARGS)
+
+lab: install  ## open JupyterLab at the lectures
+	$(BIN)/jupyter lab notebooks $(ARGS)
+
+lint: install  ## style, types, and modules equal to their lectures
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check nanovllm tests
+	$(BIN)/mypy
+	$(BIN)/python -m nanovllm.course build --check
+
+# One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
+test: lint  ## everything: lint, tests, lectures (about 15 minutes on two cores)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
+		--nbval-sanitize-with nanovllm/course/sanitize.cfg notebooks
+
+build: install  ## write the modules from the lectures
+	$(BIN)/python -m nanovllm.course build
+
+run: install  ## execute all lectures and save them (LECTURES=...)
+	$(BIN)/python -m nanovllm.course run $(LECTURES)
+
+bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
+	$(BIN)/nanovllm bench $(ARGS)
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,63 @@
+"""The project's files agree with each other."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = pathlib.Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINS = dict(
+    line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")
+)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    pins = {canonical(name): version for name, version in PINS.items()}
+    lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    for requirement in (Requirement(text) for texts in lists for text in texts):
+        assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
+    assert pins["torch"] == "2.13.0"
+
+
+def test_environment_yml_agrees_with_pyproject() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, pip = environment["dependencies"]
+    (python,) = [text for text in conda if text.startswith("python")]
+    assert SpecifierSet(python.removeprefix("python")) == SpecifierSet(PROJECT["requires-python"])
+    options = dict(text.split(" ", 1) for text in pip["pip"])
+    assert (ROOT / options["-c"]).exists()
+    where, extras = re.fullmatch(r"(.*)\[(.*)\]", options["-e"]).groups()
+    assert where == "." and set(extras.split(",")) == set(PROJECT["optional-dependencies"])
+
+
+@pytest.mark.parametrize("module", ["nanovllm.engine", "nanovllm.llm", "nanovllm.server.app"])
+def test_the_engine_imports_neither_course_nor_viz(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith(('nanovllm.course', 'nanovllm.viz'))])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_scheduler_knows_no_tensor() -> None:
+    code = "import sys, nanovllm.scheduler, nanovllm.trace, nanovllm.processor; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+def test_no_module_has_outgrown_its_room() -> None:
+    long = {
+        path.name: lines
+        for path in (ROOT / "nanovllm").rglob("*.py")
+        if (lines := len(path.read_text().splitlines())) > 450
+    }
+    assert not long
