@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test lint build run bench clean
+.PHONY: help install serve chat lab test lint build run figures bench clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,6 +46,9 @@ build: install  ## write the modules from the lectures
 
 run: install  ## execute all lectures and save them (LECTURES=...)
 	$(BIN)/python -m nanovllm.course run $(LECTURES)
+
+figures: install  ## redraw figures/
+	$(BIN)/python -m nanovllm.viz figures
 
 bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
 	$(BIN)/nanovllm bench $(ARGS)

@@ -84,12 +84,17 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 self._check(name, 0 if name == "max_num_waiting" else 1)
         self._check("long_prefill_token_threshold", 0)
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ValueError(f"seed must be an integer, got {self.seed!r}")
+        if not (_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
             raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}"
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        if not self.swap_space >= 0:
-            raise ValueError(f"swap_space must be 0 or more GiB, got {self.swap_space}")
+        if not (_is_number(self.swap_space) and 0 <= self.swap_space < float("inf")):
+            raise ValueError(f"swap_space must be 0 or more GiB, got {self.swap_space!r}")
+        for f in dataclasses.fields(self):
+            if isinstance(f.default, bool) and not isinstance(getattr(self, f.name), bool):
+                raise ValueError(f"{f.name} must be True or False, got {getattr(self, f.name)!r}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -162,6 +167,10 @@ class EngineConfig:
         return cls(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)})
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _plain_type(hint: Any) -> type:
     """`int | None` -> int."""
     if isinstance(hint, types.UnionType):
@@ -176,18 +185,19 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def parse_bytes(text: str, name: str) -> int:
-    """ "512MiB" -> 536870912. GB counts in thousands, GiB and a bare G in 1024s.
+def parse_bytes(size: str | int, name: str) -> int:
+    """ "512MiB" -> 536870912. GB counts in thousands, GiB and a bare G in 1024s; a bare number is in bytes.
 
     Raises:
         ValueError: not a size; the message shows what one looks like.
     """
+    text = str(size)
     digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(digits) :].strip().lower()
     try:
         value = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
-        raise ValueError(f"{name} must be a size such as 512MiB, 4GB or 1073741824, got {text!r}") from None
+        raise ValueError(f"{name} must be a size such as 512MiB, 4GB or 1073741824, got {size!r}") from None
     if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be above 0, got {text!r}")
+        raise ValueError(f"{name} must be above 0, got {size!r}")
     return int(value)

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.recorder import StepRecorder
 from nanovllm.request import EngineOutput, EngineRequest, Request
 from nanovllm.runner import ModelRunner
 from nanovllm.scheduler import Scheduler
 from nanovllm.trace import Trace
-
-
-@dataclass
-class EngineStats:
-    """Where the engine stands after a step; counters count from its start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_swapped: int = 0
-    kv_cache_usage: float = 0.0
-    num_preemptions: int = 0
-    num_queried_tokens: int = 0
-    num_hit_tokens: int = 0
-    num_steps: int = 0
 
 
 class EngineCore:
@@ -51,20 +37,23 @@ class EngineCore:
         if config.preemption_mode == "swap":
             num_host_blocks = int(config.swap_space * 2**30) // self.runner.bytes_per_block
         self.runner.allocate(num_blocks, num_host_blocks)
-        self.manager = KVCacheManager(
-            num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks
-        )
-        self.scheduler = Scheduler(config, self.manager)
         self.trace = trace
         if trace is None and config.trace is not None:
             self.trace = Trace(config.trace)
-        self._recorder: StepRecorder | None = None
         if self.trace is not None:
             self.trace.settings["model"] = config.model
-            self._recorder = StepRecorder(self.trace, self.scheduler)
+        self._open_books(num_blocks, num_host_blocks)
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
+
+    def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Start with empty queues and an empty pool."""
+        self.manager = KVCacheManager(
+            num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
+        )
+        self.scheduler = Scheduler(self.config, self.manager)
+        self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
 
     @property
     def limits(self) -> EngineLimits:
@@ -121,9 +110,20 @@ class EngineCore:
         return aborted
 
     def step(self) -> list[EngineOutput]:
-        """Compute one step for the requests that the scheduler picks; returns the news. Without requests: nothing."""
+        """Compute one step for the requests that the scheduler picks; returns the news. Without requests: nothing.
+
+        Whatever breaks a step off (an error, Ctrl-C) is raised. What the step had written by then is anybody's guess,
+        so all requests are lost and no cached prefix is trusted; new requests can be added as before.
+        """
         if not self.scheduler.has_unfinished:
             return []
+        try:
+            return self._step()
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _step(self) -> list[EngineOutput]:
         start = time.perf_counter() - self._started
         plan = self.scheduler.schedule()
         if plan.empty:
@@ -139,6 +139,16 @@ class EngineCore:
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs
+
+    def _start_over(self) -> None:
+        lost = list(self.scheduler.requests)
+        for request_id in list(self.runner.rows.row_of):
+            self.runner.rows.remove(request_id)
+        host_pool = self.manager.host_pool
+        self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
+        if self._recorder is not None:
+            for request_id in lost:
+                self._recorder.ended(request_id, "error")
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -10,7 +10,7 @@ from tqdm import tqdm
 from nanovllm.config import EngineConfig
 from nanovllm.engine import EngineCore
 from nanovllm.hub import resolve_model
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import OutputCollector, RequestOutput
 from nanovllm.processor import InputProcessor, OutputProcessor, Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
@@ -53,8 +53,16 @@ class LLMEngine:
         return self.core.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine; returns what is new: each output carries the new text and tokens of one completion."""
-        news, stopped = self.output_processor.process(self.core.step())
+        """One step of the engine; returns what is new: each output carries the new text and tokens of one completion.
+
+        After an error in mid-step no request is left; see `EngineCore.step`.
+        """
+        try:
+            news, stopped = self.output_processor.process(self.core.step())
+        except BaseException:
+            for request_id in list(self.output_processor.requests):
+                self.abort_request(request_id)
+            raise
         for sequence_id in stopped:
             self.core.abort_request(sequence_id, reason="stop")
         return news
@@ -173,47 +181,3 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.engine.core.reset_prefix_cache()
-
-
-class OutputCollector:
-    """Puts the pieces of one request together again; linear in their number."""
-
-    def __init__(self) -> None:
-        self._last: RequestOutput | None = None
-        self._pieces: dict[int, list[CompletionOutput]] = {}
-
-    def add(self, output: RequestOutput) -> None:
-        """Take one piece."""
-        self._last = output
-        for piece in output.outputs:
-            self._pieces.setdefault(piece.index, []).append(piece)
-
-    def result(self) -> RequestOutput:
-        """The whole request so far."""
-        assert self._last is not None, "no output has come yet"
-        last = self._last
-        outputs = [join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
-        return RequestOutput(
-            last.request_id,
-            last.prompt,
-            last.prompt_token_ids,
-            outputs,
-            last.finished,
-            last.prompt_logprobs,
-            last.num_cached_tokens,
-        )
-
-
-def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
-    """One completion from the pieces of its stream."""
-    last = pieces[-1]
-    wants_logprobs = any(piece.logprobs is not None for piece in pieces)
-    return CompletionOutput(
-        last.index,
-        "".join(piece.text for piece in pieces),
-        [token for piece in pieces for token in piece.token_ids],
-        last.cumulative_logprob,
-        [entry for piece in pieces for entry in piece.logprobs or ()] if wants_logprobs else None,
-        last.finish_reason,
-        last.stop_reason,
-    )

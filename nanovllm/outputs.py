@@ -66,3 +66,61 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
+
+
+def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
+    """One completion from the pieces of its stream."""
+    last = pieces[-1]
+    wants_logprobs = any(piece.logprobs is not None for piece in pieces)
+    return CompletionOutput(
+        last.index,
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.token_ids],
+        last.cumulative_logprob,
+        [entry for piece in pieces for entry in piece.logprobs or ()] if wants_logprobs else None,
+        last.finish_reason,
+        last.stop_reason,
+    )
+
+
+class OutputCollector:
+    """Puts the pieces of one request together again; linear in their number."""
+
+    def __init__(self) -> None:
+        self._last: RequestOutput | None = None
+        self._pieces: dict[int, list[CompletionOutput]] = {}
+
+    def add(self, output: RequestOutput) -> None:
+        """Take one piece."""
+        self._last = output
+        for piece in output.outputs:
+            self._pieces.setdefault(piece.index, []).append(piece)
+
+    def result(self) -> RequestOutput:
+        """The whole request so far."""
+        assert self._last is not None, "no output has come yet"
+        last = self._last
+        outputs = [join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
+        return RequestOutput(
+            last.request_id,
+            last.prompt,
+            last.prompt_token_ids,
+            outputs,
+            last.finished,
+            last.prompt_logprobs,
+            last.num_cached_tokens,
+        )
+
+
+@dataclass
+class EngineStats:
+    """Where the engine stands after a step; counters count from its start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_swapped: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    num_queried_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_steps: int = 0

@@ -136,7 +136,10 @@ class CompletionState:
         self.index = index
         self.params = params
         self.tokenizer = tokenizer
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        # The tokens continue a prompt: a leading space is part of the answer.
+        self.detokenizer = IncrementalDetokenizer(
+            tokenizer, params.skip_special_tokens, keep_leading_space=True
+        )
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.num_tokens = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
@@ -239,12 +242,22 @@ class OutputProcessor:
         """Expect outputs for these sequences.
 
         Raises:
-            ValueError: the id is in use.
+            ValueError: the id, or that of one of the sequences, is in use.
         """
-        if request_id in self.requests:
-            raise ValueError(f"request id {request_id!r} is in use")
+        taken = self._owners.keys() & {r.request_id for r in requests}
+        if request_id in self.requests or taken:
+            raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of requests that have not ended."""
+        return len(self._owners)
+
+    def owner(self, sequence_id: str) -> str | None:
+        """The request that a sequence belongs to."""
+        return self._owners.get(sequence_id)
 
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""

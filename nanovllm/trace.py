@@ -183,9 +183,8 @@ class Trace:
             event(f"step {step.step}", 0, step, tokens=step.num_tokens, requests=len(step.requests))
             for request in step.requests:
                 thread = threads.setdefault(request.request_id, len(threads) + 1)
-                kind = (
-                    "prefill" if request.start + request.num_tokens <= request.num_prompt_tokens else "decode"
-                )
+                one_new = request.num_tokens == 1 and request.start >= request.num_prompt_tokens
+                kind = "decode" if one_new else "prefill"
                 event(
                     f"{kind} {request.num_tokens}",
                     thread,

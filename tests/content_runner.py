@@ -60,7 +60,9 @@ class ContentRunner:
             tokens, end = self.tokens[scheduled.request_id], scheduled.start + scheduled.num_tokens
             for position in range(end):
                 found = self.device.get(self._slot(scheduled.request_id, position))
-                assert found == self._content(scheduled.request_id, position), f"wrong content at position {position}"
+                assert found == self._content(scheduled.request_id, position), (
+                    f"wrong content at position {position}"
+                )
             if end == len(tokens):
                 result.sampled[scheduled.request_id] = SampledToken(next_token(tokens))
         return result

@@ -16,7 +16,13 @@ TOPICS = [
     "why the sky is blue", "a poem about winter", "the history of Rome", "3 + 4 * 5", "a recipe for bread",
     "black holes", "photosynthesis", "a letter to a friend",
 ]  # fmt: skip
-OPENINGS = ["Tell me about {}.", "{}:", "Question: what do you know of {}? Answer:", "Once upon a time, {}", "{} is"]
+OPENINGS = [
+    "Tell me about {}.",
+    "{}:",
+    "Question: what do you know of {}? Answer:",
+    "Once upon a time, {}",
+    "{} is",
+]
 
 
 @pytest.mark.slow
@@ -47,7 +53,10 @@ def test_architectures(variant: str, backend: str, tmp_path) -> None:
 
 def test_sliding_window_matters(tmp_path) -> None:
     """The window test above would pass without windows if they changed nothing."""
-    plain, windowed = make_checkpoint(tmp_path / "a", "mistral"), make_checkpoint(tmp_path / "b", "mistral-window")
+    plain, windowed = (
+        make_checkpoint(tmp_path / "a", "mistral"),
+        make_checkpoint(tmp_path / "b", "mistral-window"),
+    )
     prompt = list(range(3, 80))
     assert reference_tokens(str(plain), prompt, 24) != reference_tokens(str(windowed), prompt, 24)
 
@@ -56,7 +65,9 @@ def test_sharded_checkpoint(tmp_path) -> None:
     folder = make_checkpoint(tmp_path, shards=3)
     assert len(list(folder.glob("*.safetensors"))) > 1
     prompt = list(range(3, 40))
-    assert greedy(LLM(str(folder), dtype="float32"), [prompt], 16) == [reference_tokens(str(folder), prompt, 16)]
+    assert greedy(LLM(str(folder), dtype="float32"), [prompt], 16) == [
+        reference_tokens(str(folder), prompt, 16)
+    ]
 
 
 def test_several_eos_ids_of_the_generation_config(tmp_path) -> None:

@@ -61,10 +61,17 @@ def expected(checkpoint) -> list[list[int]]:
 
 def run(checkpoint: str, features: tuple[str, ...]) -> tuple[LLM, list[list[list[int]]]]:
     """The engine with these features, and tokens by prompt and completion, of the second of two equal runs."""
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 120, "attention_backend": "torch", "block_size": 16}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 120,
+        "attention_backend": "torch",
+        "block_size": 16,
+    }
     for feature in features:
         options |= FEATURES[feature]
-    n, reverse, priorities = (options.pop(name, default) for name, default in (("n", 1), ("reverse", False), ("priorities", False)))
+    n, reverse, priorities = (
+        options.pop(name, default) for name, default in (("n", 1), ("reverse", False), ("priorities", False))
+    )
     options["num_kv_blocks"] = options.pop("pool", 2048) // options["block_size"]
     llm = LLM(checkpoint, check_invariants=True, trace=True, **options)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, n=n)

@@ -18,7 +18,13 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def engine(checkpoint: str, **options) -> LLM:
-    defaults = {"dtype": "float32", "max_model_len": 128, "num_kv_blocks": 64, "check_invariants": True, "trace": True}
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "num_kv_blocks": 64,
+        "check_invariants": True,
+        "trace": True,
+    }
     return LLM(checkpoint, **(defaults | options))
 
 
@@ -61,7 +67,7 @@ def test_long_prompt_does_not_stall_running_requests(checkpoint: str) -> None:
     llm.engine.step()
     llm.engine.add_request("long", prompt(100, 50), params)
     for _ in range(7):  # the long prompt takes seven steps, and in each of them the other one gets its token
-        assert [o.request_id for o in llm.engine.step() if o.outputs[0].token_ids][0] == "decoding"
+        assert next(o.request_id for o in llm.engine.step() if o.outputs[0].token_ids) == "decoding"
 
 
 def test_two_equal_prompts_in_one_step_are_stored_once(checkpoint: str) -> None:
@@ -160,5 +166,7 @@ def test_stop_string_never_leaks_and_ends_with_stop(checkpoint: str) -> None:
     out = llm.generate([prompt(20)], params.clone(stop=[stop]), use_tqdm=False)[0].outputs[0]
     assert (out.text, out.finish_reason, out.stop_reason) == (text[:9], "stop", stop)
     assert not llm.engine.has_unfinished, "the engine must hear of a stop string"
-    kept = llm.generate([prompt(20)], params.clone(stop=[stop], include_stop_str_in_output=True), use_tqdm=False)
+    kept = llm.generate(
+        [prompt(20)], params.clone(stop=[stop], include_stop_str_in_output=True), use_tqdm=False
+    )
     assert kept[0].outputs[0].text == text[:12]

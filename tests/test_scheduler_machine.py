@@ -14,7 +14,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
 
-SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -133,7 +135,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def add(self, prompt, max_tokens, priority, eos, salt) -> None:
         source = EngineRequest(
-            f"r{self.count}", prompt, SamplingParams(max_tokens=max_tokens), eos, priority=priority, cache_salt=salt
+            f"r{self.count}",
+            prompt,
+            SamplingParams(max_tokens=max_tokens),
+            eos,
+            priority=priority,
+            cache_salt=salt,
         )
         request = Request(source, self.count)
         if self.config.scheduling_policy == "fcfs":
@@ -142,7 +149,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.scheduler.add(request)
         except ValueError as error:
-            assert len(prompt) >= self.config.max_request_tokens and str(self.config.max_request_tokens - 1) in str(error)
+            assert len(prompt) >= self.config.max_request_tokens and str(
+                self.config.max_request_tokens - 1
+            ) in str(error)
             return
         self.sources[source.request_id] = source
         self.salts[source.request_id] = salt
@@ -219,7 +228,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.has_unfinished, "somebody starves"
         assert self.runner.tokens.keys() <= set(self.scheduler._removed_ids), "the runner remembers the dead"
         assert self.manager.pool.num_free == self.manager.pool.num_blocks
-        assert not self.manager.host_pool or self.manager.host_pool.num_free == self.manager.host_pool.num_blocks
+        assert (
+            not self.manager.host_pool or self.manager.host_pool.num_free == self.manager.host_pool.num_blocks
+        )
 
 
 TestBlockPool = BlockPoolMachine.TestCase

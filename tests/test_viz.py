@@ -477,3 +477,15 @@ def test_engine_and_simulation_write_the_same_record(tmp_path):
         real.start, real.duration = other.start, other.duration
         assert real == other
     assert core.trace.settings.keys() >= {"model", "block_size", "num_blocks", "enable_prefix_caching"}
+
+
+def test_committed_figures_are_what_the_command_draws(tmp_path) -> None:
+    import pathlib
+
+    from nanovllm.viz.__main__ import FIGURES, draw_all
+
+    draw_all(tmp_path)
+    committed = pathlib.Path(__file__).parents[1] / "figures"
+    assert {path.name for path in committed.iterdir()} == set(FIGURES)
+    for name in FIGURES:
+        assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), f"{name}: run make figures"

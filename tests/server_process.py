@@ -1,0 +1,145 @@
+"""A server in a process of its own, as a user starts it, and what tests want to know of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import httpx
+import psutil
+
+START_SECONDS = 120
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> None:
+    """Look again and again until the condition holds; fail if it does not in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
+        time.sleep(0.02)
+
+
+class ServerProcess:
+    """`nanovllm serve` on a port that the system chose.
+
+    Args:
+        model: folder of the checkpoint.
+        folder: where its output goes.
+        *options: further flags.
+    """
+
+    def __init__(self, model: pathlib.Path, folder: pathlib.Path, *options: str) -> None:
+        self.output = folder / "output.txt"
+        command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
+        command += [
+            "--served-model-name",
+            "tiny",
+            "--attention-backend",
+            "torch",
+            "--dtype",
+            "float32",
+            *options,
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        self.client = httpx.Client(timeout=60)
+
+    def __enter__(self) -> ServerProcess:
+        wait_until(
+            lambda: self._url() or self.process.poll() is not None, START_SECONDS, "the server is ready"
+        )
+        assert self.process.poll() is None, self.text
+        url = self._url()
+        assert url is not None
+        self.url = url
+        self.client.base_url = httpx.URL(url)
+        wait_until(lambda: self.get("/health").status_code == 200)
+        self.engine = self._engine_process()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(60)
+
+    @property
+    def text(self) -> str:
+        """Everything the server has printed."""
+        return self.output.read_text(errors="replace")
+
+    def _url(self) -> str | None:
+        found = re.search(r"(http://\S+)/v1, described", self.text)
+        return found[1] if found else None
+
+    def _engine_process(self) -> psutil.Process:
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        return engine
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET."""
+        return self.client.get(path, **options)
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """POST an object as JSON, or `content=` as it is."""
+        return (
+            self.client.post(path, json=body, **options)
+            if body is not None
+            else self.client.post(path, **options)
+        )
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer of /v1/completions."""
+        response = self.post("/v1/completions", {"prompt": "abc", "temperature": 0} | body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def events(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks of a stream; checks that it ends with [DONE]."""
+        with self.client.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+        assert lines[-1] == "[DONE]"
+        return [json.loads(line) for line in lines[:-1]]
+
+    def metrics(self) -> dict[str, float]:
+        """All metrics; labels other than the model's name are part of the key."""
+        found = {}
+        for line in self.get("/metrics").text.splitlines():
+            if not line.startswith("#"):
+                name, value = line.rsplit(" ", 1)
+                key = name.replace('model_name="tiny"', "").replace("{}", "").replace(",}", "}")
+                found[key.removeprefix("nanovllm:")] = float(value)
+        return found
+
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine and every block is free."""
+        metrics = self.metrics()
+        names = (
+            "num_requests_running",
+            "num_requests_waiting",
+            "num_requests_swapped",
+            "kv_cache_usage_perc",
+        )
+        return all(metrics[name] == 0 for name in names)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
