@@ -1,9 +1,14 @@
-"""How the next token of one request is chosen, and when the request ends: plain data, checked when made."""
+"""How the next token of one request is chosen, and when the request ends: plain data, checked when made.
+
+Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_LOGPROBS = 20
@@ -60,25 +65,18 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
-        if self.top_k == -1:
-            self.top_k = 0
+        self.stop = [self.stop] if isinstance(self.stop, str) else self._as_list("stop", "strings")
+        self.stop_token_ids = self._as_list("stop_token_ids", "token ids")
         self._check_integers()
         self._check_numbers()
-        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
-        if not all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
-            )
+        self._check_the_rest()
+        if self.top_k == -1:
+            self.top_k = 0
 
     def _check_integers(self) -> None:
         ranges: dict[str, tuple[int, float]] = {
             "n": (1, MAX_SEQUENCES_PER_REQUEST),
-            "top_k": (0, math.inf),
+            "top_k": (-1, 2**63 - 1),
             "max_tokens": (1, math.inf),
             "min_tokens": (0, math.inf),
             "logprobs": (0, MAX_LOGPROBS),
@@ -90,42 +88,53 @@ class SamplingParams:
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            if type(value) is not int or not low <= value <= high:  # a bool is an int, too
                 limit = f"from {low} to {high}" if high != math.inf else f"of at least {low}"
                 raise ValueError(f"{name} must be an integer {limit}, got {value!r}")
 
     def _check_numbers(self) -> None:
         ranges = {
-            "temperature": (0.0, math.inf),
+            "temperature": (0.0, sys.float_info.max),
             "top_p": (0.0, 1.0),
             "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.0, math.inf),
+            "repetition_penalty": (0.0, sys.float_info.max),
             "presence_penalty": (-2.0, 2.0),
             "frequency_penalty": (-2.0, 2.0),
         }
         positive = ("top_p", "repetition_penalty")
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not math.isfinite(value)
-                or not low <= value <= high
-                or (name in positive and value == 0)
-            ):
-                limit = (
-                    f"a finite number from {low:g} to {high:g}"
-                    if high != math.inf
-                    else "a finite number of at least 0"
-                )
-                raise ValueError(
-                    f"{name} must be {limit}{' but not 0' if name in positive else ''}, got {value!r}"
-                )
+            if not _is_number(value, low, high) or (name in positive and value == 0):
+                limit = f"from {low:g} to {high:g}" if high < sys.float_info.max else "of at least 0"
+                but_not = " but not 0" if name in positive else ""
+                raise ValueError(f"{name} must be a finite number {limit}{but_not}, got {value!r}")
+            setattr(self, name, float(value))
+
+    def _check_the_rest(self) -> None:
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
+        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(token, int) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            if type(token) is not int or token < 0 or not _is_number(bias, -100, 100):
                 raise ValueError(
                     f"logit_bias must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}"
                 )
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+
+    def _as_list(self, name: str, what: str) -> list[Any]:
+        value = getattr(self, name)
+        if value is not None and not isinstance(value, list | tuple | set | frozenset):
+            raise ValueError(f"{name} must be a list of {what}, got {value!r}")
+        return list(value or ())
 
     @property
     def greedy(self) -> bool:
@@ -140,3 +149,8 @@ class SamplingParams:
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    """Whether it is a number in a range. A NaN is in no range, and a bool is no number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
