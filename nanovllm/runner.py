@@ -1,4 +1,7 @@
-"""Turns a schedule into tensors, runs the model, and samples: the only place that knows both."""
+"""Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
+
+Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.config import EngineConfig, parse_bytes
+from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import BlockCopies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -52,19 +56,31 @@ class RequestRows:
         del self.params[request_id]
 
     def update(self, scheduled: ScheduledRequest) -> int:
-        """Take over what is new about a request; returns its row."""
+        """Take over what is new about a request; returns its row.
+
+        Raises:
+            InvariantError: it is admitted twice, or tokens that it builds on never came.
+        """
+        request_id = scheduled.request_id
+        new_tokens, blocks = scheduled.new_token_ids, scheduled.new_block_ids
         if scheduled.sampling_params is not None:
-            row = self.row_of[scheduled.request_id] = self._free_rows.pop()
-            self.params[scheduled.request_id] = scheduled.sampling_params
+            if request_id in self.row_of:
+                raise InvariantError(f"{request_id} is admitted, and was not removed before")
+            row = self.row_of[request_id] = self._free_rows.pop()
+            self.params[request_id] = scheduled.sampling_params
             self.num_tokens[row] = self.num_blocks[row] = 0
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
         else:
-            row = self.row_of[scheduled.request_id]
-        tokens, blocks = scheduled.new_token_ids, scheduled.new_block_ids
-        start, first = self.num_tokens[row], self.num_blocks[row]
-        self.token_ids[row, start : start + len(tokens)] = tokens
+            row = self.row_of[request_id]
+        start, first = int(self.num_tokens[row]), int(self.num_blocks[row])
+        known = start + len(new_tokens)
+        if scheduled.start + scheduled.num_tokens > known:
+            raise InvariantError(
+                f"{request_id} shall compute up to token {scheduled.start + scheduled.num_tokens}, {known} are known"
+            )
+        self.token_ids[row, start:known] = new_tokens
         self.block_tables[row, first : first + len(blocks)] = blocks
-        self.num_tokens[row] = start + len(tokens)
+        self.num_tokens[row] = known
         self.num_blocks[row] = first + len(blocks)
         return row
 
@@ -89,13 +105,45 @@ class StepBuffer:
 
 @dataclass
 class Batch:
-    """The tensors of one step, and the rows of the requests in it."""
+    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers: building the next
+    batch overwrites them.
+
+    Attributes:
+        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
+        input_ids, positions: `[num_tokens]` int64, packed.
+    """
 
     rows: np.ndarray
     num_scheduled: np.ndarray
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a CUDA GPU if torch sees one.
+
+    Raises:
+        ValueError: CUDA is asked for and is not there.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is bfloat16 where the hardware multiplies it, else float16 on a GPU and
+    float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        # Older GPUs can emulate bfloat16, which costs more than it saves.
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
+    return (
+        torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+    )
 
 
 class ModelRunner:
@@ -121,39 +169,6 @@ class ModelRunner:
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []
 
-    # ---------------------------------------------------------------- memory
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Device memory that one KV block takes, over all layers."""
-        return self.model_config.kv_elements_per_token * self.config.block_size * self.dtype.itemsize
-
-    def num_blocks_that_fit(self) -> int:
-        """Blocks for the KV pool: as told, or by `kv_cache_memory`, or a sane part of what is free.
-
-        Raises:
-            ValueError: not one block fits.
-        """
-        config = self.config
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        if config.kv_cache_memory is not None:
-            budget = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
-        elif self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            budget = int(free - total * (1 - config.gpu_memory_utilization))
-        else:
-            budget = min(psutil.virtual_memory().available // 4, 4 * 2**30)
-        # More than every running request could fill would never be used.
-        longest = config.max_model_len or self.model_config.max_position_embeddings
-        enough = config.max_num_seqs * -(-longest // config.block_size)
-        count = min(budget // self.bytes_per_block, enough)
-        if count < 1:
-            raise ValueError(
-                f"no KV block of {self.bytes_per_block} bytes fits into {budget} bytes: raise kv_cache_memory or lower block_size"
-            )
-        return count
-
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, one tensor a layer, and the buffers; `config.max_request_tokens` is known now."""
         model, config = self.model_config, self.config
@@ -175,12 +190,63 @@ class ModelRunner:
         self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
         self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
         self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
+        # Marks the end of a step's uploads, on a GPU.
+        self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
+
+    def build_batch(self, schedule: Schedule) -> Batch:
+        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
+        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
+        starts = np.array([scheduled.start for scheduled in schedule.requests])
+        counts = np.array([scheduled.num_tokens for scheduled in schedule.requests])
+        ends = np.cumsum(counts)
+        num_seqs, num_tokens = len(rows), int(ends[-1])
+        # For each token: its request's row, and its position there.
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
+        size = self.config.block_size
+        blocks = self.rows.block_tables[token_rows, positions // size]
+        seq_lens = starts + counts
+        max_seq_len = int(seq_lens.max())
+        width = -(-max_seq_len // size)
+
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # the GPU may not have fetched the last step's numbers yet
+        self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
+        self._positions.array[:num_tokens] = positions
+        self._slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
+        self._query_start_loc.array[1 : num_seqs + 1] = ends
+        self._seq_lens.array[:num_seqs] = seq_lens
+        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
+        return self._upload(rows, counts, num_tokens, max_seq_len)
+
+    def _upload(self, rows: np.ndarray, counts: np.ndarray, num_tokens: int, max_seq_len: int) -> Batch:
+        num_seqs = len(rows)
+        metadata = AttentionMetadata(
+            query_start_loc=self._query_start_loc.upload(num_seqs + 1),
+            seq_lens=self._seq_lens.upload(num_seqs),
+            block_tables=self._block_tables.upload(num_seqs),
+            slot_mapping=self._slot_mapping.upload(num_tokens),
+            max_query_len=int(counts.max()),
+            max_seq_len=max_seq_len,
+        )
+        batch = Batch(
+            rows, counts, self._input_ids.upload(num_tokens), self._positions.upload(num_tokens), metadata
+        )
+        if self._uploaded is not None:
+            self._uploaded.record()
+        return batch
 
     # ---------------------------------------------------------------- one step
 
     @torch.inference_mode()
     def execute(self, schedule: Schedule) -> StepResult:
-        """Run one step: move blocks, build the batch, run the model, sample."""
+        """Run one step: move blocks, build the batch, run the model, sample.
+
+        Raises:
+            InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
+        """
+        if schedule.empty:
+            raise InvariantError("a schedule without requests is not to be run")
         self._copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
         self._copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
@@ -192,48 +258,6 @@ class ModelRunner:
         self._sample(schedule, batch, hidden, result)
         self._prompt_logprobs(schedule, batch, hidden, result)
         return result
-
-    @staticmethod
-    def _copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
-        if not copies:
-            return
-        from_blocks, to_blocks = (torch.tensor(ids) for ids in zip(*copies, strict=True))
-        for source_cache, target_cache in zip(source, target, strict=True):
-            moved = source_cache[from_blocks.to(source_cache.device)]
-            target_cache[to_blocks.to(target_cache.device)] = moved.to(target_cache.device)
-
-    def build_batch(self, schedule: Schedule) -> Batch:
-        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
-        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
-        starts = np.array([scheduled.start for scheduled in schedule.requests])
-        counts = np.array([scheduled.num_tokens for scheduled in schedule.requests])
-        num_seqs, num_tokens = len(rows), int(counts.sum())
-        ends = np.cumsum(counts)
-        # For each token: its request's row, and its position there.
-        token_rows = np.repeat(rows, counts)
-        positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
-        size = self.config.block_size
-        blocks = self.rows.block_tables[token_rows, positions // size]
-        max_seq_len = int((starts + counts).max())
-        width = -(-max_seq_len // size)
-
-        self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
-        self._positions.array[:num_tokens] = positions
-        self._slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
-        self._query_start_loc.array[1 : num_seqs + 1] = ends
-        self._seq_lens.array[:num_seqs] = starts + counts
-        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        metadata = AttentionMetadata(
-            query_start_loc=self._query_start_loc.upload(num_seqs + 1),
-            seq_lens=self._seq_lens.upload(num_seqs),
-            block_tables=self._block_tables.upload(num_seqs),
-            slot_mapping=self._slot_mapping.upload(num_tokens),
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
-        )
-        return Batch(
-            rows, counts, self._input_ids.upload(num_tokens), self._positions.upload(num_tokens), metadata
-        )
 
     def _sample(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Requests that have caught up with their tokens get a new one; only their last row becomes logits."""
@@ -263,6 +287,15 @@ class ModelRunner:
         tokens = self.rows.token_ids[row, : self.rows.num_tokens[row]]
         return SamplingRow(params, tokens, int(self.rows.num_prompt_tokens[row]), stop_ids)
 
+    @staticmethod
+    def _copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
+        if not copies:
+            return
+        from_blocks, to_blocks = (torch.tensor(ids) for ids in zip(*copies, strict=True))
+        for source_cache, target_cache in zip(source, target, strict=True):
+            moved = source_cache[from_blocks.to(source_cache.device)]
+            target_cache[to_blocks.to(target_cache.device)] = moved.to(target_cache.device)
+
     def _prompt_logprobs(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
         first = 0
@@ -282,25 +315,40 @@ class ModelRunner:
                 result.prompt_logprobs[scheduled.request_id] = entries
             first += scheduled.num_tokens
 
+    # ---------------------------------------------------------------- memory
 
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is a CUDA GPU if torch sees one.
+    @property
+    def bytes_per_block(self) -> int:
+        """Device memory that one KV block takes, over all layers."""
+        return self.model_config.kv_elements_per_token * self.config.block_size * self.dtype.itemsize
 
-    Raises:
-        ValueError: CUDA is asked for and is not there.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+    def num_blocks_that_fit(self) -> int:
+        """Blocks for the KV pool: as told, or by `kv_cache_memory`, or a sane part of what is free.
 
+        Raises:
+            ValueError: not one block fits.
+        """
+        config, size = self.config, self.bytes_per_block
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        if config.kv_cache_memory is not None:
+            budget = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+            count = budget // size
+        else:
+            budget = self._free_memory()
+            # Nobody asked for memory beyond what all running requests fill at their longest.
+            longest = config.max_model_len or self.model_config.max_position_embeddings
+            count = min(budget // size, config.max_num_seqs * -(-longest // config.block_size))
+        if count < 1:
+            raise ValueError(
+                f"no KV block of {size} bytes fits into {max(0, budget)} bytes: "
+                f"raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+            )
+        return count
 
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto" is bfloat16 where the hardware multiplies it, else float32."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
-    return (
-        torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
-    )
+    def _free_memory(self) -> int:
+        """Bytes that the KV pool may take if nobody says how many, once the weights are loaded."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            return int(free - total * (1 - self.config.gpu_memory_utilization))
+        return min(psutil.virtual_memory().available // 4, 4 * 2**30)

@@ -295,7 +295,8 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("budget", [3, 16, 512])
 @pytest.mark.parametrize(
-    "preemption", [{}, {"num_kv_blocks": 18}, {"num_kv_blocks": 18, "preemption_mode": "swap"}]
+    "preemption",
+    [{}, {"num_kv_blocks": 18}, {"num_kv_blocks": 18, "preemption_mode": "swap", "swap_space": 0.001}],
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
