@@ -1,0 +1,159 @@
+"""The operators a decoder-only transformer spends its time in, each with a choice of implementations.
+
+`reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
+loops for the CPU, compiled on first use; it hands to `reference` whatever it does not cover. Callers never choose:
+the device of the first tensor does, and `NANOVLLM_NATIVE=0` in the environment leaves only plain torch.
+
+**The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size, head_dim]`: slot `s` stands in
+block `s // block_size` at offset `s % block_size`; index 0 of the second axis holds keys, 1 values. The block is the
+outermost axis, so that swapping or sending a block is one contiguous copy; the head comes before the offset, so
+that a kernel which attends with one head reads one contiguous `[block_size, head_dim]` matrix a block.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nanovllm.ops import native, reference
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rope",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "silu_and_mul",
+    "write_kv_cache",
+]
+
+
+@cache
+def _kernels(device: torch.device) -> ModuleType:
+    """The module whose functions serve tensors on this device; decided once in a process."""
+    if device.type == "cpu" and native.is_available():
+        return native
+    return reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square normalisation over the last axis (Zhang and Sennrich, 2019, arXiv 1910.07467).
+
+    Args:
+        x: `[..., hidden]`; a strided `[tokens, heads, head_dim]` view of a fused projection will do.
+        weight: `[hidden]`, of x's dtype.
+        eps: added to the mean square.
+
+    Returns: a new contiguous tensor of x's shape and dtype. The statistics are computed in float32, the
+        normalised row is rounded to x's dtype and only then multiplied with the weight, as Hugging Face does.
+    """
+    return _kernels(x.device).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Adds x to the residual stream and normalises the sum: `(rms_norm(residual + x), residual + x)`.
+
+    **In place**: the sum is written into `residual`, which is the second tensor returned.
+
+    Args:
+        x, residual: `[tokens, hidden]`, of one dtype.
+        weight, eps: as in `rms_norm`.
+    """
+    return _kernels(x.device).add_rms_norm(x, residual, weight, eps)
+
+
+def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al., 2021, arXiv 2104.09864) in Llama's layout: channel i of the first half
+    of a head is rotated with channel i of the second half.
+
+    **In place**: q and k are overwritten, and returned. Views of a fused qkv projection will do.
+
+    Args:
+        q: `[tokens, num_heads, head_dim]`.
+        k: `[tokens, num_kv_heads, head_dim]`.
+        positions: `[tokens]` int64.
+        cos_sin: `[max_positions, head_dim]` float32, the cosines in the first half and the sines in the second.
+
+    Raises:
+        IndexError: a position is beyond the table.
+    """
+    return _kernels(q.device).apply_rope(q, k, positions, cos_sin)
+
+
+def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes new keys and values into the paged cache.
+
+    Args:
+        k, v: `[tokens, num_kv_heads, head_dim]`, rows may be strided.
+        kv_cache: the layer's cache, see the module's docstring.
+        slot_mapping: `[tokens]` int64, the slot of every token; -1 marks padding, which is written nowhere.
+
+    Raises:
+        IndexError: a slot is beyond the cache.
+    """
+    _kernels(k.device).write_kv_cache(k, v, kv_cache, slot_mapping)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """The gate of SwiGLU (Shazeer, 2020, arXiv 2002.05202): `silu(x[:, :size]) * x[:, size:]`.
+
+    Args:
+        x: `[tokens, 2 * size]`, the gate projection beside the up projection.
+
+    Returns: `[tokens, size]`.
+    """
+    return _kernels(x.device).silu_and_mul(x)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, accumulated in float32.
+
+    Args:
+        x: `[tokens, in_features]`.
+        weight: `[out_features, in_features]`.
+        bias: `[out_features]` or None.
+
+    Returns: `[tokens, out_features]`.
+    """
+    return _kernels(x.device).linear(x, weight, bias)
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    """Causal attention of a mixed batch over the paged cache (Kwon et al., 2023, arXiv 2309.06180).
+
+    Sequence s has the query rows `query_start_loc[s]:query_start_loc[s + 1]`, which are the last positions of its
+    `seq_lens[s]` tokens: one row when it decodes, all when it prefills, anything between for a chunk or after a
+    prefix hit, none when it sits out the step. Its keys and values, those of the query rows too, are in the cache.
+
+    Args:
+        q: `[tokens, num_heads, head_dim]`; num_heads is a multiple of the cache's num_kv_heads, and head h attends
+            with KV head `h // (num_heads // num_kv_heads)`.
+        kv_cache: the layer's cache, see the module's docstring.
+        block_tables: `[sequences, max_blocks]` int32, the blocks of every sequence in order.
+        seq_lens: `[sequences]` int32, tokens before this step and new ones together.
+        query_start_loc: `[sequences + 1]` int32, rising from 0.
+        scale: factor on the scores, usually `head_dim ** -0.5`.
+        sliding_window: where above 0, position i sees the positions in `(i - sliding_window, i]` only (Mistral).
+            Blocks that no query sees are not read, so their entries in the table need not hold any more.
+        soft_cap: where above 0, scores pass through `soft_cap * tanh(score / soft_cap)` (Gemma 2).
+
+    Returns: `[tokens, num_heads, head_dim]`, of q's dtype; rows beyond the last sequence are undefined.
+
+    Raises:
+        IndexError: a sequence needs a block that its table or the cache does not have.
+    """
+    return _kernels(q.device).paged_attention(
+        q, kv_cache, block_tables, seq_lens, query_start_loc, scale, sliding_window, soft_cap
+    )

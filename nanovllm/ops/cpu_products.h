@@ -1,0 +1,247 @@
+// The two products of attention, queries x keys and probabilities x values, for up to 64 keys at a time.
+//
+// Over many query rows it pays to pack keys and values first, so that both products are one dense routine on the
+// words of `Dot`; over few rows, as in decoding, the cache is read as it stands.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "cpu_vector.h"
+
+constexpr int KEYS = 64;  // keys in a step, and columns in a product
+constexpr int VECTORS = KEYS / LANES;
+
+#ifdef __AVX512F__
+constexpr int BLOCK_ROWS = 6;  // rows whose accumulators, 4 vectors each, stay in registers
+#else
+constexpr int BLOCK_ROWS = 1;
+#endif
+
+// The working memory of one tile of query rows. Strides are in words or floats, padded to whole vectors or products.
+struct Scratch {
+  int words, columns;
+  std::vector<uint32_t> memory;
+  uint32_t *queries, *keys, *values, *probabilities;
+  float *scores, *out, *maxima, *sums, *rescale;
+
+  Scratch(int rows, int head_dim, int values_per_word) {
+    words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
+    columns = (head_dim + KEYS - 1) / KEYS * KEYS;
+    const int padded_rows = (rows + LANES - 1) / LANES * LANES;
+    memory.resize(rows * (words + 2 * KEYS + columns) + 3 * padded_rows + KEYS * (words + columns) + LANES);
+    uint32_t* next = memory.data() + (-(reinterpret_cast<uintptr_t>(memory.data()) / 4) & (LANES - 1));
+    auto take = [&next](int size) { return std::exchange(next, next + size); };
+    queries = take(rows * words);
+    keys = take(KEYS * words);
+    values = take(KEYS * columns);
+    probabilities = take(rows * KEYS);
+    scores = reinterpret_cast<float*>(take(rows * KEYS));
+    out = reinterpret_cast<float*>(take(rows * columns));
+    maxima = reinterpret_cast<float*>(take(padded_rows));
+    sums = reinterpret_cast<float*>(take(padded_rows));
+    rescale = reinterpret_cast<float*>(take(padded_rows));
+  }
+};
+
+// One KV head's keys of one sequence; a value stands `value_offset` behind its key.
+template <class T>
+struct Pages {
+  const T* keys;         // of the cache's first block
+  const int32_t* table;  // of the sequence
+  int64_t block_stride, value_offset;
+  int block_size, head_dim;
+};
+
+// Where the keys of one step stand: `begin` and those after it, before `end`. The last one is repeated, so that all 64
+// can be read: what an unwritten slot holds may be NaN, which a probability of 0 would not silence.
+template <class T>
+struct Rows {
+  const T* row[KEYS];
+  int count;
+
+  Rows(const Pages<T>& pages, int begin, int end) : count(std::min(KEYS, end - begin)) {
+    int block = begin / pages.block_size, offset = begin % pages.block_size;
+    for (int i = 0; i < count; ++block, offset = 0) {
+      const T* source = pages.keys + pages.table[block] * pages.block_stride + int64_t{offset} * pages.head_dim;
+      const int stop = std::min(count, i + pages.block_size - offset);
+      for (; i < stop; ++i, source += pages.head_dim) row[i] = source;
+    }
+    std::fill(row + count, row + KEYS, row[count - 1]);
+  }
+};
+
+// ----------------------------------------------------------------------------------------- with packed operands
+
+// What probabilities are stored as when the values they meet are packed.
+template <class T>
+using PackedProbability = std::conditional_t<Dot<T>::STEP == LANES, float, T>;
+
+// Turns 16 x 16 words over: target[column * stride + row] = rows[row][column].
+INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
+#ifdef __AVX512F__
+  // Pairs of rows, pairs of pairs, then 128-bit lanes: after each round a vector holds more of fewer columns.
+  __m512i a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+      b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + 2 + half]);
+      b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + 2 + half]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {  // b[4 * n + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 * n ..
+    const __m512i low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xee);
+    const __m512i low2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xee);
+    store_words(target + i * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0x88));
+    store_words(target + (4 + i) * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0xdd));
+    store_words(target + (8 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0x88));
+    store_words(target + (12 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0xdd));
+  }
+#else
+  for (int column = 0; column < LANES; ++column)
+    for (int row = 0; row < LANES; ++row) target[column * stride + row] = rows[row][column];
+#endif
+}
+
+// A row of head_dim values as words, the last vector filled with zeros.
+template <class T>
+INLINE void copy_words(const T* source, int head_dim, uint32_t* target) {
+  for (int i = 0; i < head_dim; i += Dot<T>::STEP, target += LANES)
+    store_words(target, (Words)Dot<T>::read(source + i, head_dim - i));
+}
+
+// keys[word][key], while the values are fetched from memory.
+template <class T>
+INLINE void pack_keys(const Rows<T>& now, int64_t value_offset, int head_dim, const Scratch& scratch) {
+  for (int first = 0; first < KEYS; first += LANES) {
+    for (int i = 0, word = 0; i < head_dim; i += Dot<T>::STEP, word += LANES) {
+      Words block[LANES];
+      for (int key = 0; key < LANES; ++key) {
+        block[key] = (Words)Dot<T>::read(now.row[first + key] + i, head_dim - i);
+        __builtin_prefetch(now.row[first + key] + value_offset + i, 0, 2);
+      }
+      transpose(block, scratch.keys + word * KEYS + first, KEYS);
+    }
+  }
+}
+
+// values[key][column], or pairs of keys in one word, while the next keys are fetched from memory.
+template <class T>
+INLINE void pack_values(const Rows<T>& now, const Rows<T>& next, int64_t value_offset, int head_dim,
+                        const Scratch& scratch) {
+  constexpr int PAIR = Dot<T>::STEP / LANES;
+  for (int key = 0; key < KEYS; key += PAIR) {
+    uint32_t* target = scratch.values + key / PAIR * scratch.columns;
+    for (int i = 0; i < head_dim; i += LANES) {
+      Words words = (Words)load(now.row[key] + value_offset + i, head_dim - i);
+      if (PAIR == 2)  // a bfloat16 is the upper half of a float
+        words = words >> 16 | (Words)load(now.row[key + 1] + value_offset + i, head_dim - i);
+      store_words(target + i, words);
+    }
+    for (int i = 0; i < head_dim; i += 64 / sizeof(T))
+      for (int k = key; k < key + PAIR; ++k) __builtin_prefetch(next.row[k] + i, 0, 2);
+  }
+}
+
+// out[ROWS, 64] = rescale[row] * out + a[ROWS, depth] x b[depth, 64]; without rescale out is overwritten.
+template <class T, int ROWS>
+static void multiply_block(const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* out,
+                           int out_stride, const float* rescale) {
+  using Vector = typename Dot<T>::Vector;
+  Floats totals[ROWS][VECTORS] = {};
+  if (rescale)
+    for (int row = 0; row < ROWS; ++row)
+      for (int v = 0; v < VECTORS; ++v) totals[row][v] = load(out + row * out_stride + v * LANES) * rescale[row];
+  for (int i = 0; i < depth; ++i) {
+    Vector columns[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) columns[v] = (Vector)load_words(b + i * b_stride + v * LANES);
+    for (int row = 0; row < ROWS; ++row) {
+      const Vector a_row = Dot<T>::repeat(a[row * a_stride + i]);
+      for (int v = 0; v < VECTORS; ++v) totals[row][v] = Dot<T>::add(totals[row][v], a_row, columns[v]);
+    }
+  }
+  for (int row = 0; row < ROWS; ++row)
+    for (int v = 0; v < VECTORS; ++v) store(out + row * out_stride + v * LANES, totals[row][v]);
+}
+
+template <class T, int ROWS = BLOCK_ROWS>
+static void multiply(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* out,
+                     int out_stride, const float* rescale) {
+  int row = 0;
+  for (; row + ROWS <= rows; row += ROWS)
+    multiply_block<T, ROWS>(a + row * a_stride, a_stride, b, b_stride, depth, out + row * out_stride, out_stride,
+                            rescale ? rescale + row : nullptr);
+  if constexpr (ROWS > 1)
+    if (row < rows)
+      multiply<T, ROWS - 1>(rows - row, a + row * a_stride, a_stride, b, b_stride, depth, out + row * out_stride,
+                            out_stride, rescale ? rescale + row : nullptr);
+}
+
+template <class T>
+INLINE void score_packed(int rows, const Rows<T>& now, int64_t value_offset, int head_dim, const Scratch& scratch) {
+  pack_keys(now, value_offset, head_dim, scratch);
+  multiply<T>(rows, scratch.queries, scratch.words, scratch.keys, KEYS, scratch.words, scratch.scores, KEYS, nullptr);
+}
+
+template <class T>
+INLINE void add_packed_values(int rows, const Rows<T>& now, const Rows<T>& next, int64_t value_offset, int head_dim,
+                              const Scratch& scratch) {
+  pack_values(now, next, value_offset, head_dim, scratch);
+  for (int column = 0; column < head_dim; column += KEYS)
+    multiply<T>(rows, scratch.probabilities, KEYS, scratch.values + column, scratch.columns,
+                KEYS * LANES / Dot<T>::STEP, scratch.out + column, scratch.columns, scratch.rescale);
+}
+
+// ------------------------------------------------------------------------------------------------ from the cache
+
+// scores = queries x keys, while the values are fetched from memory.
+template <class T>
+INLINE void score_rows(int rows, const T* const* queries, const Rows<T>& now, int64_t value_offset, int head_dim,
+                       const Scratch& scratch) {
+  for (int first = 0; first < now.count; first += LANES) {
+    for (int row = 0; row < rows; ++row) {
+      Floats totals[LANES] = {};
+      for (int i = 0; i < head_dim; i += Dot<T>::STEP) {
+        const auto query = Dot<T>::read(queries[row] + i, head_dim - i);
+        for (int key = 0; key < LANES; ++key) {
+          totals[key] = Dot<T>::add(totals[key], query, Dot<T>::read(now.row[first + key] + i, head_dim - i));
+          if (row == 0) __builtin_prefetch(now.row[first + key] + value_offset + i, 0, 2);
+        }
+      }
+      store(scratch.scores + row * KEYS + first, sum_each<LANES>(totals));
+    }
+  }
+}
+
+// out = rescale[row] * out + probabilities x values, in float32, for the rows from `first` on.
+template <class T, int ROWS = BLOCK_ROWS>
+INLINE void add_values(int first, int rows, const Rows<T>& now, const Rows<T>& next, int64_t value_offset,
+                       int head_dim, const Scratch& scratch) {
+  for (; first + ROWS <= rows; first += ROWS) {
+    const float* probabilities = reinterpret_cast<const float*>(scratch.probabilities) + first * KEYS;
+    for (int column = 0; column < head_dim; column += KEYS) {
+      float* out = scratch.out + first * scratch.columns + column;
+      Floats totals[ROWS][VECTORS];
+      for (int row = 0; row < ROWS; ++row)
+        for (int v = 0; v < VECTORS; ++v)
+          totals[row][v] = load(out + row * scratch.columns + v * LANES) * scratch.rescale[first + row];
+      for (int key = 0; key < now.count; ++key) {
+        const T* source = now.row[key] + value_offset + column;
+        for (int v = 0; v < VECTORS && column + v * LANES < head_dim; ++v) {
+          const Floats value = load(source + v * LANES, head_dim - column - v * LANES);
+          for (int row = 0; row < ROWS; ++row) totals[row][v] += probabilities[row * KEYS + key] * value;
+        }
+        for (int i = 0; i < KEYS; i += 64 / sizeof(T)) __builtin_prefetch(next.row[key] + column + i, 0, 2);
+      }
+      for (int row = 0; row < ROWS; ++row)
+        for (int v = 0; v < VECTORS; ++v) store(out + row * scratch.columns + v * LANES, totals[row][v]);
+    }
+  }
+  if constexpr (ROWS > 1)
+    if (first < rows) add_values<T, ROWS - 1>(first, rows, now, next, value_offset, head_dim, scratch);
+}

@@ -1,0 +1,209 @@
+// Vectors of 16 floats, bfloat16, and parallel loops: what the CPU kernels are written in.
+//
+// The vector types are those of GCC and Clang, which lower them to whatever the machine has (AVX-512, AVX2, NEON);
+// intrinsics stand only where an instruction has no portable spelling, each with a plain loop beside it.
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+INLINE float widen(float value) { return value; }
+INLINE float widen(bfloat16 value) {
+  const uint32_t bits = uint32_t{value.bits} << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+INLINE Floats splat(float value) { return Floats{} + value; }
+INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+
+INLINE Floats load(const float* source) {
+  Floats result;
+  std::memcpy(&result, source, sizeof result);
+  return result;
+}
+INLINE Words load_words(const uint32_t* source) {
+  Words result;
+  std::memcpy(&result, source, sizeof result);
+  return result;
+}
+// 16 unsigned 16-bit values, each widened to 32 bits.
+INLINE Words load_halves(const uint16_t* source) {
+  Halves result;
+  std::memcpy(&result, source, sizeof result);
+#ifdef __AVX512F__
+  return (Words)_mm512_cvtepu16_epi32((__m256i)result);  // GCC 12 makes six instructions of the line below
+#else
+  return __builtin_convertvector(result, Words);
+#endif
+}
+INLINE Floats load(const bfloat16* source) { return (Floats)(load_halves(&source->bits) << 16); }
+
+INLINE void store(float* target, Floats value) { std::memcpy(target, &value, sizeof value); }
+INLINE void store_words(uint32_t* target, Words value) { std::memcpy(target, &value, sizeof value); }
+// Rounds to the nearest bfloat16, ties to even.
+INLINE void store(bfloat16* target, Floats value) {
+#ifdef __AVX512BF16__
+  __m256bh rounded = _mm512_cvtneps_pbh((__m512)value);
+#else
+  Words bits = (Words)value;
+  Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  Halves rounded = __builtin_convertvector(value == value ? nearest : (bits >> 16) | 0x40, Halves);
+#endif
+  std::memcpy(target, &rounded, 2 * LANES);
+}
+
+// As above, but no more than the `count` elements that a row has left; further lanes are zero, or not written.
+template <class T>
+INLINE Floats load(const T* source, int64_t count) {
+  if (count >= LANES) return load(source);
+  T padded[LANES] = {};
+  std::memcpy(padded, source, count * sizeof(T));
+  return load(padded);
+}
+template <class T>
+INLINE void store(T* target, Floats value, int64_t count) {
+  if (count >= LANES) return store(target, value);
+  T padded[LANES];
+  store(padded, value);
+  std::memcpy(target, padded, count * sizeof(T));
+}
+
+// The value as T would hold it: kernels round wherever the same computation in torch would.
+template <class T>
+INLINE Floats rounded(Floats value) {
+  if (std::is_same<T, float>::value) return value;
+  T narrow[LANES];
+  store(narrow, value);
+  return load(narrow);
+}
+
+// Sums of neighbouring lanes: a's in the lower half, b's in the upper half.
+INLINE Floats add_neighbours(Floats a, Floats b) {
+#ifdef __AVX512F__
+  const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return (Floats)_mm512_permutex2var_ps((__m512)a, even, (__m512)b) +
+         (Floats)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b);
+#else
+  Floats result;
+  for (int lane = 0; lane < LANES / 2; ++lane) {
+    result[lane] = a[2 * lane] + a[2 * lane + 1];
+    result[lane + LANES / 2] = b[2 * lane] + b[2 * lane + 1];
+  }
+  return result;
+#endif
+}
+INLINE float largest(Floats value) {
+  float lanes[LANES];
+  std::memcpy(lanes, &value, sizeof value);
+  return *std::max_element(lanes, lanes + LANES);
+}
+
+// Sums COUNT <= 16 vectors, each into the lane of its own index: neighbouring lanes are added in four rounds, which
+// halve the vectors while there are several.
+template <int COUNT, int ROUNDS = 4>
+INLINE Floats sum_each(const Floats* vectors) {
+  if constexpr (ROUNDS == 0) {
+    return vectors[0];
+  } else {
+    Floats halved[(COUNT + 1) / 2];
+    for (int i = 0; i < (COUNT + 1) / 2; ++i)
+      halved[i] = add_neighbours(vectors[2 * i], vectors[std::min(2 * i + 1, COUNT - 1)]);
+    return sum_each<(COUNT + 1) / 2, ROUNDS - 1>(halved);
+  }
+}
+
+INLINE float sum(Floats value) { return sum_each<1>(&value)[0]; }
+
+// One step of a dot product, in float32: STEP values of two rows, as 16 "words". A word is a float or, where the
+// machine multiplies bfloat16, two neighbouring bfloat16. `read` yields zeros from `rest` values on; `repeat` fills a
+// vector with one word.
+template <class T>
+struct Dot {
+  static constexpr int STEP = LANES;
+  using Vector = Floats;
+  INLINE Vector read(const T* source, int64_t rest = STEP) { return load(source, rest); }
+  INLINE Vector repeat(uint32_t word) { return (Vector)(Words{} + word); }
+  INLINE Floats add(Floats total, Vector a, Vector b) { return total + a * b; }
+};
+#ifdef __AVX512BF16__
+template <>
+struct Dot<bfloat16> {
+  static constexpr int STEP = 2 * LANES;
+  using Vector = __m512bh;
+  INLINE Vector read(const bfloat16* source, int64_t rest = STEP) {
+    if (rest >= STEP) return (Vector)_mm512_loadu_si512(source);
+    return (Vector)_mm512_maskz_loadu_epi16((1u << rest) - 1, source);
+  }
+  INLINE Vector repeat(uint32_t word) { return (Vector)_mm512_set1_epi32(word); }
+  INLINE Floats add(Floats total, Vector a, Vector b) { return (Floats)_mm512_dpbf16_ps((__m512)total, a, b); }
+};
+#endif
+
+// e^x within a relative error of about 2e-7: 2^n times a polynomial in the remainder. Below -87 the result is 0.
+INLINE Floats exponential(Floats x) {
+  const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  Floats clamped = minimum(splat(88.0f), maximum(splat(-87.0f), x));  // in this order NaN stays NaN
+  Floats shifted = clamped * 1.44269504f + shifter;
+  Floats n = shifted - shifter;
+  Floats r = clamped - n * 0.693145752f - n * 1.42860677e-6f;
+  Floats p = r * (1.0f / 720) + (1.0f / 120);
+  p = p * r + (1.0f / 24);
+  p = p * r + (1.0f / 6);
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  Floats scaled = (Floats)((Ints)p + ((Ints)shifted << 23));
+  return x < splat(-87.0f) ? Floats{} : scaled;
+}
+
+// Runs body(task, state) for every task on up to `threads` threads, each with a state = make_state() of its own. Tasks
+// are handed out one by one, in order.
+template <class MakeState, class Body>
+static void parallel_for(int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
+  if (threads <= 1 || tasks <= 1) {
+    const auto state = make_state();
+    for (int64_t task = 0; task < tasks; ++task) body(task, state);
+    return;
+  }
+#pragma omp parallel num_threads(threads)
+  {
+    const auto state = make_state();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < tasks; ++task) body(task, state);
+  }
+}
+template <class Body>
+static void parallel_for(int64_t tasks, int threads, const Body& body) {
+  parallel_for(tasks, threads, [] { return 0; }, [&](int64_t task, int) { body(task); });
+}
+
+// A kernel template goes out as two C symbols, each the address of one instance.
+#define EXPORT(name)                    \
+  extern "C" {                          \
+  auto* name##_f32 = &name<float>;      \
+  auto* name##_bf16 = &name<bfloat16>;  \
+  }

@@ -1,0 +1,381 @@
+"""C++ kernels for the CPU: compiled on first use, cached, called through ctypes.
+
+The sources are plain C++ with a C interface, so that any compiler builds them in seconds, without torch's headers or
+Python's. Where there is no compiler, or it fails, `is_available` says so once in the log and `nanovllm.ops` goes on
+with plain torch. Every function here checks what its kernel needs (float32 or bfloat16, dense rows, no gradient) and
+hands everything else to `reference`.
+
+The kernels' threads are those of torch's own OpenMP runtime, as many as `torch.get_num_threads()`: a second runtime
+would keep a second set of threads spinning on the same cores.
+
+Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
+(~/.cache/nanovllm), and `NANOVLLM_NATIVE=0` leaves only plain torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.ops import reference
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp")
+HEADERS = ("cpu_vector.h", "cpu_products.h")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
+
+# Beyond so many tokens a matrix product belongs to torch's library, which then repays rearranging its operands.
+# Measured with AVX512_BF16 on matrices of 576 x 576 to 4096 x 4096, where the two meet between 48 and 96.
+MAX_LINEAR_TOKENS = 48
+LINEAR_ALIGNMENT = 32
+HEAD_ALIGNMENT = 8
+
+_POINTER, _SIZE, _FLOAT, _INT, _BOOL = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_float,
+    ctypes.c_int,
+    ctypes.c_bool,
+)
+# What each kernel returns and takes. Those that return a flag refuse indices that point outside their tensors.
+_SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [None, *[_POINTER] * 3, *[_SIZE] * 4, _FLOAT, _INT],
+    "add_rms_norm": [None, *[_POINTER] * 4, *[_SIZE] * 2, _FLOAT, _INT],
+    "apply_rope": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 7, _INT],
+    "write_kv_cache": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 8, _INT],
+    "silu_and_mul": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "linear": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
+}
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+# ---------------------------------------------------------------------------------------------------- building
+
+
+class BuildError(Exception):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise BuildError("no C++ compiler found (set CXX)")
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(str(error)) from error
+
+
+def _cpu_identity() -> str:
+    """Changes whenever code compiled for this very CPU might not run: its model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+    kept = ("model name", "flags", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
+
+
+def _openmp_runtime() -> str | None:
+    """The OpenMP library that torch has loaded into this process."""
+    try:
+        mapped = Path("/proc/self/maps").read_text().split()
+    except OSError:
+        return None
+    return next(
+        (path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))), None
+    )
+
+
+def _compile(compiler: str, flags: list[str], target: Path) -> None:
+    """Compiles the sources into `target`, which appears whole or not at all."""
+    folder = Path(__file__).parent
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        objects = []
+        for source in SOURCES:
+            objects.append(os.path.join(temporary, f"{source}.o"))
+            _run([compiler, *flags, "-c", str(folder / source), "-o", objects[-1]])
+        # Linked without -fopenmp: its symbols are to be found in the runtime that torch brought.
+        library = os.path.join(temporary, "kernels.so")
+        _run([compiler, "-shared", *objects, "-o", library])
+        os.replace(library, target)
+
+
+def _load(compiler: str, flags: list[str]) -> ctypes.CDLL:
+    folder = Path(__file__).parent
+    parts = [_run([compiler, "--version"]), " ".join(flags), _cpu_identity()]
+    parts += [(folder / name).read_text() for name in (*SOURCES, *HEADERS)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    home = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm")
+    path = home / "native" / f"{key}.so"
+    try:
+        if not path.exists():
+            logger.info("compiling the CPU kernels, once, into %s", path)
+            _compile(compiler, flags, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(str(error)) from error
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None, with the reason in the log, where plain torch has to do."""
+    if os.environ.get("NANOVLLM_NATIVE") == "0":
+        logger.info("CPU kernels are switched off by NANOVLLM_NATIVE=0")
+        return None
+    reasons = []
+    flags = [*FLAGS, *os.environ.get("CXXFLAGS", "").split()]
+    try:
+        compiler, runtime = _compiler(), _openmp_runtime()
+        attempts = [flags]
+        if runtime:
+            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+            # Not every compiler knows the flag or the runtime's symbols; one thread is better than no kernels.
+            attempts.insert(0, [*flags, "-fopenmp"])
+        for attempt in attempts:
+            try:
+                return _load(compiler, attempt)
+            except BuildError as error:
+                reasons.append(str(error))
+    except (BuildError, OSError) as error:
+        reasons.append(str(error))
+    logger.warning("no CPU kernels, using plain torch: %s", "; ".join(reasons))
+    return None
+
+
+def is_available() -> bool:
+    """Whether the kernels are there; the first call may compile them, which takes a few seconds."""
+    return _library() is not None
+
+
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., bool] | None:
+    """The C function for this dtype, or None where there is none."""
+    library = _library()
+    if library is None or dtype not in _SUFFIXES:
+        return None
+    address = ctypes.c_void_p.in_dll(library, f"{name}_{_SUFFIXES[dtype]}").value
+    assert address is not None
+    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(address)
+
+
+# --------------------------------------------------------------------------------------------------- operators
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _heads_are_dense(tensor: Tensor) -> bool:
+    """Whether the heads of `[tokens, heads, head_dim]` follow one another; tokens may lie apart."""
+    _, head_stride, stride = tensor.stride()
+    return stride == 1 and head_stride == tensor.shape[2]
+
+
+def _blocks_are_dense(kv_cache: Tensor) -> bool:
+    """Whether every block is contiguous; blocks may lie apart, as in a cache that holds all layers of a block."""
+    return kv_cache.is_contiguous() or kv_cache[0].is_contiguous()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    kernel = _kernel("rms_norm", x.dtype)
+    heads = x.ndim == 3
+    width = x.shape[-1]
+    fits = weight.dtype == x.dtype and weight.numel() == width
+    fits = fits and (x.is_contiguous() or (heads and _heads_are_dense(x)))
+    if kernel is None or not fits or _needs_gradient(x, weight):
+        return reference.rms_norm(x, weight, eps)
+    out = torch.empty_like(x)
+    groups, stride = (x.shape[1], x.stride(0)) if heads else (1, width)
+    tokens = x.numel() // (groups * width)
+    threads = torch.get_num_threads()
+    kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, groups, width, stride, eps, threads)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    kernel = _kernel("add_rms_norm", x.dtype)
+    width = x.shape[-1]
+    fits = residual.dtype == weight.dtype == x.dtype and residual.shape == x.shape and weight.numel() == width
+    fits = fits and x.is_contiguous() and residual.is_contiguous()
+    if kernel is None or not fits or _needs_gradient(x, residual, weight):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    out = torch.empty_like(x)
+    kernel(
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
+        torch.get_num_threads(),
+    )
+    return out, residual
+
+
+def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    kernel = _kernel("apply_rope", q.dtype)
+    tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    num_positions, rotated = cos_sin.shape
+    fits = q.dtype == k.dtype and positions.dtype == torch.int64 and cos_sin.dtype == torch.float32
+    fits = fits and rotated == head_dim and positions.numel() == tokens
+    fits = fits and k.shape == (tokens, num_kv_heads, head_dim) and cos_sin.is_contiguous()
+    fits = fits and _heads_are_dense(q) and _heads_are_dense(k)
+    if kernel is None or not fits or _needs_gradient(q, k):
+        return reference.apply_rope(q, k, positions, cos_sin)
+    positions = positions.contiguous()
+    if not kernel(
+        q.data_ptr(),
+        k.data_ptr(),
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        q.stride(0),
+        k.stride(0),
+        num_positions,
+        torch.get_num_threads(),
+    ):
+        raise IndexError(f"a position is outside the table of {num_positions} rotations")
+    return q, k
+
+
+def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    kernel = _kernel("write_kv_cache", k.dtype)
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    tokens = slot_mapping.numel()
+    fits = k.dtype == v.dtype == kv_cache.dtype and slot_mapping.dtype == torch.int64
+    fits = fits and k.shape == v.shape == (tokens, num_kv_heads, head_dim)
+    fits = fits and _heads_are_dense(k) and _heads_are_dense(v) and _blocks_are_dense(kv_cache)
+    if kernel is None or not fits or _needs_gradient(k, v):
+        return reference.write_kv_cache(k, v, kv_cache, slot_mapping)
+    slot_mapping = slot_mapping.contiguous()
+    if not kernel(
+        k.data_ptr(),
+        v.data_ptr(),
+        kv_cache.data_ptr(),
+        slot_mapping.data_ptr(),
+        tokens,
+        num_kv_heads,
+        head_dim,
+        num_blocks,
+        block_size,
+        k.stride(0),
+        v.stride(0),
+        kv_cache.stride(0),
+        torch.get_num_threads(),
+    ):
+        raise IndexError(f"a slot is beyond the cache of {num_blocks} blocks of {block_size}")
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    kernel = _kernel("silu_and_mul", x.dtype)
+    if kernel is None or not x.is_contiguous() or _needs_gradient(x):
+        return reference.silu_and_mul(x)
+    tokens, width = x.shape
+    size = width // 2
+    out = x.new_empty(tokens, size)
+    kernel(x.data_ptr(), out.data_ptr(), tokens, size, torch.get_num_threads())
+    return out
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `nanovllm.ops.linear`. Up to MAX_LINEAR_TOKENS a token's result does not depend on the others in the batch;
+    beyond, the sums run in another order, chosen by torch's library for the whole matrix."""
+    kernel = _kernel("linear", x.dtype)
+    tokens, inner = x.shape
+    outputs, weight_inner = weight.shape
+    fits = tokens <= MAX_LINEAR_TOKENS and inner % LINEAR_ALIGNMENT == 0 and weight_inner == inner
+    fits = fits and weight.dtype == x.dtype and x.is_contiguous() and weight.is_contiguous()
+    if bias is not None:
+        fits = fits and bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs
+    if kernel is None or not fits or _needs_gradient(x, weight):
+        return reference.linear(x, weight, bias)
+    out = x.new_empty(tokens, outputs)
+    kernel(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        inner,
+        outputs,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+) -> Tensor:
+    kernel = _kernel("paged_attention", q.dtype)
+    _, num_heads, q_head_dim = q.shape
+    num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
+    fits = q.dtype == kv_cache.dtype and q_head_dim == head_dim and head_dim % HEAD_ALIGNMENT == 0
+    fits = fits and num_heads % num_kv_heads == 0 and _heads_are_dense(q) and _blocks_are_dense(kv_cache)
+    fits = fits and block_tables.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
+    if kernel is None or not fits or block_tables.stride(1) != 1 or _needs_gradient(q, kv_cache):
+        return reference.paged_attention(
+            q, kv_cache, block_tables, seq_lens, query_start_loc, scale, sliding_window, soft_cap
+        )
+    out = torch.empty_like(q)
+    seq_lens, query_start_loc = seq_lens.contiguous(), query_start_loc.contiguous()
+    if not kernel(
+        q.data_ptr(),
+        kv_cache.data_ptr(),
+        out.data_ptr(),
+        block_tables.data_ptr(),
+        seq_lens.data_ptr(),
+        query_start_loc.data_ptr(),
+        seq_lens.shape[0],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        q.stride(0),
+        num_blocks,
+        kv_cache.stride(0),
+        block_tables.shape[1],
+        block_tables.stride(0),
+        scale,
+        sliding_window,
+        soft_cap,
+        torch.get_num_threads(),
+    ):
+        raise IndexError(
+            "seq_lens, query_start_loc and block_tables do not agree with each other or the cache"
+        )
+    return out
