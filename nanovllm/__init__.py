@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
     from nanovllm.sampling_params import SamplingParams
+
+# Threads that wait for each other at the end of a parallel loop spin first. On a machine that is busy with something
+# else they spin away the very time that the late thread needs, and a step takes ten times as long; so spin only
+# briefly. GNU OpenMP reads this when torch is first imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

@@ -1,4 +1,7 @@
-"""The engine: scheduler, memory and runner in one loop. It knows token ids, not text, and nothing of HTTP."""
+"""The engine: scheduler, memory and runner in one loop. It knows token ids, not text, and nothing of HTTP.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,7 @@ class EngineCore:
         if self.trace is not None:
             self.trace.settings["model"] = config.model
         self._open_books(num_blocks, num_host_blocks)
+        self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
@@ -53,7 +57,6 @@ class EngineCore:
             num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
         )
         self.scheduler = Scheduler(self.config, self.manager)
-        self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
 
     @property
     def limits(self) -> EngineLimits:
@@ -147,6 +150,7 @@ class EngineCore:
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         if self._recorder is not None:
+            self._recorder.scheduler = self.scheduler
             for request_id in lost:
                 self._recorder.ended(request_id, "error")
 

@@ -1,4 +1,7 @@
-"""Offline use: `LLM(model).generate(prompts)`, the whole engine in this process."""
+"""Offline use: `LLM(model).generate(prompts)`, the whole engine in this process.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -115,6 +118,25 @@ class LLM:
         Raises:
             ValueError: a bad prompt, or lists of different lengths. No request is left behind.
         """
+        request_ids: list[str] = []
+        try:
+            for prompt, params, level in self._pair(prompts, sampling_params, priority):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.engine.add_request(request_id, prompt, params, level)
+                request_ids.append(request_id)
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+
+    def _pair(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[tuple[Prompt, SamplingParams, int]]:
         single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
         batch = cast(list[Prompt], [prompts] if single else list(prompts))
         if sampling_params is None:
@@ -127,18 +149,19 @@ class LLM:
                 f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
                 f"give one for all or one for each"
             )
-        request_ids: list[str] = []
-        try:
-            for prompt, params, level in zip(batch, sampling_params, priorities, strict=True):
-                request_id = str(self._num_requests)
-                self._num_requests += 1
-                self.engine.add_request(request_id, prompt, params, level)
-                request_ids.append(request_id)
-            return self._run(request_ids, use_tqdm)
-        except BaseException:
-            for request_id in request_ids:
-                self.engine.abort_request(request_id)
-            raise
+        return list(zip(batch, sampling_params, priorities, strict=True))
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
+        with tqdm(
+            total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
+        ) as bar:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    if output.request_id in gathered:
+                        gathered[output.request_id].add(output)
+                        bar.update(int(output.finished))
+        return [gathered[request_id].result() for request_id in request_ids]
 
     def chat(
         self,
@@ -165,18 +188,6 @@ class LLM:
             # The template writes the special tokens itself.
             prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
-
-    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
-        with tqdm(
-            total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True
-        ) as bar:
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    gathered[output.request_id].add(output)
-                    if output.finished:
-                        bar.update(1)
-        return [gathered[request_id].result() for request_id in request_ids]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

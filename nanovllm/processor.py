@@ -1,6 +1,8 @@
 """The engine's front: prompts become token ids on the way in, tokens become text on the way out.
 
 Offline and served requests pass through the same two classes, so they are the same thing from here on.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations
@@ -49,40 +51,6 @@ class InputProcessor:
         self.limits = limits
         self._seeds = random.Random(seed)
 
-    def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
-    ) -> tuple[str | None, list[EngineRequest]]:
-        """The prompt's text, if it came as text, and `params.n` engine requests.
-
-        Raises:
-            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit.
-        """
-        text, token_ids, cache_salt = self._prompt_tokens(prompt)
-        self._check(token_ids, params)
-        room = self.limits.max_request_tokens - len(token_ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        requests = []
-        for index in range(params.n):
-            own = params.clone(
-                n=1,
-                max_tokens=max_tokens,
-                min_tokens=min(params.min_tokens, max_tokens),
-                seed=_wrap(seed + index),
-            )
-            requests.append(
-                EngineRequest(
-                    request_id if params.n == 1 else f"{request_id}-{index}",
-                    token_ids,
-                    own,
-                    self.limits.eos_token_ids,
-                    time.time(),
-                    priority,
-                    cache_salt,
-                )
-            )
-        return text, requests
-
     def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         salt = None
         if isinstance(prompt, dict):
@@ -122,6 +90,40 @@ class InputProcessor:
                 raise ValueError(
                     f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary"
                 )
+
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[str | None, list[EngineRequest]]:
+        """The prompt's text, if it came as text, and `params.n` engine requests.
+
+        Raises:
+            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit.
+        """
+        text, token_ids, cache_salt = self._prompt_tokens(prompt)
+        self._check(token_ids, params)
+        room = self.limits.max_request_tokens - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        requests = []
+        for index in range(params.n):
+            own = params.clone(
+                n=1,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                seed=_wrap(seed + index),
+            )
+            requests.append(
+                EngineRequest(
+                    request_id if params.n == 1 else f"{request_id}-{index}",
+                    token_ids,
+                    own,
+                    self.limits.eos_token_ids,
+                    time.time(),
+                    priority,
+                    cache_salt,
+                )
+            )
+        return text, requests
 
 
 def _wrap(seed: int) -> int:
