@@ -5,6 +5,7 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
+import math
 import pathlib
 from dataclasses import dataclass
 
@@ -146,6 +147,15 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     )
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take host memory only page by page, as they are written: a pool that is never full stays small.
+    (`torch.zeros` writes all of them at once; the operating system's own zero pages cost nothing.)"""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
 class ModelRunner:
     """Model, KV caches and buffers of one device.
 
@@ -174,11 +184,11 @@ class ModelRunner:
         model, config = self.model_config, self.config
         shape = (model.num_kv_heads, config.block_size, model.head_dim)
         self.kv_caches = [
-            torch.zeros(kv_cache_shape(num_blocks, *shape), dtype=self.dtype, device=self.device)
+            zeros(kv_cache_shape(num_blocks, *shape), self.dtype, self.device)
             for _ in range(model.num_layers)
         ]
         self.host_caches = [
-            torch.zeros(kv_cache_shape(num_host_blocks, *shape), dtype=self.dtype)
+            zeros(kv_cache_shape(num_host_blocks, *shape), self.dtype, torch.device("cpu"))
             for _ in range(model.num_layers if num_host_blocks else 0)
         ]
         max_blocks = -(-config.max_request_tokens // config.block_size)

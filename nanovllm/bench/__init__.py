@@ -1,0 +1,248 @@
+"""`nanovllm bench`: speed, start-up and memory, beside other engines on the same machine.
+
+Every engine gets the same token ids, the same number of threads and processes of its own; engines take turns, run by
+run, and are compared pair by pair, because a machine that others use as well is never the same twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import shlex
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import rich.console
+
+from nanovllm.bench.engines import ENGINES, SERVING_ENGINES, EngineSettings
+from nanovllm.bench.machine import measure_limits, usable_cores
+from nanovllm.bench.workloads import NAMED, Mode, Workload, custom_workload
+from nanovllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanovllm.bench.suite import Results, Suite
+
+MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
+_CUSTOM = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
+
+
+class BenchError(ValueError):
+    """The command line asks for something that cannot be measured; the message says what could."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the flags of `bench`."""
+    parser.add_argument(
+        "benchmark", choices=["latency", "throughput", "serve", "all"], help="what to measure"
+    )
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--engine",
+        action="append",
+        metavar="NAMES",
+        help="nanovllm, hf (transformers) or vllm; several, with commas or by repeating the flag, run in turn, and the "
+        "first is compared with the others (default: nanovllm)",
+    )
+    group.add_argument("--vllm-python", metavar="PATH", help="interpreter of the environment that has vLLM")
+    group.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAMES",
+        help=f"some of {', '.join(NAMED)} (default: all that the benchmark has)",
+    )
+    group.add_argument(
+        "--input-len", type=int, metavar="TOKENS", help="a workload of your own: prompt length"
+    )
+    group.add_argument("--output-len", type=int, metavar="TOKENS", help="the same: output tokens")
+    group.add_argument("--batch-size", type=int, metavar="N", help="the same, latency: requests in the batch")
+    group.add_argument(
+        "--num-prompts", type=int, metavar="N", help="the same, throughput and serve: requests"
+    )
+    group.add_argument(
+        "--request-rate", type=float, metavar="R", help="serve: requests a second (default: inf)"
+    )
+    group.add_argument(
+        "--max-concurrency", type=int, metavar="N", help="serve: requests at once (default: all)"
+    )
+    group.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)"
+    )
+    group.add_argument("--threads", type=int, metavar="N", help="cores an engine computes on (default: all)")
+    group.add_argument("--json", metavar="FILE", help="write every run to this file")
+    group.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
+    EngineConfig.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and report; returns the exit code: 2 for a bad command line, 1 if an engine failed."""
+    from nanovllm.models.config import UnsupportedModelError
+
+    try:
+        return _measure(arguments)
+    except (BenchError, UnsupportedModelError) as error:
+        print(f"nanovllm bench: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from nanovllm.bench import report
+
+    suite, results = _prepare(arguments)
+    # Engines have sessions of their own: however this process is told to stop, it has to end them.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        seconds, error = suite.timed_run(results)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    settings = suite.engines[0]
+    context = report.Context.now(
+        _command_line(), arguments.model, settings.options["dtype"], settings.num_threads, seconds, results
+    )
+    # Where nobody watches, the tables need not fit into a window.
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 120)
+    report.print_tables(results, context, console)
+    for path, write in ((arguments.json, report.as_json), (arguments.markdown, report.markdown)):
+        if path is not None:
+            pathlib.Path(path).write_text(write(results, context), encoding="utf-8")
+    if error is not None:
+        print(f"nanovllm bench: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[Suite, Results]:
+    """What to measure, checked as far as that is possible before anything starts, and where to keep it."""
+    from nanovllm.bench.suite import Results, Suite
+    from nanovllm.hub import resolve_model
+    from nanovllm.models.config import ModelConfig
+
+    names = engine_names(arguments.engine or ["nanovllm"])
+    workloads = choose_workloads(arguments)
+    options = engine_options(arguments)
+    num_threads = _check(arguments, names, workloads)
+    folder = resolve_model(arguments.model, arguments.revision).resolve()
+    model = ModelConfig.from_pretrained(folder)
+    options.setdefault("max_model_len", min(MAX_MODEL_LEN, model.max_position_embeddings))
+    for workload in workloads:
+        if workload.max_request_tokens > options["max_model_len"]:
+            raise BenchError(
+                f"workload {workload.name} has requests of {workload.max_request_tokens} tokens, over the "
+                f"{options['max_model_len']} that fit: raise --max-model-len, or choose others with --workload"
+            )
+    limits = measure_limits(arguments.dtype, num_threads)
+    options["dtype"] = limits.dtype
+    pythons = {"vllm": arguments.vllm_python}
+    engines = [
+        EngineSettings(name, folder, options, num_threads, pythons.get(name, sys.executable))
+        for name in names
+    ]
+    results = Results(names, arguments.repeats, workloads, limits)
+    return Suite(engines, workloads, arguments.repeats, arguments.seed, model), results
+
+
+def _command_line() -> str:
+    words = sys.argv[1:]
+    return shlex.join(["nanovllm", "bench", *(words[1:] if words[:1] == ["bench"] else words)])
+
+
+def engine_names(given: list[str]) -> list[str]:
+    """["nanovllm,vllm", "hf"] -> ["nanovllm", "vllm", "hf"]
+
+    Raises:
+        BenchError: an engine that is not known, or one named twice.
+    """
+    names = [name.strip() for part in given for name in part.split(",")]
+    for name in names:
+        if name not in ENGINES:
+            raise BenchError(f"unknown engine {name!r}; there are {', '.join(ENGINES)}")
+        if names.count(name) > 1:
+            raise BenchError(f"engine {name!r} is named twice")
+    return names
+
+
+def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
+    """The workloads that the command line asks for, in the order of their names.
+
+    Raises:
+        BenchError: an unknown workload, one of another benchmark, or options that exclude each other.
+    """
+    mode, custom = arguments.benchmark, {name: getattr(arguments, name) for name in _CUSTOM}
+    given = [name for name, value in custom.items() if value is not None]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        if arguments.workload:
+            raise BenchError(
+                f"{flag} and --workload exclude each other: named workloads have their own lengths"
+            )
+        if mode == "all":
+            raise BenchError(f"{flag} needs one benchmark: latency, throughput or serve, not all")
+        try:
+            return [custom_workload(mode, **custom)]
+        except ValueError as error:
+            raise BenchError(str(error)) from error
+    names = [name.strip() for part in arguments.workload or [",".join(NAMED)] for name in part.split(",")]
+    for name in names:
+        if name not in NAMED:
+            raise BenchError(f"unknown workload {name!r}; there are {', '.join(NAMED)}")
+        if arguments.workload and mode != "all" and NAMED[name][0].mode != mode:
+            raise BenchError(
+                f"workload {name} belongs to `bench {NAMED[name][0].mode}`, not to `bench {mode}`"
+            )
+    modes: tuple[Mode, ...] = ("latency", "throughput", "serve")
+    wanted = modes if mode == "all" else (mode,)
+    return [w for name in NAMED if name in names for w in NAMED[name] if w.mode in wanted]
+
+
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings that differ from the defaults; the model and the dtype are chosen elsewhere.
+
+    Raises:
+        BenchError: a bad value, or a setting that would change what is compared.
+    """
+    try:
+        config = EngineConfig.from_arguments(arguments)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
+    if config.device == "cuda":
+        raise BenchError("the benchmark measures CPUs; leave --device out")
+    options = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if getattr(config, field.name) != field.default and field.name not in ("model", "revision", "dtype")
+    }
+    if config.trace is not None:  # engines run in another folder
+        options["trace"] = os.path.abspath(config.trace)
+    if config.tokenizer is not None and os.path.isdir(config.tokenizer):
+        options["tokenizer"] = os.path.abspath(config.tokenizer)
+    # The same for every engine, as far as it can be told.
+    return {"kv_cache_memory": KV_CACHE_MEMORY, "device": "cpu"} | options
+
+
+def _check(arguments: argparse.Namespace, names: list[str], workloads: list[Workload]) -> int:
+    """Refuse what cannot work before anything starts; returns the number of threads."""
+    if arguments.repeats < 1:
+        raise BenchError(f"--repeats must be 1 or more, got {arguments.repeats}")
+    num_cores = len(usable_cores())
+    num_threads = num_cores if arguments.threads is None else arguments.threads
+    if not 1 <= num_threads <= num_cores:
+        raise BenchError(f"--threads must be from 1 to {num_cores}, the cores there are, got {num_threads}")
+    if all(w.mode == "serve" for w in workloads):
+        for name in names:
+            if name not in SERVING_ENGINES:
+                raise BenchError(f"engine {name!r} has no server; it can do latency and throughput")
+    if "vllm" in names:
+        python = arguments.vllm_python
+        if python is None:
+            raise BenchError(
+                "--engine vllm needs --vllm-python, the interpreter of the environment that has it"
+            )
+        if not os.access(python, os.X_OK) or pathlib.Path(python).is_dir():
+            raise BenchError(f"--vllm-python: {python!r} is not an executable file")
+        arguments.vllm_python = os.path.abspath(python)
+    for path in filter(None, (arguments.json, arguments.markdown)):
+        if not pathlib.Path(path).absolute().parent.is_dir() or pathlib.Path(path).is_dir():
+            raise BenchError(f"cannot write {path!r}: there is no such folder, or it is one")
+    return num_threads

@@ -1,0 +1,137 @@
+"""From the times at which tokens came to the figures that are reported."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+#: Ratios closer to 1 than this are ties, since a shared machine is no steadier.
+TIE = 1.3
+#: So many pairs have to agree before a smaller ratio counts.
+AGREEING_PAIRS = 3
+
+
+@dataclass
+class Timeline:
+    """When the tokens of one request came, in seconds of any one clock.
+
+    Attributes:
+        start: when the request was sent.
+        arrivals: (time, number of new tokens) of everything that came.
+    """
+
+    start: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return sum(count for _, count in self.arrivals)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token."""
+        return self.arrivals[0][0] - self.start
+
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies: what a reader waits between one arrival and the next. Tokens that come together
+        count as one arrival, as in vLLM's benchmark; counting them as gaps of zero would flatter the median."""
+        times = [time for time, _ in self.arrivals]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    def worst_gap(self, begin: float, end: float) -> float:
+        """The longest wait that overlaps the interval from `begin` to `end`; 0 if none does."""
+        times = [time for time, _ in self.arrivals]
+        pairs = itertools.pairwise(times)
+        return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)
+
+
+@dataclass
+class Figures:
+    """The figures of one run; times in seconds, None where there is nothing to measure.
+
+    Attributes:
+        itl_max: worst inter-token latency.
+    """
+
+    seconds: float
+    output_tokens: int
+    tokens_per_second: float
+    ttft_p50: float
+    ttft_p99: float
+    itl_p50: float | None = None
+    itl_p99: float | None = None
+    itl_max: float | None = None
+
+
+def figures(timelines: Sequence[Timeline]) -> Figures:
+    """The figures of requests that ran together.
+
+    Raises:
+        ValueError: a request got no token.
+    """
+    if not timelines or not all(line.arrivals for line in timelines):
+        raise ValueError("every request must have got at least one token")
+    seconds = max(line.arrivals[-1][0] for line in timelines) - min(line.start for line in timelines)
+    tokens = sum(line.num_tokens for line in timelines)
+    first = [line.ttft for line in timelines]
+    result = Figures(seconds, tokens, tokens / seconds, percentile(first, 50), percentile(first, 99))
+    gaps = [gap for line in timelines for gap in line.gaps]
+    if gaps:
+        result.itl_p50, result.itl_p99, result.itl_max = percentile(gaps, 50), percentile(gaps, 99), max(gaps)
+    return result
+
+
+def intruder_figures(timelines: Sequence[Timeline]) -> Figures:
+    """The figures of streams and, last, a long prompt that arrived while they decoded: the time to first token is the
+    late prompt's, the inter-token latencies are the streams', the worst one of those that its arrival can have caused.
+    """
+    *streams, intruder = timelines
+    result = figures(streams)
+    end = intruder.start + intruder.ttft
+    result.itl_max = max(line.worst_gap(intruder.start, end) for line in streams)
+    result.ttft_p50 = result.ttft_p99 = intruder.ttft
+    return result
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """With linear interpolation between the two nearest values."""
+    return float(np.percentile(values, percent))
+
+
+@dataclass
+class Comparison:
+    """How one engine stands against another.
+
+    Attributes:
+        ratio: median over the pairs; above 1 the first engine is better.
+        pairs: the ratio of each pair of neighbouring runs.
+        verdict: "better", "worse", "tie" or "unclear", from the first engine's point of view.
+    """
+
+    ratio: float
+    pairs: list[float]
+    verdict: str
+
+
+def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> Comparison:
+    """Compare runs made in turn, pair by pair: what slows the machine down for a while slows both of a pair.
+
+    A median ratio below 1.3 either way is a tie, unless three pairs or more all point the same way. A larger one
+    whose pairs contradict each other is unclear.
+    """
+    pairs = [first / second if higher_is_better else second / first for first, second in runs]
+    ratio = statistics.median(pairs)
+    agree = min(pairs) > 1 or max(pairs) < 1
+    if 1 / TIE < ratio < TIE and not (agree and len(pairs) >= AGREEING_PAIRS):
+        verdict = "tie"
+    elif not agree:
+        verdict = "unclear"
+    else:
+        verdict = "better" if ratio > 1 else "worse"
+    return Comparison(ratio, pairs, verdict)
