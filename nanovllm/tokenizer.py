@@ -96,11 +96,12 @@ class Tokenizer:
         Raises:
             ValueError: the text is not valid Unicode (JSON can smuggle in half of a surrogate pair).
         """
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a string, got {type(text).__name__}")
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, this lets the interpreter lock go, so that a long text keeps no other thread waiting.
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
-            if not isinstance(text, str):
-                raise
             raise ValueError("the text has an unpaired surrogate, which is not valid Unicode") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

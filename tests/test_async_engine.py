@@ -310,3 +310,23 @@ async def test_the_course_model_answers(tmp_path: pathlib.Path) -> None:
         assert "Paris" in answer.outputs[0].text
     finally:
         await engine.shutdown()
+
+
+async def test_control_c_does_not_reach_the_engine(engine: AsyncEngine) -> None:
+    assert engine._process is not None and engine._process.pid is not None
+    for _ in range(3):
+        os.kill(engine._process.pid, signal.SIGINT)
+    assert (await collect(engine, "still there", SHORT, "still there")).outputs[0].finish_reason == "length"
+
+
+async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> None:
+    """The terminal's loop stands still between two questions: the next one finds the engine gone."""
+    engine = await AsyncEngine.start(config(tiny_model))
+    process = engine._process
+    assert process is not None
+    process.kill()
+    process.join()
+    time.sleep(0.2)  # on purpose: the event loop must not run in between
+    with pytest.raises(EngineDeadError, match="exit code -9"):
+        await collect(engine, "abc", SHORT, "too late")
+    await asyncio.wait_for(engine.shutdown(), 10)

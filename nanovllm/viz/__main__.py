@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from typing import Any
 
 import matplotlib.pyplot as plt
 
 from nanovllm.trace import Trace
-from nanovllm.viz import SimulatedRequest, compare, draw_block_tables, image_bytes, pool_state_at, simulate, use_style
+from nanovllm.viz import (
+    SimulatedRequest,
+    compare,
+    draw_block_tables,
+    image_bytes,
+    pool_state_at,
+    simulate,
+    use_style,
+)
 
 
 def policies() -> dict[str, Trace]:
     """The same six requests under three batching policies: one long prompt comes while others decode."""
     arrivals = [(0, 24, 22), (0, 16, 14), (2, 30, 10), (6, 96, 8), (8, 12, 14), (10, 20, 8)]
     requests = [SimulatedRequest(step, prompt, output) for step, prompt, output in arrivals]
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "step_cost": 8.0, "token_cost": 1.0}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "step_cost": 8.0,
+        "token_cost": 1.0,
+    }
     named = {"static batches": "static", "prefill first": "prefill_first", "chunked prefill": "chunked"}
     return {name: simulate(requests, batching_policy=policy, **options) for name, policy in named.items()}
 
 
 def draw_policies() -> bytes:
     """Timelines of the three policies under one another, as SVG."""
-    axes = compare(policies(), x="time")
-    return image_bytes(axes[0].get_figure(), "svg")
+    return image_bytes(compare(policies(), x="time")[0], "svg")
 
 
 def draw_tables() -> bytes:

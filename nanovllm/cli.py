@@ -1,0 +1,229 @@
+"""The `nanovllm` command. What a command needs is imported when it runs, so that help and mistakes show at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import importlib.util
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import nanovllm
+from nanovllm.config import COURSE_MODEL, EngineConfig
+
+if TYPE_CHECKING:
+    pass
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: what it does in a line, and where to find the functions that declare its flags and that run it."""
+
+    help: str
+    add_arguments: str
+    run: str
+
+    def load(self, function: str) -> Callable[[Any], Any]:
+        """Import "module:function"."""
+        module, _, name = function.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    @property
+    def is_there(self) -> bool:
+        """False for a command whose module is not part of this installation."""
+        return importlib.util.find_spec(self.run.partition(":")[0]) is not None
+
+
+COMMANDS = {
+    "serve": Command(
+        "serve a model through OpenAI's API", "nanovllm.cli:add_serve_arguments", "nanovllm.cli:run_serve"
+    ),
+    "chat": Command(
+        "talk with a model in the terminal",
+        "nanovllm.terminal_chat:add_arguments",
+        "nanovllm.terminal_chat:run",
+    ),
+    "fetch": Command("download a model", "nanovllm.cli:add_fetch_arguments", "nanovllm.cli:run_fetch"),
+    "bench": Command("measure speed", "nanovllm.bench:add_arguments", "nanovllm.bench:run"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the full usage has forty flags and would hide it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    commands = {name: command for name, command in COMMANDS.items() if command.is_there}
+    name = words[0] if words else ""
+    if name not in commands:
+        return _no_command(words, commands)
+    command = commands[name]
+    parser = Parser(prog=f"nanovllm {name}", description=command.help)
+    command.load(command.add_arguments)(parser)
+    parsed = parser.parse_args(words[1:])
+    parsed.parser = parser  # for mistakes that show later
+    try:
+        return command.load(command.run)(parsed) or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None:
+            raise  # a bug, and its traceback says where
+        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
+        return code
+
+
+def _no_command(words: list[str], commands: dict[str, Command]) -> int:
+    parser = Parser(
+        prog="nanovllm",
+        description="An LLM inference engine that you can read.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n" + "\n".join(f"  {name:8}{c.help}" for name, c in commands.items()),
+    )
+    parser.add_argument("--version", action="version", version=nanovllm.__version__)
+    parser.add_argument("command", choices=list(commands), metavar="command", help="what to do; see below")
+    parser.parse_args(words)
+    raise AssertionError("the parser has refused what is not a command")
+
+
+def _exit_code(error: Exception) -> int | None:
+    """2 for what the user can mend, 1 for an engine or a server that has failed, None for a bug."""
+    from nanovllm.async_engine import EngineDeadError, EngineStartError
+    from nanovllm.hub import ModelNotFoundError
+
+    if isinstance(error, EngineStartError | ModelNotFoundError | UsageError):
+        return 2
+    return 1 if isinstance(error, EngineDeadError | ServerError) else None
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done."""
+
+
+class ServerError(RuntimeError):
+    """A server that we talk to has failed, or refuses."""
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The engine's settings on a command line; a bad one ends the program with 2."""
+    if arguments.model_argument is not None:
+        arguments.model = arguments.model_argument
+    try:
+        return EngineConfig.from_arguments(arguments)
+    except ValueError as error:
+        return arguments.parser.error(str(error))
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Let the model be named without its flag."""
+    parser.add_argument(
+        "model_argument", nargs="?", metavar="model", help=f"the same as --model (default: {COURSE_MODEL})"
+    )
+
+
+# ---------------------------------------------------------------- serve
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `serve`."""
+    add_model_argument(parser)
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="let in only who has this key; may be repeated",
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=_seconds,
+        default=30.0,
+        metavar="SECONDS",
+        help="how long running requests may go on after the first signal (default: %(default)s)",
+    )
+    EngineConfig.add_arguments(parser)
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    config = engine_config(arguments)
+    if "" in arguments.api_key:
+        arguments.parser.error("--api-key must not be empty")
+    from nanovllm.server.listen import bind
+
+    try:
+        listener = bind(arguments.host, arguments.port)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from error
+    try:
+        asyncio.run(_serve(config, listener, arguments))
+    except asyncio.CancelledError:  # a signal came while the engine was starting
+        return 128 + signal.SIGTERM
+    return 0
+
+
+async def _serve(config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
+    from nanovllm.async_engine import AsyncEngine
+
+    this_task = asyncio.current_task()
+    assert this_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    # The web framework and the template engine are imported here while the other process imports torch and loads
+    # the weights.
+    server, _, engine = await asyncio.gather(
+        asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
+        asyncio.to_thread(importlib.import_module, "transformers.utils.chat_template_utils"),
+        AsyncEngine.start(config),
+    )
+    name = config.served_model_name or config.model
+    await server.run_server(engine, listener, name, arguments.api_key, arguments.shutdown_timeout)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 65535, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, got {text!r}")
+    return value
+
+
+# ---------------------------------------------------------------- fetch
+
+
+def add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `fetch`."""
+    add_model_argument(parser)
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+
+
+def run_fetch(arguments: argparse.Namespace) -> int:
+    """Download a model, and print where it is."""
+    from nanovllm.hub import resolve_model
+
+    print(resolve_model(arguments.model_argument or COURSE_MODEL, arguments.revision))
+    return 0

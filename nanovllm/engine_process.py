@@ -1,0 +1,162 @@
+"""The engine in a process of its own: a busy loop between two sockets.
+
+The front end tokenizes, detokenizes and speaks HTTP in another process, under another interpreter lock, so none of
+that delays a step. What crosses the border is plain data: msgpack over ZMQ sockets in a private folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import zmq
+
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import EngineStats
+from nanovllm.processor import EngineLimits
+from nanovllm.request import EngineOutput, EngineRequest
+
+if TYPE_CHECKING:
+    from nanovllm.engine import EngineCore
+
+logger = logging.getLogger("nanovllm.engine")
+
+
+@dataclass
+class Command:
+    """What the front end tells the engine: queue these, end those (id to reason), or another order."""
+
+    add: list[EngineRequest] = field(default_factory=list)
+    abort: dict[str, str] = field(default_factory=dict)
+    order: Literal["", "reset_prefix_cache", "shutdown"] = ""
+
+
+@dataclass
+class Report:
+    """What the engine tells the front end after each step.
+
+    Attributes:
+        time: when the step ended, in seconds of the system's monotonic clock.
+        num_taken: sequences that the engine has taken over or refused since it started.
+        refused: sequence id to reason, for what the engine could not take.
+        limits: in the first report only: the engine is ready.
+        fatal: why the engine is about to end; empty while it lives.
+        user_error: the fatal error is one that the user can mend, such as an unknown model.
+    """
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    time: float = 0.0
+    num_taken: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    limits: EngineLimits | None = None
+    fatal: str = ""
+    user_error: bool = False
+
+
+class EngineLoop:
+    """Runs an engine core until it is told to stop, its parent is gone, or a step fails.
+
+    Args:
+        core: the engine.
+        commands: a PULL socket with encoded `Command`s.
+        reports: a PUSH socket for encoded `Report`s.
+        parent_sentinel: a file descriptor that becomes readable when the parent process has ended.
+    """
+
+    def __init__(
+        self, core: EngineCore, commands: zmq.Socket, reports: zmq.Socket, parent_sentinel: int | None = None
+    ) -> None:
+        self.core = core
+        self.commands = commands
+        self.reports = reports
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._num_taken = 0
+        self._refused: dict[str, str] = {}
+        self._parent_sentinel = parent_sentinel
+        self._poller = zmq.Poller()
+        self._poller.register(commands, zmq.POLLIN)
+        if parent_sentinel is not None:
+            self._poller.register(parent_sentinel, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Take commands, compute a step, report; sleep while there is nothing to compute."""
+        self.report(Report(limits=self.core.limits))
+        while self._take_commands(wait=not self.core.has_unfinished):
+            # Without requests this step computes nothing; the report then says what an abort has freed.
+            self.report(Report(self.core.step()))
+
+    def report(self, report: Report) -> None:
+        """Hand a report to the front end."""
+        report.stats = self.core.stats
+        report.time = time.monotonic()
+        report.num_taken = self._num_taken
+        report.refused, self._refused = self._refused, {}
+        self.reports.send(msgspec.msgpack.encode(report))
+
+    def _take_commands(self, wait: bool) -> bool:
+        """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
+        events = dict(self._poller.poll(None if wait else 0))
+        if self._parent_sentinel in events:
+            return False  # orphaned: nobody will ever ask for anything again
+        while self.commands.poll(0):
+            if not self._obey(self._decoder.decode(self.commands.recv())):
+                return False
+        return True
+
+    def _obey(self, command: Command) -> bool:
+        for request in command.add:
+            self._num_taken += 1
+            try:
+                self.core.add_request(request)
+            except ValueError as error:
+                self._refused[request.request_id] = str(error)
+        for sequence_id, reason in command.abort.items():
+            self.core.abort_request(sequence_id, reason)
+        if command.order == "reset_prefix_cache":
+            self.core.reset_prefix_cache()
+        return command.order != "shutdown"
+
+
+def run_engine(config: EngineConfig, command_address: str, report_address: str) -> None:
+    """What the engine's process does from beginning to end. It ends with its parent, however that dies."""
+    # Ctrl-C in a terminal reaches every process in it; only the parent decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    reports.set_hwm(0)  # a step never waits for the front end
+    reports.setsockopt(zmq.LINGER, 2000)
+    commands.connect(command_address)
+    reports.connect(report_address)
+    core = None
+    try:
+        from nanovllm.engine import EngineCore  # imports torch, which the parent never needs
+
+        core = EngineCore(config)
+        gc.freeze()  # the model stays for good: the garbage collector need not walk over it between steps
+        parent = multiprocessing.parent_process()
+        EngineLoop(core, commands, reports, parent.sentinel if parent else None).run()
+    except Exception as error:
+        # Whatever went wrong, the parent has to hear of it before this process is gone. What a user can mend needs
+        # no traceback.
+        user_error = core is None and isinstance(error, ValueError | OSError)
+        if not user_error:
+            logger.exception("the engine failed")
+        reason = str(error) if user_error else f"{type(error).__name__}: {error}"
+        reports.send(msgspec.msgpack.encode(Report(fatal=reason, user_error=user_error)))
+        sys.exit(1)
+    finally:
+        gc.unfreeze()  # else libraries see objects that nobody will free, and complain
+        if core is not None:
+            core.close()
+        commands.close()
+        reports.close()
+        context.term()

@@ -1,0 +1,143 @@
+"""The routes: what is asked where, and who answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import nanovllm
+from nanovllm.async_engine import AsyncEngine, EngineDeadError
+from nanovllm.server import responses
+from nanovllm.server.chat import ChatEndpoint, ChatWriter
+from nanovllm.server.completions import CompletionEndpoint, CompletionWriter
+from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
+from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware
+from nanovllm.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SamplingBody,
+    TokenizeRequest,
+)
+
+
+def create_app(engine: AsyncEngine, model: str, api_keys: Sequence[str] = ()) -> FastAPI:
+    """The application around a running engine.
+
+    Args:
+        engine: the engine.
+        model: the model's name in the API.
+        api_keys: who has none of these is turned away; none means that everybody is welcome.
+    """
+    app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None)
+    install_error_handlers(app)
+    add_generation_routes(app, ChatEndpoint(engine, model), CompletionEndpoint(engine, model))
+    add_token_routes(app, Endpoint(engine, model))
+    add_information_routes(app, engine, model)
+    add_state_routes(app, engine, Metrics(engine, model))
+    app.add_middleware(BodyLimitMiddleware)
+    app.add_middleware(APIKeyMiddleware, keys=api_keys)  # the last one added is asked first
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            schemas = app.openapi_schema["components"]["schemas"]
+            for schema in schemas.values():
+                if "model" in schema["properties"]:
+                    schema["properties"]["model"] = {"enum": [model, None], "default": None}
+            schemas |= responses.schemas()
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+    return app
+
+
+def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: CompletionEndpoint) -> None:
+    """Chats and completions."""
+
+    @app.post("/v1/chat/completions", responses=responses.documented(responses.ChatCompletion))
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+        writer = await chat.submit_request(body)
+        return await answer(body, request, writer)
+
+    @app.post("/v1/completions", responses=responses.documented(responses.Completion))
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        writer = await completion.submit_request(body)
+        return await answer(body, request, writer)
+
+
+async def answer(body: SamplingBody, request: Request, writer: ChatWriter | CompletionWriter) -> Response:
+    """Send what a writer writes, whole or as a stream; a client that goes away ends the generation."""
+    if body.stream:
+        return EventStream(writer.chunks(), writer.generation.close)
+    try:
+        return json_response(await unless_disconnected(request, writer.complete()))
+    finally:
+        writer.generation.close()
+
+
+def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
+    """Text to token ids and back, in vLLM's shapes."""
+    tokenizer, limits = endpoint.engine.tokenizer, endpoint.engine.limits
+
+    @app.post("/tokenize", responses=responses.documented(responses.Tokens))
+    async def tokenize(body: TokenizeRequest) -> Response:
+        endpoint.check(body)
+        if (body.prompt is None) == (not body.messages):
+            raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
+        with blaming_client():
+            if body.prompt is not None:
+                token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
+            else:
+                token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
+        strings = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        return json_response(responses.Tokens(len(token_ids), limits.max_model_len, token_ids, strings))
+
+    @app.post("/detokenize", responses=responses.documented(responses.Text))
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        endpoint.check(body)
+        if not all(0 <= token_id < limits.vocab_size for token_id in body.tokens):
+            raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
+        return json_response(responses.Text(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+
+def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
+    """What is served here."""
+    entry = responses.Model(model, int(time.time()), engine.config.model, engine.limits.max_model_len)
+
+    @app.get("/v1/models", responses=responses.documented(responses.ModelList))
+    async def models() -> Response:
+        return json_response(responses.ModelList([entry]))
+
+    @app.get("/v1/models/{name:path}", responses=responses.documented(responses.Model))
+    async def one_model(name: str) -> Response:
+        if name != model:
+            message = f"the model {name!r} does not exist; this server has {model!r}"
+            raise APIError(404, message, "model", "model_not_found")
+        return json_response(entry)
+
+    @app.get("/version", responses=responses.documented(responses.Version))
+    async def version() -> Response:
+        return json_response(responses.Version(nanovllm.__version__))
+
+
+def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
+    """How the server is."""
+
+    @app.get("/health", response_class=PlainTextResponse, responses=responses.documented(None))
+    async def health() -> Response:
+        if not engine.is_alive:
+            raise EngineDeadError(engine.error or "the engine is shutting down")
+        return PlainTextResponse("")
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def prometheus_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,38 @@
+"""Where the server listens, and how to call it. Imports nothing, so that a taken port shows at once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, taken before the model loads so that a mistake shows at once. Port 0: any free one.
+
+    Raises:
+        OSError: the address is taken or is not ours.
+    """
+    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) -> str:
+    """Where the server is, with a curl line that works."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = ' -H "Authorization: Bearer <key>"' if api_keys else ""
+    return (
+        f"\n{model} is served at {url}/v1, described at {url}/docs. Try:\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
+        f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
+    )

@@ -1,0 +1,282 @@
+"""What clients may ask: OpenAI's requests with vLLM's additional sampling fields, as pydantic models."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.errors import APIError
+
+logger = logging.getLogger("nanovllm.server")
+
+
+class _AtFirstError(FailFast):
+    """A list of a million wrong entries gives one error, not a million. (FailFast itself does not fit into a union.)"""
+
+    __hash__ = object.__hash__
+
+
+AT_FIRST_ERROR = _AtFirstError()
+TokenIds = Annotated[list[int], AT_FIRST_ERROR]
+Strings = Annotated[list[str], AT_FIRST_ERROR]
+
+# Fields that would change the answer and that this server does not know -> the values that change nothing.
+# Empty values never do.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "tools": (),
+    "tool_choice": ("none",),
+    "functions": (),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "audio": (),
+    "modalities": (["text"],),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "suffix": (),
+    "best_of": (1,),
+    "use_beam_search": (),
+    "length_penalty": (1.0,),
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "truncate_prompt_tokens": (),
+    "prompt_embeds": (),
+    "documents": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    # Jinja from strangers can keep a processor busy for ever.
+    "chat_template": (),
+}
+# Fields that do not change the answer.
+HARMLESS = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "parallel_tool_calls",
+        "prediction",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+    ]
+)
+# The same name may come a million times, but there are not so many that are worth a line in the log.
+MAX_WARNINGS = 100
+_warned: set[str] = set()
+
+
+class Body(BaseModel):
+    """A request's body. Types are taken literally: "5" is no number, and 1 is not true."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="default: the one model that is served")
+
+    def check_unknown_fields(self) -> None:
+        """Refuse fields that would change the answer; warn once of fields that nobody knows.
+
+        Raises:
+            APIError: names the field.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name in UNSUPPORTED:
+                if value and value not in UNSUPPORTED[name]:
+                    raise APIError(
+                        400, f"{name} is not supported by this server", name, "unsupported_parameter"
+                    )
+            elif name not in HARMLESS and name not in _warned and len(_warned) < MAX_WARNINGS:
+                _warned.add(name)
+                logger.warning("ignoring the unknown request field %.100r", name)
+
+
+class StreamOptions(BaseModel):
+    """How a stream ends."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(None, description="send a last chunk with the numbers of tokens")
+
+
+class SamplingBody(Body):
+    """The fields that completions and chats share. None means: not given."""
+
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    seed: int | None = None
+    stop: str | Strings | None = None
+    stop_token_ids: TokenIds | None = Field(None, max_length=1024)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    max_tokens: int | None = None
+    priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    PASSED_ON: ClassVar[tuple[str, ...]] = [
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "prompt_logprobs",
+        "skip_special_tokens",
+    ]  # type: ignore[assignment]
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
+        """What was asked for, else what the checkpoint recommends (`defaults`), else OpenAI's defaults.
+
+        Raises:
+            ValueError: a value out of its range; names the field and the range.
+        """
+        given = {name: value for name in self.PASSED_ON if (value := getattr(self, name)) is not None}
+        if self.logit_bias:
+            if not all(key.isascii() and key.isdigit() for key in self.logit_bias):
+                raise ValueError("logit_bias must be an object whose keys are token ids")
+            given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        if self.stream and self.prompt_logprobs is not None:
+            raise APIError(400, "prompt_logprobs must be left out when stream is true", "prompt_logprobs")
+        if self.stream_options and not self.stream:
+            raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
+        return SamplingParams(**{**defaults, **given, **values})
+
+
+class CompletionRequest(SamplingBody):
+    """Body of /v1/completions."""
+
+    prompt: str | Strings | TokenIds | Annotated[list[TokenIds], AT_FIRST_ERROR]
+    logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool = True
+
+
+class TextPart(BaseModel):
+    """A part of a message. Other types than "text" are refused."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """A message of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], AT_FIRST_ERROR]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """The message as templates expect it."""
+        content = self.content
+        if not isinstance(content, str):
+            content = "\n".join(part.text for part in content)
+        # OpenAI's newer name of the system role, which few templates know.
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+class ChatBody(Body):
+    """A chat that is to be rendered by the model's template."""
+
+    messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
+    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables for the template, such as enable_thinking"
+    )
+
+    TEMPLATE_VARIABLES_IN_USE: ClassVar[frozenset[str]] = frozenset(
+        [
+            "messages",
+            "conversations",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+            "continue_final_message",
+            "return_assistant_tokens_mask",
+            "tokenize",
+        ]
+    )
+
+    def template_arguments(self) -> dict[str, Any]:
+        """Arguments for `Tokenizer.apply_chat_template`.
+
+        Raises:
+            APIError: a message with tool calls, or a template variable that has another meaning.
+        """
+        for i, message in enumerate(self.messages):
+            for name in ("tool_calls", "function_call", "audio"):
+                if (message.model_extra or {}).get(name):
+                    raise APIError(400, f"messages[{i}].{name} is not supported by this server", "messages")
+        variables = self.chat_template_kwargs or {}
+        if taken := self.TEMPLATE_VARIABLES_IN_USE & variables.keys():
+            raise APIError(
+                400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs"
+            )
+        continued = bool(self.continue_final_message)
+        generation_prompt = self.add_generation_prompt
+        return {
+            **variables,
+            "messages": [message.plain() for message in self.messages],
+            "add_generation_prompt": not continued if generation_prompt is None else generation_prompt,
+            "continue_final_message": continued,
+        }
+
+
+class ChatCompletionRequest(SamplingBody, ChatBody):
+    """Body of /v1/chat/completions."""
+
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+
+
+class TokenizeRequest(ChatBody):
+    """Body of /tokenize: a text as `prompt`, or a chat as `messages`."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(default_factory=list)
+    add_special_tokens: bool | None = Field(None, description="default: for a text, not for a chat")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """Body of /detokenize."""
+
+    tokens: TokenIds

@@ -1,0 +1,214 @@
+"""What clients get: OpenAI's objects as plain structures. A field that is UNSET does not appear in the JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+
+class PromptTokensDetails(Struct):
+    """How many prompt tokens the prefix cache supplied."""
+
+    cached_tokens: int = 0
+
+
+class Usage(Struct):
+    """Numbers of tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Struct):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct):
+    """The chosen token at a position, and the likeliest ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    """Log-probabilities in the shape of chats."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    """Log-probabilities in the shape of completions: lists of the same length."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class AssistantMessage(Struct):
+    """A whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    """One of the `n` answers."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Struct):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+
+
+class Delta(Struct):
+    """What is new in an answer."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(Struct):
+    """News of one of the `n` answers."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChunk(Struct):
+    """An event in the stream of a chat."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class CompletionChoice(Struct):
+    """One completion, or what is new in it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+
+
+class Completion(Struct):
+    """Answer of /v1/completions, and an event in its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class Model(Struct):
+    """A model that is served."""
+
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    object: str = "model"
+    owned_by: str = "nanovllm"
+    parent: None = None
+
+
+class ModelList(Struct):
+    """Answer of /v1/models."""
+
+    data: list[Model]
+    object: str = "list"
+
+
+class Tokens(Struct):
+    """Answer of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str | None] | None = None
+
+
+class Text(Struct):
+    """Answer of /detokenize."""
+
+    prompt: str
+
+
+class Version(Struct):
+    """Answer of /version."""
+
+    version: str
+
+
+class ErrorDetails(Struct):
+    """What is wrong, with which field."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    """The answer when something is wrong."""
+
+    error: ErrorDetails
+
+
+ANSWERS = (ChatCompletion, Completion, Model, ModelList, Tokens, Text, Version, Error)
+
+
+def schemas() -> dict[str, Any]:
+    """JSON schemas of all answers, by name, for the OpenAPI description."""
+    _, components = msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")
+    return components
+
+
+def documented(answer: type[Struct] | None) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route, for the OpenAPI description; without an answer, those to what goes wrong."""
+
+    def reference(name: str) -> dict[str, Any]:
+        return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
+
+    error = reference("Error")
+    return {
+        **({200: {"description": "OK", **reference(answer.__name__)}} if answer else {}),
+        "4XX": {"description": "The request is wrong, or not allowed, or too much at the moment", **error},
+        "503": {"description": "The engine has ended", **error},
+    }

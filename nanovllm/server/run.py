@@ -1,0 +1,80 @@
+"""The server's process: its signals, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+
+import uvicorn
+from fastapi import FastAPI
+
+from nanovllm.async_engine import AsyncEngine
+from nanovllm.server.app import create_app
+from nanovllm.server.listen import ready_message
+
+# When the time to drain is over, requests are aborted and only have to send their last chunk.
+LAST_CHUNK_SECONDS = 5
+
+
+class Server(uvicorn.Server):
+    """Uvicorn with our own idea of an end: the first signal lets running requests finish, a second one does not wait.
+
+    Args:
+        app: the application.
+        engine: its engine.
+        banner: printed when the server answers.
+        shutdown_timeout: seconds that running requests get after the first signal.
+    """
+
+    def __init__(self, app: FastAPI, engine: AsyncEngine, banner: str, shutdown_timeout: float) -> None:
+        grace = int(shutdown_timeout) + LAST_CHUNK_SECONDS
+        super().__init__(uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=grace))
+        self.engine = engine
+        self.banner = banner
+        self.shutdown_timeout = shutdown_timeout
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so."""
+        await super().startup(sockets)
+        print(self.banner, flush=True)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Uvicorn's own version raises the signal again in the end, and the process would not exit with 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        yield
+
+    def _on_signal(self, number: int) -> None:
+        if self.should_exit:
+            os._exit(128 + number)  # the engine's process notices that its parent is gone
+        self.should_exit = True
+        self._draining = asyncio.get_running_loop().create_task(self.engine.drain(self.shutdown_timeout))
+
+
+async def run_server(
+    engine: AsyncEngine,
+    listener: socket.socket,
+    model: str,
+    api_keys: Sequence[str] = (),
+    shutdown_timeout: float = 30.0,
+) -> None:
+    """Serve until a signal comes, then let running requests end, and stop the engine.
+
+    Args:
+        listener: a bound socket.
+        model: the model's name in the API.
+        shutdown_timeout: seconds after which requests that still run are aborted.
+    """
+    try:
+        app = create_app(engine, model, api_keys)
+        server = Server(app, engine, ready_message(listener, model, api_keys), shutdown_timeout)
+        await server.serve([listener])
+    finally:
+        await engine.shutdown()

@@ -1,0 +1,336 @@
+"""The server through the official client: what a program that was written for OpenAI's API sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import socket
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server_process import ServerProcess, wait_until
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "nanovllm")
+    assert model.model_extra is not None and model.model_extra["max_model_len"] == 256
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_completion_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "tiny"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.finish_reason == "length" and choice.logprobs is None
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (
+        6,
+        len("<user>hello\n<assistant>"),
+    )
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
+
+
+def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0, "n": 2}
+    whole = client.chat.completions.create(**options)
+    chunks = list(
+        client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [(c.choices[0].index, c.choices[0].delta.role) for c in chunks[:2]] == [
+        (0, "assistant"),
+        (1, "assistant"),
+    ]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert "".join(piece.delta.content or "" for piece in mine) == choice.message.content
+        assert [piece.finish_reason for piece in mine if piece.finish_reason] == [choice.finish_reason]
+        assert mine[-1].finish_reason is not None, "the reason comes last"
+
+
+def test_usage_is_left_out_of_streams_unless_asked_for(server: ServerProcess) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "abc"})):
+        events = server.events(path, body | {"max_tokens": 3})
+        assert all("usage" not in event for event in events)
+        assert all(len(event["choices"]) == 1 for event in events)
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    options["extra_body"] = {"ignore_eos": True}
+    whole = client.chat.completions.create(**options, top_logprobs=3).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    assert len(whole.logprobs.content) == 5
+    for entry in whole.logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob, "the likeliest token was taken"
+        assert entry.bytes is not None and bytes(entry.bytes).decode("utf-8", "replace") == entry.token
+    stream = client.chat.completions.create(**options, top_logprobs=3, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in stream]
+    assert [e for piece in pieces if piece for e in piece.content or []] == whole.logprobs.content
+    bare = client.chat.completions.create(**options).choices[0]
+    assert bare.logprobs is not None and bare.logprobs.content is not None
+    assert bare.logprobs.content[0].top_logprobs == []
+
+
+def test_completions_of_texts_and_token_ids(client: openai.OpenAI, server: ServerProcess) -> None:
+    options: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    ids = {text: server.post("/tokenize", {"prompt": text}).json()["tokens"] for text in ("abc", "de")}
+    alone = {text: client.completions.create(prompt=text, **options).choices[0].text for text in ids}
+    several = client.completions.create(prompt=["abc", "de"], n=2, **options)
+    assert several.object == "text_completion"
+    assert [(c.index, c.text) for c in several.choices] == list(
+        enumerate([alone["abc"]] * 2 + [alone["de"]] * 2)
+    )
+    assert several.usage is not None and several.usage.prompt_tokens == 5
+    as_ids = client.completions.create(prompt=ids["abc"], **options)
+    assert [c.text for c in as_ids.choices] == [alone["abc"]]
+    lists = client.completions.create(prompt=list(ids.values()), **options)
+    assert [c.text for c in lists.choices] == list(alone.values())
+    streamed = ["", ""]
+    for chunk in client.completions.create(prompt=["abc", "de"], stream=True, **options):
+        assert chunk.object == "text_completion"
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == list(alone.values())
+
+
+def test_sixteen_tokens_by_default_and_the_rest_of_the_context_in_a_chat(server: ServerProcess) -> None:
+    assert server.complete(ignore_eos=True)["usage"]["completion_tokens"] == 16
+    body = {"messages": HELLO, "ignore_eos": True, "temperature": 0}
+    usage = server.post("/v1/chat/completions", body).json()["usage"]
+    assert usage["total_tokens"] == 256
+
+
+def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
+    answer = server.complete(prompt="abcde", echo=True, logprobs=2, max_tokens=3, ignore_eos=True)
+    (choice,) = answer["choices"]
+    lists = choice["logprobs"]
+    assert choice["text"].startswith("abcde")
+    assert lists["tokens"][:5] == list("abcde") and len(lists["tokens"]) == 8
+    assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+    assert all(value < 0 for value in lists["token_logprobs"][1:])
+    assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(8)]
+    assert all(1 <= len(top) <= 2 for top in lists["top_logprobs"][1:])
+
+    only = server.complete(prompt=["abcde", "xy"], echo=True, logprobs=2, max_tokens=0)
+    assert [c["text"] for c in only["choices"]] == ["abcde", "xy"]
+    again = only["choices"][0]["logprobs"]["token_logprobs"]
+    assert again[0] is None and again[1:] == pytest.approx(lists["token_logprobs"][1:5], abs=1e-3)
+    assert only["usage"]["completion_tokens"] == 0 and only["choices"][0]["finish_reason"] == "length"
+
+    body = {
+        "prompt": "abcde",
+        "echo": True,
+        "logprobs": 2,
+        "max_tokens": 3,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    pieces = [event["choices"][0] for event in server.events("/v1/completions", body)]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    for name in ("tokens", "text_offset"):
+        assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]] == lists[name]
+
+
+def test_prompt_logprobs(server: ServerProcess) -> None:
+    entries = server.complete(prompt="abc", prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == 3
+    assert all({"logprob", "rank", "decoded_token"} == set(e) for p in entries[1:] for e in p.values())
+    body = {"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1}
+    assert len(server.post("/v1/chat/completions", body).json()["prompt_logprobs"]) == 23
+
+
+def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:
+    body = {"max_tokens": 40, "ignore_eos": True}
+    text = server.complete(**body)["choices"][0]["text"]
+    stop = next(c for c in text[3:] if c.isascii() and c.isprintable())
+    before = text[: text.index(stop)]
+    for extra, expected in (({}, before), ({"include_stop_str_in_output": True}, before + stop)):
+        choice = server.complete(**body, stop=[stop], **extra)["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    events = server.events("/v1/completions", {"prompt": "abc", "temperature": 0, "stop": stop, **body})
+    assert "".join(event["choices"][0]["text"] for event in events) == before
+    token = server.post("/tokenize", {"prompt": stop}).json()["tokens"][0]
+    choice = server.complete(**body, stop_token_ids=[token])["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", token)
+
+
+def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
+    def text(**options: Any) -> str:
+        return server.complete(**{"max_tokens": 12, "ignore_eos": True} | options)["choices"][0]["text"]
+
+    assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
+    assert (
+        text(temperature=1, top_k=1)
+        == text(temperature=1, min_p=1.0)
+        == text(temperature=1, top_p=1e-9)
+        == text()
+    )
+    assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(repetition_penalty=0.01) != text()
+    biased = {"logit_bias": {"68": 10}}
+    assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
+
+
+def test_equal_prompts_share_cached_tokens_unless_salted(server: ServerProcess) -> None:
+    def cached(**options: Any) -> int:
+        usage = server.complete(prompt="a prompt that is long enough to fill a block", **options)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") == 32
+    assert cached(cache_salt="yours") == 0
+
+
+def test_the_assistants_message_can_be_continued(server: ServerProcess) -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "I am"}]
+    for options, end in (
+        ({"continue_final_message": True}, "<assistant>I am"),
+        ({"add_generation_prompt": False}, "<assistant>I am\n"),
+        ({}, "<assistant>I am\n<assistant>"),
+    ):
+        tokens = server.post("/tokenize", {"messages": chat, **options}).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "<user>hello\n" + end
+        answer = server.post("/v1/chat/completions", {"messages": chat, "max_tokens": 2, **options})
+        assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tokens = server.post("/tokenize", {"messages": parts}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "<system>a\nb\n<assistant>"
+
+
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
+    answer = server.post("/tokenize", {"model": "tiny", "prompt": "héllo", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == 6 and answer["max_model_len"] == 256
+    assert answer["token_strs"] == ["h", "Ã", "©", "l", "l", "o"]
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "héllo"}
+
+
+def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None:
+    harmless = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+    }
+    empty: dict[str, Any] = {
+        "tools": [],
+        "tool_choice": "none",
+        "functions": None,
+        "response_format": {"type": "text"},
+    }
+    empty |= {
+        "modalities": ["text"],
+        "audio": None,
+        "suffix": None,
+        "best_of": 1,
+        "logit_bias": None,
+        "stop": None,
+    }
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
+    plain = server.post("/v1/chat/completions", body).json()["choices"]
+    assert server.post("/v1/chat/completions", body | harmless | empty).json()["choices"] == plain
+    for _ in range(3):
+        assert server.complete(never_heard_of=1)["choices"]
+    assert server.text.count("never_heard_of") == 1, "one warning a field"
+
+
+async def test_the_asynchronous_client_runs_many_at_once(server: ServerProcess) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+    async def one(i: int) -> str:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": f"{i}"}],
+            max_tokens=20,
+            temperature=0,
+            stream=True,
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    together = await asyncio.gather(*(one(i) for i in range(12)))
+    assert [await one(i) for i in range(12)] == together
+    await client.close()
+
+
+def test_clients_that_go_away_free_their_blocks(server: ServerProcess) -> None:
+    wait_until(server.is_idle)
+    aborted = 'request_success_total{finished_reason="abort"}'
+    before = server.metrics()[aborted]
+    body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "n": 4}
+    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        next(response.iter_lines())
+        assert server.metrics()["num_requests_running"] == 4
+    wait_until(server.is_idle, 5)
+    assert server.metrics()[aborted] == before + 4
+
+    host, port = server.url.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    with socket.create_connection((host, int(port))) as connection:  # one that waits for the whole answer
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        wait_until(lambda: server.metrics()["num_requests_running"] == 4)
+    wait_until(server.is_idle, 5)
+    assert server.metrics()[aborted] == before + 8
+
+
+def test_metrics_have_names_and_move(server: ServerProcess) -> None:
+    before = server.metrics()
+    usage = server.complete(prompt="m" * 64, max_tokens=7, ignore_eos=True)["usage"]
+    after = server.metrics()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["prompt_tokens_total"] == usage["prompt_tokens"] == 64
+    assert grown["generation_tokens_total"] == 7
+    assert grown['request_success_total{finished_reason="length"}'] == 1
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 1
+    assert grown["inter_token_latency_seconds_count"] == 6
+    assert 0 < grown["time_to_first_token_seconds_sum"] < grown["e2e_request_latency_seconds_sum"] < 60
+    assert grown["prefix_cache_queries_total"] == 64
+    server.complete(prompt="m" * 64)
+    assert server.metrics()["prefix_cache_hits_total"] - after["prefix_cache_hits_total"] == 48
+    assert {
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "num_preemptions_total",
+    } <= set(after)
+
+
+def test_health_version_and_description(server: ServerProcess) -> None:
+    import nanovllm
+
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").json() == {"version": nanovllm.__version__}
+    paths = server.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/metrics"} <= set(paths)
+
+
+def test_the_course_model_answers_the_line_that_is_printed(tmp_path: pathlib.Path) -> None:
+    """The whole way, with the curl line taken from the server's own words."""
+    import subprocess
+
+    with ServerProcess(pathlib.Path("smollm2-135m"), tmp_path, "--num-kv-blocks", "64") as server:
+        line = server.text[server.text.index("  curl ") :].split("\n\n")[0]
+        line = line.replace("}]}'", '}], "temperature": 0, "max_tokens": 12}\'')
+        answer = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True).stdout
+        assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
+        assert server.stop() == 0
