@@ -1,4 +1,7 @@
-"""The engine for a server: many callers at once, each with a stream of its own, none waiting for another."""
+"""The engine for a server: many callers at once, each with a stream of its own, none waiting for another.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 The front end tokenizes, detokenizes and speaks HTTP in another process, under another interpreter lock, so none of
 that delays a step. What crosses the border is plain data: msgpack over ZMQ sockets in a private folder.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations

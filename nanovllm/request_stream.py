@@ -1,4 +1,7 @@
-"""What a caller of the asynchronous engine reads: one request's answer as it comes, and when what happened to it."""
+"""What a caller of the asynchronous engine reads: one request's answer as it comes, and when what happened to it.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

@@ -272,25 +272,34 @@ async def test_the_asynchronous_client_runs_many_at_once(server: ServerProcess) 
     await client.close()
 
 
-def test_clients_that_go_away_free_their_blocks(server: ServerProcess) -> None:
+@pytest.mark.parametrize("leave", ["in a stream", "while waiting for the whole answer"])
+def test_clients_that_go_away_free_their_blocks(server: ServerProcess, leave: str) -> None:
     wait_until(server.is_idle)
-    aborted = 'request_success_total{finished_reason="abort"}'
-    before = server.metrics()[aborted]
     body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "n": 4}
-    with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-        next(response.iter_lines())
-        assert server.metrics()["num_requests_running"] == 4
-    wait_until(server.is_idle, 5)
-    assert server.metrics()[aborted] == before + 4
+    # This model needs a few hundred milliseconds for the whole answer: on a busy machine it may be there before the
+    # client has left, and the attempt shows nothing. It never shows anything if leaving does not abort.
+    aborted = 'request_success_total{finished_reason="abort"}'
+    for _ in range(20):
+        before = server.metrics()[aborted]
+        if leave == "in a stream":
+            with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                next(response.iter_lines())
+        else:
+            post_and_leave(server, json.dumps(body).encode())
+        wait_until(server.is_idle, 5)
+        if server.metrics()[aborted] == before + 4:
+            return
+    raise AssertionError("nobody noticed that the client had left")
 
+
+def post_and_leave(server: ServerProcess, content: bytes) -> None:
+    """Send a request for a whole answer, and hang up once it runs."""
     host, port = server.url.removeprefix("http://").split(":")
-    content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    with socket.create_connection((host, int(port))) as connection:  # one that waits for the whole answer
+    before = server.metrics()["generation_tokens_total"]
+    with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + content)
-        wait_until(lambda: server.metrics()["num_requests_running"] == 4)
-    wait_until(server.is_idle, 5)
-    assert server.metrics()[aborted] == before + 8
+        wait_until(lambda: server.metrics()["generation_tokens_total"] > before)
 
 
 def test_metrics_have_names_and_move(server: ServerProcess) -> None:

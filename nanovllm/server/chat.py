@@ -1,4 +1,7 @@
-"""/v1/chat/completions: answer a conversation."""
+"""/v1/chat/completions: answer a conversation.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One HTTP request as one or several engine requests: submitted together, read together, closed together."""
+"""One HTTP request as one or several engine requests: submitted together, read together, closed together.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
