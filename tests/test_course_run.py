@@ -139,6 +139,8 @@ def test_text_round_trip_keeps_ids_and_outputs(tmp_path: Path, capsys: pytest.Ca
     )
     assert main([*command, "--update", str(text)]) == 0
     assert path.read_text() == before, capsys.readouterr().out
+    assert main([*command, "10", "--update", str(text)]) == 0
+    assert [lecture.name for lecture in path.parent.iterdir()] == [path.name], "10 is the beginning of a name"
 
     text.write_text(
         text.read_text().replace("print(x)", "print(x + 1)").replace("# %%\ny", "# %%\nz = 3\n\n# %%\ny")

@@ -125,7 +125,11 @@ def _text(root: Path, options: argparse.Namespace) -> int:
     from nanovllm.course.text import from_text, to_text
 
     if options.update:
-        path = root / "notebooks" / f"{Path(options.lecture or options.update).stem}.ipynb"
+        stem = Path(options.lecture or options.update).stem
+        path = root / "notebooks" / f"{stem}.ipynb"
+        begun = list(path.parent.glob(f"{stem}*.ipynb"))
+        if not path.exists() and len(begun) == 1:
+            path = begun[0]  # the beginning of a name means that lecture, as in the other commands
         changed = from_text(options.update, path, root)
         print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}")
     elif not options.lecture:
