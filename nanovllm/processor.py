@@ -252,6 +252,11 @@ class OutputProcessor:
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of requests that have not ended."""
+        return len(self._owners)
+
     def owner(self, sequence_id: str) -> str | None:
         """The request that a sequence belongs to."""
         return self._owners.get(sequence_id)
