@@ -343,3 +343,16 @@ def test_the_course_model_answers_the_line_that_is_printed(tmp_path: pathlib.Pat
         answer = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True).stdout
         assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
         assert server.stop() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_up(server: ServerProcess, path: str) -> None:
+    body = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True}
+    body |= (
+        {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    )
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with server.client.stream("POST", path, json=body) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    counts = [json.loads(event)["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 6

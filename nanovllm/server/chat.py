@@ -115,7 +115,8 @@ class ChatWriter:
         generation = self.generation
         chunk = ChatChunk(generation.id, generation.created, generation.model, [choice] if choice else [])
         if self.body.include_usage:
-            chunk.usage = None if choice else generation.usage()
+            hidden = choice is not None and not self.body.continuous_usage
+            chunk.usage = None if hidden else generation.usage()
         return chunk
 
     def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:

@@ -98,7 +98,7 @@ class CompletionWriter:
             for piece in output.outputs:
                 choice = self._choice(i, output, piece)
                 if choice.text or choice.logprobs or choice.finish_reason:
-                    yield self._completion([choice])
+                    yield self._completion([choice], with_usage=self.body.continuous_usage)
         if self.body.include_usage:
             yield self._completion([], with_usage=True)
 

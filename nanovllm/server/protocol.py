@@ -103,6 +103,9 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = Field(None, description="send a last chunk with the numbers of tokens")
+    continuous_usage_stats: bool | None = Field(
+        None, description="with include_usage: in every chunk, so far"
+    )
 
 
 class SamplingBody(Body):
@@ -154,6 +157,11 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         """Whether the stream ends with the numbers of tokens."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of the stream has the numbers of tokens so far."""
+        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
         """What was asked for, else what the checkpoint recommends (`defaults`), else OpenAI's defaults.
