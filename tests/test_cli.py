@@ -162,7 +162,7 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         # Python sleeps on in the line editor if the signal comes just before it falls asleep: press again.
         for _ in range(10):
             os.write(terminal, b"\x03")
-            if select.select([terminal], [], [], 1)[0]:
+            if select.select([terminal], [], [], 8)[0]:  # long: a press too many would end the chat
                 break
         read_until(b"ends)\r\n")
         read_until(b"> ")
