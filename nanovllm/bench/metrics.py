@@ -94,7 +94,8 @@ def intruder_figures(timelines: Sequence[Timeline]) -> Figures:
     *streams, intruder = timelines
     result = figures(streams)
     end = intruder.start + intruder.ttft
-    result.itl_max = max(line.worst_gap(intruder.start, end) for line in streams)
+    # No wait overlaps it if the streams had ended: then there is nothing to measure, and nothing to compare.
+    result.itl_max = max(line.worst_gap(intruder.start, end) for line in streams) or None
     result.ttft_p50 = result.ttft_p99 = intruder.ttft
     return result
 
