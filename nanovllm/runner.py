@@ -175,6 +175,7 @@ class ModelRunner:
         self.model = load_model(
             folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
         )
+        self.model.pack_weights()
         self.sampler = Sampler()
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []

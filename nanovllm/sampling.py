@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm import ops
 from nanovllm.request import TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 
@@ -251,7 +252,7 @@ class Sampler:
         if len(random) == len(rows):
             tokens = self._sample_random(logits, rows)
         else:
-            tokens = logits.argmax(dim=1)
+            tokens = ops.argmax(logits)
             if random:
                 tokens[random] = self._sample_random(logits[random], [rows[i] for i in random])
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)

@@ -157,6 +157,62 @@ def test_linear(tokens, inner, outputs, with_bias, dtype):
     bias = random(outputs, dtype=dtype, seed=2) if with_bias else None
     oracle = reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert_matches(ops.linear(x, weight, bias), oracle, dtype)
+    assert_matches(ops.linear(x, ops.pack_weight(weight), bias), oracle, dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.one_of(st.integers(0, 70), st.integers(250, 600)),
+    steps=st.sampled_from([1, 2, 9, 11, 18, 48]),
+    groups=st.integers(1, 9),
+    with_bias=st.booleans(),
+)
+def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias):
+    """Whole and partial tiles of tokens, odd numbers of groups, and inner dimensions in one part or several."""
+    x = random(tokens, 32 * steps, dtype=torch.bfloat16)
+    weight = random(16 * groups, 32 * steps, dtype=torch.bfloat16, seed=1) / (32 * steps) ** 0.5
+    bias = random(16 * groups, dtype=torch.bfloat16, seed=2) if with_bias else None
+    packed = ops.pack_weight(weight)
+    oracle = reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_matches(ops.linear(x, packed, bias), oracle, torch.bfloat16)
+    if packed.ndim == 4:  # there are tiles here
+        assert torch.equal(reference.unpack_weight(packed), weight)
+        assert_matches(reference.linear(x, packed, bias), oracle, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 96), (50, 96), (64, 40)])
+def test_embedding_and_linear_share_a_weight(shape, dtype):
+    weight, token_ids = random(*shape, dtype=dtype), torch.tensor([0, 49, 3, 17, 3])
+    packed = ops.pack_weight(weight)
+    assert torch.equal(ops.embedding(token_ids, packed), weight[token_ids])
+    assert torch.equal(ops.embedding(token_ids[:0], packed), weight[:0])
+
+
+@needs_native
+def test_a_packed_product_does_not_depend_on_the_batch_or_the_threads():
+    x = random(600, 576, dtype=torch.bfloat16)
+    packed = ops.pack_weight(random(512, 576, dtype=torch.bfloat16, seed=1))
+    if packed.ndim != 4:
+        pytest.skip("no matrix tiles here")
+    batch = ops.linear(x, packed)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for start, end in [(0, 1), (5, 6), (47, 95), (590, 600), (255, 580)]:
+            assert torch.equal(ops.linear(x[start:end], packed), batch[start:end])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_argmax_takes_the_first_of_the_largest():
+    x = random(5, 300)
+    x[1, [20, 70]] = 9.0
+    x[2] = float("-inf")
+    x[3, [40, 50]] = float("nan")
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert ops.argmax(x.to(dtype)).tolist() == reference.argmax(x.to(dtype)).tolist()
+    assert ops.argmax(x)[[1, 2, 3]].tolist() == [20, 0, 40]
 
 
 @needs_native
@@ -192,6 +248,7 @@ def test_operators_are_differentiable():
     "call",
     [
         lambda: ops.linear(random(2, 64), random(8, 32)),
+        lambda: ops.linear(random(2, 64).bfloat16(), ops.pack_weight(random(16, 32).bfloat16())),
         lambda: ops.rms_norm(random(2, 64), random(32), EPS),
         lambda: ops.apply_rope(*projection(3, 2, 1, 64, torch.float32)[:2], torch.arange(2), random(9, 64)),
     ],
@@ -359,7 +416,7 @@ def run_python(code: str, home: Path, **environment: str) -> subprocess.Complete
 
 def run_oracle_tests(home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """This file's comparisons with the oracle, in a process of their own."""
-    chosen = "(rms_norm or silu or rope or write or linear or mixed or window) and not any and not building"
+    chosen = "(rms_norm or silu or rope or write or linear or embedding or mixed or window) and not any and not building"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen]
     variables = {**os.environ, "NANOVLLM_HOME": str(home), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
@@ -401,8 +458,9 @@ def test_building_in_two_processes_at_once(tmp_path):
 
 @needs_native
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 architecture")
-def test_building_without_vector_extensions(tmp_path):
-    result = run_oracle_tests(tmp_path, CXXFLAGS="-march=x86-64 -O1")
+@pytest.mark.parametrize("flags", ["-march=x86-64 -O1", "-mno-amx-tile -mno-amx-bf16 -O1"])
+def test_building_without_vectors_or_tiles(tmp_path, flags):
+    result = run_oracle_tests(tmp_path, CXXFLAGS=flags)
     assert result.returncode == 0, result.stdout
     assert list((tmp_path / "native").glob("*.so"))
 

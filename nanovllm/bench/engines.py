@@ -153,6 +153,16 @@ class EngineProcess:
         """
         raise NotImplementedError
 
+    def rest(self) -> None:
+        """Stop all its processes where they are: an engine that waits busily would slow the one that is measured."""
+        for process in process_tree(self.process.pid):
+            process.suspend()
+
+    def wake(self) -> None:
+        """Let its processes go on."""
+        for process in process_tree(self.process.pid):
+            process.resume()
+
     def _command(self) -> list[str]:
         raise NotImplementedError
 
@@ -180,6 +190,7 @@ class EngineProcess:
 
     def _end(self) -> None:
         self._memory.stop()
+        self.wake()
         tree = process_tree(self.process.pid)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

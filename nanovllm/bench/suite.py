@@ -181,6 +181,7 @@ class Suite:
             self.say(f"{settings.name}: first token {engine.started.seconds:.1f} s after its start ({kind})")
             results.launches.append(Launch(number, settings.name, kind, engine.started))
             self._warm_up(engine, workload)
+            engine.rest()
             running.append(engine)
         return running
 
@@ -216,9 +217,11 @@ class Suite:
         repeat: int,
     ) -> Run:
         name = engine.settings.name
+        engine.wake()
         meter = NoiseMeter(engine.process.pid)
         timelines = engine.run(workload, requests)
         noise = meter.read()
+        engine.rest()
         found = (intruder_figures if workload.intruder_len else figures)(timelines)
         cost = ModelCost.of(self.model, results.limits.bytes_per_number)
         self.say(

@@ -53,6 +53,17 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.bias)
 
 
+class Embedding(nn.Module):
+    """A row of the matrix for every token, `[num_tokens]` to `[num_tokens, hidden_size]`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return ops.embedding(token_ids, self.weight)
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich 2019); with a residual, the sum of both is normalised."""
 
@@ -134,7 +145,7 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.register_buffer("cos_sin", rotary_table(config, max_positions), persistent=False)
@@ -177,7 +188,7 @@ class LlamaForCausalLM(nn.Module):
 
     def tie_weights(self) -> None:
         """Let the output head be the embedding matrix."""
-        self.lm_head.weight = self.model.embed_tokens.weight.requires_grad_(False)  # type: ignore[assignment]
+        self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of packed tokens.
@@ -222,3 +233,12 @@ class LlamaForCausalLM(nn.Module):
         return [
             heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         ]
+
+    def pack_weights(self) -> None:
+        """Put the matrices in the order in which this machine multiplies fastest. Nothing can be loaded afterwards:
+        rows are no longer rows."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
+        if self.config.tie_word_embeddings:
+            self.model.embed_tokens.weight = self.lm_head.weight

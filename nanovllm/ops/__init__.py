@@ -23,7 +23,10 @@ from nanovllm.ops import native, reference
 __all__ = [
     "add_rms_norm",
     "apply_rope",
+    "argmax",
+    "embedding",
     "linear",
+    "pack_weight",
     "paged_attention",
     "rms_norm",
     "silu_and_mul",
@@ -108,17 +111,55 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return _kernels(x.device).silu_and_mul(x)
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    """The weight as this machine multiplies with it fastest: rearranged, or as it is.
+
+    A CPU with matrix tiles (Intel AMX) gets a copy `[out_features / 16, in_features / 32, 16, 32]`, where
+    `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: what one instruction multiplies is one
+    kilobyte, and the whole is read from front to back.
+
+    Args:
+        weight: `[out_features, in_features]`.
+
+    Returns: what `linear` and `embedding` take in place of the weight.
+    """
+    return _kernels(weight.device).pack_weight(weight)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a matrix.
+
+    Args:
+        token_ids: `[tokens]` int64.
+        weight: `[vocabulary, hidden]`, or what `pack_weight` made of it.
+
+    Returns: `[tokens, hidden]`.
+    """
+    return reference.embedding(token_ids, weight)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias`, accumulated in float32.
 
     Args:
         x: `[tokens, in_features]`.
-        weight: `[out_features, in_features]`.
+        weight: `[out_features, in_features]`, or what `pack_weight` made of it.
         bias: `[out_features]` or None.
 
     Returns: `[tokens, out_features]`.
     """
     return _kernels(x.device).linear(x, weight, bias)
+
+
+def argmax(x: Tensor) -> Tensor:
+    """Where the largest value of each row is, the first of several.
+
+    Args:
+        x: `[rows, columns]`.
+
+    Returns: `[rows]` int64.
+    """
+    return _kernels(x.device).argmax(x)
 
 
 def paged_attention(

@@ -212,8 +212,15 @@ static bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t
   const auto run = head_dim == 64 ? attend<T, 64> : head_dim == 128 ? attend<T, 128> : attend<T, 0>;
   const int64_t count = plan.tiles.size();
   const int used = plan.keys < PARALLEL_KEYS ? 1 : threads;
-  const auto make_scratch = [&] { return Scratch(plan.rows, head_dim, Dot<T>::STEP / LANES); };
-  parallel_for(count, used, make_scratch, [&](int64_t task, const Scratch& scratch) {
+  struct Worker {
+    Scratch scratch;
+    Tiles tiles;
+  };
+  const auto make_worker = [&] {
+    return Worker{Scratch(plan.rows, head_dim, Dot<T>::STEP / LANES), Tiles(uses_tiles<T>() && plan.rows > FEW_ROWS)};
+  };
+  parallel_for(count, used, make_worker, [&](int64_t task, const Worker& worker) {
+    const Scratch& scratch = worker.scratch;
     // Later tiles of a prefill see more keys: begun first, they leave small ones to even out the threads' ends.
     const Tile& tile = plan.tiles[count - 1 - task];
     run(problem, tile, q, kv_cache, scratch);

@@ -3,6 +3,9 @@
 //
 // Shapes and contracts are documented in nanovllm/ops/__init__.py. Strides count elements. In bfloat16 the elementwise
 // kernels round wherever the same formula in torch would.
+#include <vector>
+
+#include "cpu_tiles.h"
 #include "cpu_vector.h"
 
 // Elementwise work below this many elements is done before a second thread would have begun.
@@ -188,7 +191,7 @@ template <class T>
 static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t tokens, int64_t inner, int64_t outputs,
                    int threads) {
   const int64_t tasks = (outputs + TASK_OUTPUTS - 1) / TASK_OUTPUTS;
-  parallel_for(tasks, threads_for(tokens * inner * outputs / 8, threads), [&](int64_t task) {
+  parallel_for<Portions::IN_RUNS>(tasks, threads_for(tokens * inner * outputs / 8, threads), [&](int64_t task) {
     const int64_t end = std::min(outputs, (task + 1) * TASK_OUTPUTS);
     int64_t output = task * TASK_OUTPUTS;
     auto rows = [&](auto count) {
@@ -201,6 +204,118 @@ static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t t
   });
 }
 
+// ---------------------------------------------------------------------------------------------- packed linear
+//
+// A packed weight holds the right operands of the tile product one after another: [group of 16 outputs][32 inputs] x
+// [word][output], a word being two inputs of one output. It is read from front to back, and nothing is rearranged at
+// a call. All tokens of any batch take this one path, so here too no result depends on its company.
+
+struct alignas(TILE_BYTES) TileMemory {
+  uint32_t words[TILE_WORDS];
+};
+
+// weight[outputs, inner] to packed.
+static void pack_weight(const bfloat16* weight, TileMemory* packed, int64_t inner, int64_t outputs, int threads) {
+  const int64_t steps = inner / TILE_VALUES;
+  parallel_for<Portions::IN_RUNS>(outputs / LANES, threads, [&](int64_t group) {
+    for (int64_t step = 0; step < steps; ++step) {
+      Words rows[LANES];
+      for (int row = 0; row < LANES; ++row)
+        std::memcpy(&rows[row], weight + (group * LANES + row) * inner + step * TILE_VALUES, TILE_BYTES);
+      transpose(rows, packed[group * steps + step].words, LANES);
+    }
+  });
+}
+
+#if HAS_TILES
+constexpr int64_t BLOCK_TOKENS = 256;  // of a task: their inputs stay in the second-level cache ...
+constexpr int64_t BLOCK_STEPS = 9;     // ... and so many steps of the weight at a time in the first-level cache
+
+// Adds to TOKENS x 2 tiles of sums, or begins them. `x` and `more` are 16 rows each; the two groups of the weight are
+// `distance` tiles apart.
+template <int TOKENS>
+INLINE void multiply_tiles(const bfloat16* x, const bfloat16* more, int64_t stride, const TileMemory* weight,
+                           int64_t distance, int64_t steps, bool begin, TileMemory* sums) {
+  if (begin) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, TILE_BYTES);
+    _tile_loadd(1, sums + 1, TILE_BYTES);
+    if (TOKENS > 1) _tile_loadd(2, sums + 2, TILE_BYTES);
+    if (TOKENS > 1) _tile_loadd(3, sums + 3, TILE_BYTES);
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(4, x + step * TILE_VALUES, stride);
+    _tile_loadd(6, weight + step, TILE_BYTES);
+    _tile_loadd(7, weight + distance + step, TILE_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TOKENS > 1) {
+      _tile_loadd(5, more + step * TILE_VALUES, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, TILE_BYTES);
+  _tile_stored(1, sums + 1, TILE_BYTES);
+  if (TOKENS > 1) _tile_stored(2, sums + 2, TILE_BYTES);
+  if (TOKENS > 1) _tile_stored(3, sums + 3, TILE_BYTES);
+}
+
+// Writes `count` <= 16 tokens of one or two neighbouring tiles.
+INLINE void write_tiles(const TileMemory* sums, const bfloat16* bias, bfloat16* out, int64_t count, int64_t groups,
+                        int64_t outputs) {
+  for (int64_t group = 0; group < groups; ++group) {
+    const Floats added = bias ? load(bias + group * LANES) : Floats{};
+    for (int64_t token = 0; token < count; ++token)
+      store(out + token * outputs + group * LANES,
+            (Floats)load_words(sums[group].words + token * LANES) + added);
+  }
+}
+
+// At most BLOCK_TOKENS tokens times one or two groups of the weight. The rows after the last whole 16 are `padded`.
+static void linear_block(const bfloat16* x, const bfloat16* padded, const TileMemory* weight, const bfloat16* bias,
+                         bfloat16* out, int64_t tokens, int64_t steps, int64_t outputs, int64_t groups) {
+  const int64_t inner = steps * TILE_VALUES, stride = inner * sizeof(bfloat16), distance = groups == 2 ? steps : 0;
+  const int64_t parts = tokens > 2 * LANES ? (steps + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
+  TileMemory sums[BLOCK_TOKENS / LANES * 2];
+  auto rows = [&](int64_t token) { return token + LANES <= tokens ? x + token * inner : padded; };
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = part * steps / parts, count = (part + 1) * steps / parts - begin, skip = begin * TILE_VALUES;
+    for (int64_t token = 0; token < tokens; token += 2 * LANES) {
+      TileMemory* target = sums + token / LANES * 2;
+      if (token + LANES < tokens)
+        multiply_tiles<2>(rows(token) + skip, rows(token + LANES) + skip, stride, weight + begin, distance, count,
+                          part == 0, target);
+      else
+        multiply_tiles<1>(rows(token) + skip, nullptr, stride, weight + begin, distance, count, part == 0, target);
+      if (part + 1 < parts) continue;
+      for (int64_t i = token; i < std::min(tokens, token + 2 * LANES); i += LANES)
+        write_tiles(sums + i / LANES * 2, bias, out + i * outputs, std::min<int64_t>(LANES, tokens - i), groups,
+                    outputs);
+    }
+  }
+}
+
+static void linear_packed(const bfloat16* x, const TileMemory* weight, const bfloat16* bias, bfloat16* out,
+                          int64_t tokens, int64_t inner, int64_t outputs, int threads) {
+  const int64_t steps = inner / TILE_VALUES, groups = outputs / LANES, pairs = (groups + 1) / 2;
+  const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, whole = tokens / LANES * LANES;
+  std::vector<bfloat16> padded(whole < tokens ? LANES * inner : 0);
+  std::copy(x + whole * inner, x + tokens * inner, padded.begin());
+  const auto make_tiles = [] { return Tiles(true); };
+  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, make_tiles, [&](int64_t task, const Tiles&) {
+    const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2, output = group * LANES;
+    linear_block(x + token * inner, padded.data(), weight + group * steps, bias ? bias + output : nullptr,
+                 out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), steps, outputs,
+                 std::min<int64_t>(2, groups - group));
+  });
+}
+#endif
+
 // -------------------------------------------------------------------------------------------------- C interface
 
 EXPORT(rms_norm)
@@ -209,3 +324,12 @@ EXPORT(apply_rope)
 EXPORT(write_kv_cache)
 EXPORT(silu_and_mul)
 EXPORT(linear)
+
+extern "C" {
+auto* pack_weight_bf16 = &pack_weight;
+#if HAS_TILES
+auto* linear_packed_bf16 = &linear_packed;
+#endif
+// Whether weights are to be packed on this machine.
+bool has_tiles() { return tiles_permitted(); }
+}

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu_tiles.h"
 #include "cpu_vector.h"
 
 constexpr int KEYS = 64;  // keys in a step, and columns in a product
@@ -29,15 +30,15 @@ struct Scratch {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
     columns = (head_dim + KEYS - 1) / KEYS * KEYS;
     const int padded_rows = (rows + LANES - 1) / LANES * LANES;
-    memory.resize(rows * (words + 2 * KEYS + columns) + 3 * padded_rows + KEYS * (words + columns) + LANES);
+    memory.resize(padded_rows * (words + 2 * KEYS + columns + 3) + KEYS * (words + columns) + LANES);
     uint32_t* next = memory.data() + (-(reinterpret_cast<uintptr_t>(memory.data()) / 4) & (LANES - 1));
     auto take = [&next](int size) { return std::exchange(next, next + size); };
-    queries = take(rows * words);
+    queries = take(padded_rows * words);
     keys = take(KEYS * words);
     values = take(KEYS * columns);
-    probabilities = take(rows * KEYS);
-    scores = reinterpret_cast<float*>(take(rows * KEYS));
-    out = reinterpret_cast<float*>(take(rows * columns));
+    probabilities = take(padded_rows * KEYS);
+    scores = reinterpret_cast<float*>(take(padded_rows * KEYS));
+    out = reinterpret_cast<float*>(take(padded_rows * columns));
     maxima = reinterpret_cast<float*>(take(padded_rows));
     sums = reinterpret_cast<float*>(take(padded_rows));
     rescale = reinterpret_cast<float*>(take(padded_rows));
@@ -76,37 +77,6 @@ struct Rows {
 // What probabilities are stored as when the values they meet are packed.
 template <class T>
 using PackedProbability = std::conditional_t<Dot<T>::STEP == LANES, float, T>;
-
-// Turns 16 x 16 words over: target[column * stride + row] = rows[row][column].
-INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
-#ifdef __AVX512F__
-  // Pairs of rows, pairs of pairs, then 128-bit lanes: after each round a vector holds more of fewer columns.
-  __m512i a[LANES], b[LANES];
-  for (int i = 0; i < LANES; i += 2) {
-    a[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
-  }
-  for (int i = 0; i < LANES; i += 4) {
-    for (int half = 0; half < 2; ++half) {
-      b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + 2 + half]);
-      b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + 2 + half]);
-    }
-  }
-  for (int i = 0; i < 4; ++i) {  // b[4 * n + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 * n ..
-    const __m512i low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x44);
-    const __m512i high = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xee);
-    const __m512i low2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x44);
-    const __m512i high2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xee);
-    store_words(target + i * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0x88));
-    store_words(target + (4 + i) * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0xdd));
-    store_words(target + (8 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0x88));
-    store_words(target + (12 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0xdd));
-  }
-#else
-  for (int column = 0; column < LANES; ++column)
-    for (int row = 0; row < LANES; ++row) target[column * stride + row] = rows[row][column];
-#endif
-}
 
 // A row of head_dim values as words, the last vector filled with zeros.
 template <class T>
@@ -170,16 +140,67 @@ static void multiply_block(const uint32_t* a, int a_stride, const uint32_t* b, i
 }
 
 template <class T, int ROWS = BLOCK_ROWS>
-static void multiply(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* out,
-                     int out_stride, const float* rescale) {
+static void multiply_vectors(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth,
+                             float* out, int out_stride, const float* rescale) {
   int row = 0;
   for (; row + ROWS <= rows; row += ROWS)
     multiply_block<T, ROWS>(a + row * a_stride, a_stride, b, b_stride, depth, out + row * out_stride, out_stride,
                             rescale ? rescale + row : nullptr);
   if constexpr (ROWS > 1)
     if (row < rows)
-      multiply<T, ROWS - 1>(rows - row, a + row * a_stride, a_stride, b, b_stride, depth, out + row * out_stride,
-                            out_stride, rescale ? rescale + row : nullptr);
+      multiply_vectors<T, ROWS - 1>(rows - row, a + row * a_stride, a_stride, b, b_stride, depth,
+                                    out + row * out_stride, out_stride, rescale ? rescale + row : nullptr);
+}
+
+#if HAS_TILES
+// The same for any number of rows, in tiles of 16: rows up to the next multiple of 16 are there to be overwritten.
+static void multiply_tiles(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth,
+                           float* out, int out_stride, const float* rescale) {
+  const int a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, out_bytes = 4 * out_stride;
+  for (int row = 0; row < rows; row += LANES, a += LANES * a_stride, out += LANES * out_stride) {
+    if (rescale) {
+      for (int i = 0; i < LANES; ++i)
+        for (int v = 0; v < VECTORS; ++v) {
+          float* target = out + i * out_stride + v * LANES;
+          store(target, load(target) * rescale[row + i]);
+        }
+      _tile_loadd(0, out, out_bytes);
+      _tile_loadd(1, out + LANES, out_bytes);
+      _tile_loadd(2, out + 2 * LANES, out_bytes);
+      _tile_loadd(3, out + 3 * LANES, out_bytes);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int word = 0; word < depth; word += LANES) {
+      const uint32_t* columns = b + word * b_stride;
+      _tile_loadd(4, a + word, a_bytes);
+      _tile_loadd(5, columns, b_bytes);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, columns + LANES, b_bytes);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, columns + 2 * LANES, b_bytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, columns + 3 * LANES, b_bytes);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, out, out_bytes);
+    _tile_stored(1, out + LANES, out_bytes);
+    _tile_stored(2, out + 2 * LANES, out_bytes);
+    _tile_stored(3, out + 3 * LANES, out_bytes);
+  }
+}
+#endif
+
+template <class T>
+static void multiply(int rows, const uint32_t* a, int a_stride, const uint32_t* b, int b_stride, int depth, float* out,
+                     int out_stride, const float* rescale) {
+#if HAS_TILES
+  if (uses_tiles<T>()) return multiply_tiles(rows, a, a_stride, b, b_stride, depth, out, out_stride, rescale);
+#endif
+  multiply_vectors<T>(rows, a, a_stride, b, b_stride, depth, out, out_stride, rescale);
 }
 
 template <class T>

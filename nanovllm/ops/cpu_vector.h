@@ -138,6 +138,37 @@ INLINE Floats sum_each(const Floats* vectors) {
 
 INLINE float sum(Floats value) { return sum_each<1>(&value)[0]; }
 
+// Turns 16 x 16 words over: target[column * stride + row] = rows[row][column].
+INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
+#ifdef __AVX512F__
+  // Pairs of rows, pairs of pairs, then 128-bit lanes: after each round a vector holds more of fewer columns.
+  __m512i a[LANES], b[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    a[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4) {
+    for (int half = 0; half < 2; ++half) {
+      b[i + 2 * half] = _mm512_unpacklo_epi64(a[i + half], a[i + 2 + half]);
+      b[i + 2 * half + 1] = _mm512_unpackhi_epi64(a[i + half], a[i + 2 + half]);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {  // b[4 * n + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 * n ..
+    const __m512i low = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x44);
+    const __m512i high = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xee);
+    const __m512i low2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x44);
+    const __m512i high2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xee);
+    store_words(target + i * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0x88));
+    store_words(target + (4 + i) * stride, (Words)_mm512_shuffle_i32x4(low, low2, 0xdd));
+    store_words(target + (8 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0x88));
+    store_words(target + (12 + i) * stride, (Words)_mm512_shuffle_i32x4(high, high2, 0xdd));
+  }
+#else
+  for (int column = 0; column < LANES; ++column)
+    for (int row = 0; row < LANES; ++row) target[column * stride + row] = rows[row][column];
+#endif
+}
+
 // One step of a dot product, in float32: STEP values of two rows, as 16 "words". A word is a float or, where the
 // machine multiplies bfloat16, two neighbouring bfloat16. `read` yields zeros from `rest` values on; `repeat` fills a
 // vector with one word.
@@ -180,9 +211,12 @@ INLINE Floats exponential(Floats x) {
   return x < splat(-87.0f) ? Floats{} : scaled;
 }
 
-// Runs body(task, state) for every task on up to `threads` threads, each with a state = make_state() of its own. Tasks
-// are handed out one by one, in order.
-template <class MakeState, class Body>
+// In what portions threads take tasks. IN_TURN, one by one, evens out tasks of unequal size. IN_RUNS gives a thread its
+// share of what is left at once, again and again: it reads on where it is, which memory is fast at.
+enum class Portions { IN_TURN, IN_RUNS };
+
+// Runs body(task, state) for every task on up to `threads` threads, each with a state = make_state() of its own.
+template <Portions PORTIONS = Portions::IN_TURN, class MakeState, class Body>
 static void parallel_for(int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
   if (threads <= 1 || tasks <= 1) {
     const auto state = make_state();
@@ -192,13 +226,18 @@ static void parallel_for(int64_t tasks, int threads, const MakeState& make_state
 #pragma omp parallel num_threads(threads)
   {
     const auto state = make_state();
+    if constexpr (PORTIONS == Portions::IN_RUNS) {
+#pragma omp for schedule(guided)
+      for (int64_t task = 0; task < tasks; ++task) body(task, state);
+    } else {
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < tasks; ++task) body(task, state);
+      for (int64_t task = 0; task < tasks; ++task) body(task, state);
+    }
   }
 }
-template <class Body>
+template <Portions PORTIONS = Portions::IN_TURN, class Body>
 static void parallel_for(int64_t tasks, int threads, const Body& body) {
-  parallel_for(tasks, threads, [] { return 0; }, [&](int64_t task, int) { body(task); });
+  parallel_for<PORTIONS>(tasks, threads, [] { return 0; }, [&](int64_t task, int) { body(task); });
 }
 
 // A kernel template goes out as two C symbols, each the address of one instance.

@@ -35,13 +35,15 @@ from nanovllm.ops import reference
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp")
-HEADERS = ("cpu_vector.h", "cpu_products.h")
+HEADERS = ("cpu_vector.h", "cpu_tiles.h", "cpu_products.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
 
 # Beyond so many tokens a matrix product belongs to torch's library, which then repays rearranging its operands.
 # Measured with AVX512_BF16 on matrices of 576 x 576 to 4096 x 4096, where the two meet between 48 and 96.
 MAX_LINEAR_TOKENS = 48
 LINEAR_ALIGNMENT = 32
+# The groups of a packed weight, as the tiles of cpu_tiles.h have them.
+PACKED_OUTPUTS, PACKED_INPUTS = 16, 32
 HEAD_ALIGNMENT = 8
 
 _POINTER, _SIZE, _FLOAT, _INT, _BOOL = (
@@ -59,6 +61,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "write_kv_cache": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 8, _INT],
     "silu_and_mul": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "linear": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "pack_weight": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "linear_packed": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -305,9 +309,54 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
+@cache
+def _has_tiles() -> bool:
+    """Whether a bfloat16 product of matrices takes one instruction a tile here, for which weights are packed."""
+    library = _library()
+    return library is not None and ctypes.CFUNCTYPE(_BOOL)(("has_tiles", library))()
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    outputs, inner = weight.shape
+    fits = weight.dtype == torch.bfloat16 and weight.is_contiguous()
+    fits = fits and outputs % PACKED_OUTPUTS == 0 and inner % PACKED_INPUTS == 0
+    kernel = _kernel("pack_weight", weight.dtype) if fits and _has_tiles() else None
+    if kernel is None:
+        return weight
+    packed = weight.new_empty(
+        outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // 2, 2 * PACKED_OUTPUTS
+    )
+    kernel(weight.data_ptr(), packed.data_ptr(), inner, outputs, torch.get_num_threads())
+    return packed
+
+
+def _linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    kernel = _kernel("linear_packed", torch.bfloat16)
+    tokens, inner = x.shape
+    outputs = packed.shape[0] * PACKED_OUTPUTS
+    if kernel is None or x.dtype != torch.bfloat16 or not x.is_contiguous() or _needs_gradient(x, packed):
+        return reference.linear(x, packed, bias)
+    if inner != packed.shape[1] * PACKED_INPUTS:
+        raise RuntimeError(f"{inner} inputs do not fit a weight of {packed.shape[1] * PACKED_INPUTS}")
+    out = x.new_empty(tokens, outputs)
+    kernel(
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        inner,
+        outputs,
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `nanovllm.ops.linear`. Up to MAX_LINEAR_TOKENS a token's result does not depend on the others in the batch;
-    beyond, the sums run in another order, chosen by torch's library for the whole matrix."""
+    """As `nanovllm.ops.linear`. Packed, or up to MAX_LINEAR_TOKENS, a token's result does not depend on the others in
+    the batch; else the sums run in another order, chosen by torch's library for the whole matrix."""
+    if weight.ndim == 4:
+        return _linear_packed(x, weight, bias)
     kernel = _kernel("linear", x.dtype)
     tokens, inner = x.shape
     outputs, weight_inner = weight.shape
@@ -329,6 +378,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def argmax(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.requires_grad:  # numpy has no bfloat16
+        return reference.argmax(x)
+    # numpy's own loop takes a fifth of the time of torch's, which compares one number at a time.
+    return torch.from_numpy(x.numpy().argmax(axis=-1))
 
 
 def paged_attention(

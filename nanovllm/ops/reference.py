@@ -49,8 +49,33 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def pack_weight(weight: Tensor) -> Tensor:
+    return weight
+
+
+def unpack_weight(packed: Tensor) -> Tensor:
+    """`[out_features, in_features]` from what `pack_weight` made on a machine with matrix tiles."""
+    groups, steps, words, width = packed.shape
+    parts = packed.view(groups, steps, words, width // 2, 2)
+    return parts.permute(0, 3, 1, 2, 4).reshape(groups * width // 2, steps * words * 2)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+    return F.linear(x, unpack_weight(weight) if weight.ndim == 4 else weight, bias)
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    if weight.ndim == 2:
+        return F.embedding(token_ids, weight)
+    # A packed row lies in words of two values; all words of output o are column o of its group's tiles.
+    words = weight.view(torch.int32)
+    outputs = words.shape[3]
+    rows = words[token_ids // outputs, :, :, token_ids % outputs]  # [tokens, steps, words of a step]
+    return rows.flatten(1).view(weight.dtype)
+
+
+def argmax(x: Tensor) -> Tensor:
+    return x.argmax(dim=-1)
 
 
 def paged_attention(
