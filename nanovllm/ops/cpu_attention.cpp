@@ -41,6 +41,7 @@ struct Tile {
 template <class Probability>
 INLINE void softmax_step(const Problem& problem, int row, int first, int last, const Scratch& scratch) {
   const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const bool whole = first <= 0 && last >= KEYS;
   Floats scores[VECTORS], highest = splat(-FLT_MAX);
   for (int v = 0; v < VECTORS; ++v) {
     scores[v] = load(scratch.scores + row * KEYS + v * LANES) * problem.scale;
@@ -48,12 +49,14 @@ INLINE void softmax_step(const Problem& problem, int row, int first, int last, c
       Floats twice = exponential(scores[v] * (2.0f / problem.soft_cap));
       scores[v] = problem.soft_cap - 2.0f * problem.soft_cap / (twice + 1.0f);  // soft_cap * tanh
     }
-    const Ints key = lanes + v * LANES;
-    scores[v] = ((key >= first) & (key < last)) ? scores[v] : splat(-INFINITY);
+    if (!whole) {
+      const Ints key = lanes + v * LANES;
+      scores[v] = ((key >= first) & (key < last)) ? scores[v] : splat(-INFINITY);
+    }
     highest = maximum(highest, scores[v]);
   }
   const float before = scratch.maxima[row], now = std::max(before, largest(highest));
-  const float rescale = std::exp(before - now);
+  const float rescale = before == now ? 1.0f : std::exp(before - now);  // after a few steps hardly any row rises
   Floats total = {};
   Probability* probabilities = reinterpret_cast<Probability*>(scratch.probabilities + row * KEYS);
   for (int v = 0; v < VECTORS; ++v) {

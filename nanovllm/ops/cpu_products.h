@@ -159,11 +159,13 @@ static void multiply_tiles(int rows, const uint32_t* a, int a_stride, const uint
   const int a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, out_bytes = 4 * out_stride;
   for (int row = 0; row < rows; row += LANES, a += LANES * a_stride, out += LANES * out_stride) {
     if (rescale) {
-      for (int i = 0; i < LANES; ++i)
+      for (int i = 0; i < LANES; ++i) {
+        if (rescale[row + i] == 1.0f) continue;
         for (int v = 0; v < VECTORS; ++v) {
           float* target = out + i * out_stride + v * LANES;
           store(target, load(target) * rescale[row + i]);
         }
+      }
       _tile_loadd(0, out, out_bytes);
       _tile_loadd(1, out + LANES, out_bytes);
       _tile_loadd(2, out + 2 * LANES, out_bytes);

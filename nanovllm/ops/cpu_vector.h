@@ -117,6 +117,9 @@ INLINE Floats add_neighbours(Floats a, Floats b) {
 #endif
 }
 INLINE float largest(Floats value) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)value);
+#endif
   float lanes[LANES];
   std::memcpy(lanes, &value, sizeof value);
   return *std::max_element(lanes, lanes + LANES);
