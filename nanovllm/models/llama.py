@@ -22,7 +22,7 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     "linear" scaling divides all of them, as if positions were closer together; "llama3" divides only the slow ones
     (wavelength over `original_max_position_embeddings / low_freq_factor`), with a smooth transition.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling: dict[str, Any] = config.rope_scaling
     if scaling["rope_type"] == "linear":
@@ -36,8 +36,10 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
-    """`[max_positions, head_dim]` float32: cosines in the first half, sines in the second."""
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), rotary_frequencies(config))
+    """`[max_positions, head_dim]` float32 on the CPU: cosines in the first half, sines in the second."""
+    # Even where models are built on the meta device, whose `arange` takes torch a second to import.
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, rotary_frequencies(config))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 

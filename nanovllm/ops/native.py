@@ -160,7 +160,9 @@ def _library() -> ctypes.CDLL | None:
             attempts.insert(0, [*flags, "-fopenmp"])
         for attempt in attempts:
             try:
-                return _load(compiler, attempt)
+                library = _load(compiler, attempt)
+                library.keep_freed_memory()
+                return library
             except BuildError as error:
                 reasons.append(str(error))
     except (BuildError, OSError) as error:
