@@ -7,7 +7,7 @@
 // cut depends on the sequence alone, so that its result depends neither on the batch nor on the number of threads.
 #include "cpu_products.h"
 
-constexpr int TILE_ROWS = 96;       // query rows of a tile: enough to repay packing the keys
+constexpr int TILE_ROWS = 192;      // query rows of a tile: enough to repay packing the keys
 constexpr int FEW_ROWS = 8;         // tiles of at most so many read the cache unpacked
 constexpr int CUT_ROWS = 24;        // tiles of at most so many are cut along the keys ...
 constexpr int KEYS_PER_PART = 256;  // ... into parts of so many
@@ -60,12 +60,12 @@ INLINE void softmax_step(const Problem& problem, int row, int first, int last, c
   Floats total = {};
   Probability* probabilities = reinterpret_cast<Probability*>(scratch.probabilities + row * KEYS);
   for (int v = 0; v < VECTORS; ++v) {
-    Floats probability = exponential(scores[v] - now);
+    Floats probability = exponential<false>(scores[v] - now);
     total += probability;
     store(probabilities + v * LANES, probability);
   }
   scratch.maxima[row] = now;
-  scratch.sums[row] = scratch.sums[row] * rescale + sum(total);
+  store(scratch.totals + row * LANES, load(scratch.totals + row * LANES) * rescale + total);
   scratch.rescale[row] = rescale;
 }
 
@@ -85,7 +85,7 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
       copy_words(query, head_dim, scratch.queries + row * scratch.words);
   }
   std::fill_n(scratch.maxima, rows, -FLT_MAX);
-  std::fill_n(scratch.sums, rows, 0.0f);
+  std::fill_n(scratch.totals, rows * LANES, 0.0f);
   std::fill_n(scratch.out, rows * scratch.columns, 0.0f);
 
   const int64_t head_stride = int64_t{problem.block_size} * head_dim;
@@ -117,6 +117,7 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
     else
       add_packed_values(rows, now, next, pages.value_offset, head_dim, scratch);
   }
+  for (int row = 0; row < rows; ++row) scratch.sums[row] = sum(load(scratch.totals + row * LANES));
 }
 
 // -------------------------------------------------------------------------------------------------------- parts

@@ -24,13 +24,13 @@ struct Scratch {
   int words, columns;
   std::vector<uint32_t> memory;
   uint32_t *queries, *keys, *values, *probabilities;
-  float *scores, *out, *maxima, *sums, *rescale;
+  float *scores, *out, *totals, *maxima, *sums, *rescale;  // a total is a vector of 16 sums
 
   Scratch(int rows, int head_dim, int values_per_word) {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
     columns = (head_dim + KEYS - 1) / KEYS * KEYS;
     const int padded_rows = (rows + LANES - 1) / LANES * LANES;
-    memory.resize(padded_rows * (words + 2 * KEYS + columns + 3) + KEYS * (words + columns) + LANES);
+    memory.resize(padded_rows * (words + 2 * KEYS + columns + LANES + 3) + KEYS * (words + columns) + LANES);
     uint32_t* next = memory.data() + (-(reinterpret_cast<uintptr_t>(memory.data()) / 4) & (LANES - 1));
     auto take = [&next](int size) { return std::exchange(next, next + size); };
     queries = take(padded_rows * words);
@@ -39,6 +39,7 @@ struct Scratch {
     probabilities = take(padded_rows * KEYS);
     scores = reinterpret_cast<float*>(take(padded_rows * KEYS));
     out = reinterpret_cast<float*>(take(padded_rows * columns));
+    totals = reinterpret_cast<float*>(take(padded_rows * LANES));
     maxima = reinterpret_cast<float*>(take(padded_rows));
     sums = reinterpret_cast<float*>(take(padded_rows));
     rescale = reinterpret_cast<float*>(take(padded_rows));
