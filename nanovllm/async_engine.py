@@ -159,7 +159,7 @@ class AsyncEngine:
 
     def has_room(self, num_sequences: int) -> bool:
         """False if, with so many sequences more, over `config.max_num_waiting` would have to wait."""
-        if self.config.max_num_waiting is None or not self._streams:
+        if not self._streams:
             return True
         on_their_way = self._num_sent - self._num_taken
         waiting = self.stats.num_waiting + self.stats.num_swapped

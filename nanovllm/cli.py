@@ -11,15 +11,10 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import nanovllm
 from nanovllm.config import COURSE_MODEL, EngineConfig
-
-if TYPE_CHECKING:
-    pass
-
-Message = dict[str, str]
 
 
 @dataclass(frozen=True)

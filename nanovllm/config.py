@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,8 +15,27 @@ COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _option(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
+    return field(default=default, metadata={"help": help, "parse": parse})
+
+
+def token_count(text: str) -> int:
+    """ "8k" -> 8000, "8K" -> 8192, as vLLM reads them: small letters count in thousands, capitals in 1024s.
+
+    Raises:
+        argparse.ArgumentTypeError: not a number; the message shows what one looks like.
+    """
+    try:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text.strip(), re.IGNORECASE)
+        if match is None:
+            return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens such as 8192, 8k (8000) or 8K (8192), got {text!r}"
+        ) from None
+    number, unit = match.groups()
+    base = 1000 if unit.islower() else 1024
+    return round(float(number) * base ** ("kmgt".index(unit.lower()) + 1))
 
 
 @dataclass
@@ -30,8 +51,11 @@ class EngineConfig:
     served_model_name: str | None = _option(
         None, "name of the model in the API (default: as given by --model)"
     )
-    revision: str | None = _option(None, "branch, tag or commit of a hub model")
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = _option(
+    revision: str | None = _option(
+        None, "branch, tag or commit of a hub model (not of a tokenizer that --tokenizer names)"
+    )
+    # As in torch, "half" is another name of float16, and "float" of float32.
+    dtype: Literal["auto", "bfloat16", "half", "float16", "float", "float32", "float64"] = _option(
         "auto",
         "data type of weights and KV cache (auto: bfloat16 where the hardware computes it, else float32)",
     )
@@ -40,7 +64,9 @@ class EngineConfig:
         "auto", "dummy: random weights, to measure speed without a checkpoint"
     )
     seed: int = _option(0, "seeds requests that bring no seed of their own, and dummy weights")
-    max_model_len: int | None = _option(None, "longest prompt plus output, in tokens (default: the model's)")
+    max_model_len: int | None = _option(
+        None, "longest prompt plus output, in tokens, as in 8192 or 8k (default: the model's)", token_count
+    )
     block_size: int = _option(16, "tokens a KV block")
     num_kv_blocks: int | None = _option(None, "KV blocks in the pool, whatever memory there is")
     kv_cache_memory: str | None = _option(None, "size of the KV pool, as in 512MiB, 4GB or a number of bytes")
@@ -48,7 +74,9 @@ class EngineConfig:
     swap_space: float = _option(1.0, "GiB of host memory for swapped requests (with --preemption-mode swap)")
     max_num_seqs: int = _option(256, "most requests that run at the same time")
     max_num_batched_tokens: int | None = _option(
-        None, "token budget of a step (default: 2048; without chunked prefill at least the longest request)"
+        None,
+        "token budget of a step (default: 2048; without chunked prefill at least the longest request)",
+        token_count,
     )
     long_prefill_token_threshold: int = _option(
         0, "most prompt tokens of one request a step (0: the whole budget)"
@@ -64,8 +92,9 @@ class EngineConfig:
     preemption_mode: Literal["recompute", "swap"] = _option(
         "recompute", "what becomes of a request that loses its blocks"
     )
-    attention_backend: Literal["auto", "torch", "cpu", "triton"] = _option("auto", "who computes attention")
-    max_num_waiting: int | None = _option(None, "waiting requests beyond which the server answers 429")
+    # The names in `attention.base.BACKENDS`, which cannot be asked: importing it imports torch.
+    attention_backend: Literal["auto", "torch", "cpu"] = _option("auto", "who computes attention")
+    max_num_waiting: int = _option(4096, "waiting requests beyond which the server answers 429")
     trace: str | None = _option(None, "write a record of every step to this JSON-lines file")
     check_invariants: bool = _option(
         False, "check the engine's bookkeeping after every step (slow; for tests)"
@@ -80,10 +109,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         for name in ("block_size", "max_num_seqs"):
             self._check(name, 1)
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "max_num_waiting"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             if getattr(self, name) is not None:
-                self._check(name, 0 if name == "max_num_waiting" else 1)
-        self._check("long_prefill_token_threshold", 0)
+                self._check(name, 1)
+        for name in ("long_prefill_token_threshold", "max_num_waiting"):
+            self._check(name, 0)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed must be an integer, got {self.seed!r}")
         if not (_is_number(self.gpu_memory_utilization) and 0 < self.gpu_memory_utilization <= 1):
@@ -92,6 +122,10 @@ class EngineConfig:
             )
         if not (_is_number(self.swap_space) and 0 <= self.swap_space < float("inf")):
             raise ValueError(f"swap_space must be 0 or more GiB, got {self.swap_space!r}")
+        if self.preemption_mode == "swap" and self.swap_space == 0:
+            raise ValueError(
+                "preemption_mode 'swap' needs host memory: raise swap_space above 0, or use 'recompute'"
+            )
         for f in dataclasses.fields(self):
             if isinstance(f.default, bool) and not isinstance(getattr(self, f.name), bool):
                 raise ValueError(f"{f.name} must be True or False, got {getattr(self, f.name)!r}")
@@ -157,7 +191,7 @@ class EngineConfig:
             elif f.name in choices:
                 options["choices"] = choices[f.name]
             else:
-                options["type"] = _plain_type(hint)
+                options["type"] = f.metadata["parse"] or _plain_type(hint)
                 options["metavar"] = f.name.rsplit("_", 1)[-1].upper()
             group.add_argument(flag, **options)
 

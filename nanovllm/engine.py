@@ -39,6 +39,11 @@ class EngineCore:
         num_host_blocks = 0
         if config.preemption_mode == "swap":
             num_host_blocks = int(config.swap_space * 2**30) // self.runner.bytes_per_block
+            if num_host_blocks == 0:
+                raise ValueError(
+                    f"swap_space ({config.swap_space} GiB) is smaller than one KV block of "
+                    f"{self.runner.bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
+                )
         self.runner.allocate(num_blocks, num_host_blocks)
         self.trace = trace
         if trace is None and config.trace is not None:
@@ -110,6 +115,8 @@ class EngineCore:
         aborted = self.scheduler.abort(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
+            if not self.has_unfinished:  # no step may ever come to tell of it
+                self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
         return aborted
 
     def step(self) -> list[EngineOutput]:
@@ -160,5 +167,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Finish the trace file, if there is one."""
+        if self._recorder is not None:
+            self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
         if self.trace is not None:
             self.trace.close()

@@ -5,6 +5,7 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,9 +29,11 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
         self.core = EngineCore(config, trace)
-        self.tokenizer = Tokenizer.from_pretrained(
-            resolve_model(config.tokenizer or config.model, config.revision)
-        )
+        if config.tokenizer is None:
+            folder = resolve_model(config.model, config.revision)
+        else:  # in a repository of its own, where the model's revision means nothing
+            folder = resolve_model(config.tokenizer)
+        self.tokenizer = Tokenizer.from_pretrained(folder)
         self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
         self.output_processor = OutputProcessor(self.tokenizer)
 
@@ -80,8 +83,10 @@ class LLM:
         **options: any field of `EngineConfig`.
     """
 
-    def __init__(self, model: str = EngineConfig.model, trace: bool | str = False, **options: Any) -> None:
-        record = Trace(trace if isinstance(trace, str) else None) if trace else None
+    def __init__(
+        self, model: str = EngineConfig.model, trace: bool | str | os.PathLike[str] = False, **options: Any
+    ) -> None:
+        record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None
         self.engine = LLMEngine(EngineConfig(model=model, **options), record)
         self._num_requests = 0
 
@@ -172,8 +177,22 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, one or several, through the model's chat template. See `generate`."""
+        """Answer conversations, one or several, through the model's chat template. See `generate`.
+
+        Args:
+            chat_template_kwargs: further variables for the template, such as `enable_thinking`.
+
+        Raises:
+            ValueError: as `generate` and `Tokenizer.apply_chat_template` do, or a variable that is an argument here.
+        """
+        variables = chat_template_kwargs or {}
+        arguments = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
+        if taken := sorted(arguments & variables.keys()):
+            raise ValueError(
+                f"chat_template_kwargs must not have {taken[0]!r}; pass it to `chat` as an argument of its own"
+            )
         several = not (messages and isinstance(messages[0], dict))
         conversations = cast(list[list[Message]], messages if several else [messages])
         tokenizer = self.engine.tokenizer
@@ -184,6 +203,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
+                **variables,
             )
             # The template writes the special tokens itself.
             prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})

@@ -88,3 +88,12 @@ class StepRecorder:
         record.finished |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
         self._arrived, self._ended = {}, {}
         self.trace.record(record)
+
+    def flush(self, step: int, start: float) -> None:
+        """Write the ends since the last step, if any, as a record without requests: no step may ever follow.
+
+        Args:
+            step, start: number of the step that would come next, and the time now.
+        """
+        if self._ended:
+            self.finish(self.begin(Schedule(), step, start), 0.0, StepResult(), [])

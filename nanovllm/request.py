@@ -56,7 +56,6 @@ class Request:
     def __init__(self, source: EngineRequest, arrival_index: int = 0) -> None:
         self.request_id = source.request_id
         self.sampling_params = source.sampling_params
-        self.arrival_time = source.arrival_time
         self.cache_salt = source.cache_salt
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.token_ids = list(source.prompt_token_ids)
@@ -122,7 +121,6 @@ class EngineOutput:
         finish_reason: "stop", "length" or "abort" when the request has ended.
         stop_reason: the stop token id that ended it, if one did.
         num_cached_tokens: prompt tokens that came from the prefix cache.
-        times: `queued` (time spent waiting, s), sent with the first output.
     """
 
     request_id: str

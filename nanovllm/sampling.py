@@ -65,19 +65,54 @@ def moderate(factor: float) -> float:
     return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
 
 
+def occurrences(
+    logits: Tensor, texts: dict[int, np.ndarray | Sequence[int]], *options: Sequence[float]
+) -> list[Tensor]:
+    """Every token of some texts, one text after the other.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        texts: tokens, by the row of logits that they belong to.
+        options: numbers, one a text.
+
+    Returns:
+        The place of each token in the flattened logits; then each of the options, repeated for every token.
+    """
+    lengths = [len(text) for text in texts.values()]
+    starts = np.array(list(texts)) * logits.shape[1]
+    places = (np.concatenate(list(texts.values())) + starts.repeat(lengths)).astype(np.int64)
+    repeated = [np.array(option, dtype=np.float32).repeat(lengths) for option in options]
+    return [torch.from_numpy(array).to(logits.device) for array in (places, *repeated)]
+
+
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Repetition penalty over prompt and output; presence and frequency penalty over the output. In place."""
-    for i, row in enumerate(rows):
-        params = row.params
-        if not params.penalized:
-            continue
-        tokens = torch.as_tensor(row.token_ids, dtype=torch.int64, device=logits.device)
-        if params.repetition_penalty != 1:
-            seen, factor = tokens.unique(), moderate(params.repetition_penalty)
-            scores = logits[i, seen]
-            logits[i, seen] = torch.where(scores > 0, scores / factor, scores * factor)
-        written, counts = tokens[row.num_prompt_tokens :].unique(return_counts=True)
-        logits[i, written] -= params.presence_penalty + params.frequency_penalty * counts
+    """Repetition penalty over prompt and output; presence and frequency penalty over the output. In place.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+        rows: one a row of logits. Only those with penalties cost anything.
+    """
+    asking = {i: row for i, row in enumerate(rows) if row.params.penalized}
+    # A token that stands twice in a text is read twice, then written twice: the same value both times.
+    seen = {i: row.token_ids for i, row in asking.items() if row.params.repetition_penalty != 1}
+    if seen:
+        factors = [moderate(rows[i].params.repetition_penalty) for i in seen]
+        places, factor = occurrences(logits, seen, factors)
+        scores = logits.take(places)
+        logits.put_(places, torch.where(scores > 0, scores / factor, scores * factor))
+    written = {
+        i: row.token_ids[row.num_prompt_tokens :]
+        for i, row in asking.items()
+        if row.params.presence_penalty != 0 or row.params.frequency_penalty != 0
+    }
+    if written:
+        presences = [rows[i].params.presence_penalty for i in written]
+        frequencies = [rows[i].params.frequency_penalty for i in written]
+        places, presence, frequency = occurrences(logits, written, presences, frequencies)
+        scores = logits.take(places)
+        # Count in the logits' own places, now that they are read: a table of counters would be as large as they are.
+        logits.put_(places, torch.zeros_like(scores)).put_(places, torch.ones_like(scores), accumulate=True)
+        logits.put_(places, scores - (presence + frequency * logits.take(places)))
 
 
 def min_p_threshold(logits: Tensor, min_p: Tensor) -> Tensor:

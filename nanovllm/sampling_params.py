@@ -13,6 +13,7 @@ from typing import Any
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters; each of the n completions prepares its own search for every stop string
 
 
 @dataclass
@@ -116,6 +117,10 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
+        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_LENGTH:
+            raise ValueError(
+                f"stop must have no string of over {MAX_STOP_LENGTH} characters, got one of {longest}"
+            )
         if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         if self.logit_bias is not None and not isinstance(self.logit_bias, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import importlib
 import json
 import sys
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="talk to the server there instead of starting an engine")
-    group.add_argument("--api-key", help="key for that server")
+    group.add_argument("--api-key", help="key for that server (with --url)")
     group.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the chat")
     group.add_argument(
         "--temperature", type=float, help="0: always the likeliest token (default: the model's)"
@@ -124,6 +125,7 @@ def _checked(response: Any) -> Any:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read lines and answer them, until /exit or the end of the input."""
+    _refuse_idle_flags(arguments)
     config = engine_config(arguments)
     options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in options.items() if value is not None}
@@ -141,11 +143,28 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_idle_flags(arguments: argparse.Namespace) -> None:
+    """End the program with 2 if a flag would have no effect. A flag that repeats its default passes."""
+    if arguments.url is None:
+        if arguments.api_key is not None:
+            arguments.parser.error("--api-key has no effect without --url, which names the server it is for")
+        return
+    for f in dataclasses.fields(EngineConfig):
+        value = getattr(arguments, f.name)
+        if f.name != "model" and value != f.default:
+            flag = ("--no-" if value is False else "--") + f.name.replace("_", "-")
+            arguments.parser.error(
+                f"{flag} has no effect with --url: it is a setting of the server's engine, so leave it out here"
+            )
+
+
 async def _open_answerer(
     config: EngineConfig, arguments: argparse.Namespace, options: dict[str, Any]
 ) -> Answerer:
     if arguments.url is not None:
-        return ServerAnswerer(arguments.url, arguments.api_key, arguments.model_argument, options)
+        # The default is a model for an engine of our own; a server serves what it serves.
+        model = config.model if config.model != EngineConfig.model else arguments.model_argument
+        return ServerAnswerer(arguments.url, arguments.api_key, model, options)
     from nanovllm.async_engine import AsyncEngine
 
     return EngineAnswerer(await AsyncEngine.start(config), options)

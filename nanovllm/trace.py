@@ -33,10 +33,10 @@ class TracedRequest:
 
 @dataclass
 class StepRecord:
-    """One step of the engine.
+    """One step of the engine; or, without requests and of no duration, what ended when nothing was left to compute.
 
     Attributes:
-        step: counts from 0.
+        step: counts from 0; a record without requests has the number of the step after it.
         start, duration: seconds since the trace began.
         token_budget: `max_num_batched_tokens`.
         arrived: request id to prompt length, for requests added since the last step.
@@ -180,7 +180,8 @@ class Trace:
             events.append(span | {"ts": step.start * 1e6, "dur": step.duration * 1e6})
 
         for step in self.steps:
-            event(f"step {step.step}", 0, step, tokens=step.num_tokens, requests=len(step.requests))
+            if step.requests:
+                event(f"step {step.step}", 0, step, tokens=step.num_tokens, requests=len(step.requests))
             for request in step.requests:
                 thread = threads.setdefault(request.request_id, len(threads) + 1)
                 one_new = request.num_tokens == 1 and request.start >= request.num_prompt_tokens

@@ -78,6 +78,12 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--no-such-flag"], "--no-such-flag"),
         (["chat", "--temperature", "nan"], "temperature"),
         (["chat", "--max-tokens", "0"], "max_tokens"),
+        (["serve", "--preemption-mode", "swap", "--swap-space", "0"], "raise swap_space"),
+        (["serve", "--max-model-len", "8kB"], "8k (8000)"),
+        (["serve", "--attention-backend", "triton"], "'auto', 'torch', 'cpu'"),
+        (["chat", "--api-key", "secret"], "--api-key has no effect without --url"),
+        (["chat", "--url", "http://127.0.0.1:9", "--dtype", "half"], "--dtype has no effect with --url"),
+        (["chat", "--url", "http://127.0.0.1:9", "--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_two(
@@ -130,6 +136,8 @@ def test_chat_through_a_pipe_with_an_engine_and_with_a_server(
 def test_chat_with_a_server_that_is_not_there_or_refuses(server: ServerProcess) -> None:
     assert "cannot be reached" in one_line_of(run("chat", "--url", "http://127.0.0.1:9", text="hi\n"), 2)
     refused = run("chat", "another-model", "--url", server.url, text="hi\n")
+    assert "another-model" in one_line_of(refused, 2)
+    refused = run("chat", "--model", "another-model", "--url", server.url, text="hi\n")
     assert "another-model" in one_line_of(refused, 2)
     long = run("chat", "--url", server.url, text="x" * 500 + "\n")
     assert "256" in one_line_of(long, 2)

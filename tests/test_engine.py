@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import EngineConfig, parse_bytes
+from nanovllm.attention.base import BACKENDS
+from nanovllm.config import EngineConfig, parse_bytes, token_count
 from nanovllm.outputs import OutputCollector, RequestOutput
 from nanovllm.processor import OutputProcessor
 from nanovllm.request import RequestStatus
+from nanovllm.runner import choose_dtype
 from nanovllm.trace import Trace, TraceError
 from tests.oracle import greedy, make_checkpoint, reference_model, reference_tokens
 
@@ -122,6 +124,30 @@ def test_chat_is_generate_through_the_template(llm: LLM) -> None:
     both = llm.chat([chat, [{"role": "user", "content": "ho"}]], GREEDY, use_tqdm=False)
     assert len(both) == 2 and both[0].outputs[0].token_ids == answer.outputs[0].token_ids
     assert_nothing_left(llm)
+
+
+def test_chat_hands_variables_to_the_template(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "hi"}]
+    options: dict[str, Any] = {"chat_template": "{{ mood }}!", "use_tqdm": False}
+    (answer,) = llm.chat(chat, GREEDY, chat_template_kwargs={"mood": "glad"}, **options)
+    assert answer.prompt_token_ids == llm.get_tokenizer().encode("glad!")
+    with pytest.raises(ValueError, match="must not have 'add_generation_prompt'"):
+        llm.chat(chat, GREEDY, chat_template_kwargs={"add_generation_prompt": False}, **options)
+    assert_nothing_left(llm)
+
+
+def test_the_revision_is_that_of_the_model(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def resolve(name: str, revision: str | None = None) -> pathlib.Path:
+        asked.append((name, revision))
+        return pathlib.Path(checkpoint)
+
+    monkeypatch.setattr("nanovllm.llm.resolve_model", resolve)
+    monkeypatch.setattr("nanovllm.engine.resolve_model", resolve)
+    engine("some/model", revision="v1")
+    engine("some/model", revision="v1", tokenizer="some/tokenizer")
+    assert asked == [*[("some/model", "v1")] * 3, ("some/tokenizer", None)]
 
 
 def test_cache_salt_isolates(checkpoint: str) -> None:
@@ -487,6 +513,48 @@ def test_trace_file_is_written_step_by_step(checkpoint: str, tmp_path: pathlib.P
     assert len(Trace.load(empty)) == 0 and Trace.load(empty).settings == {"block_size": 4}
 
 
+def test_a_trace_may_be_any_path(checkpoint: str, tmp_path: pathlib.Path) -> None:
+    llm = engine(checkpoint, trace=tmp_path / "run.jsonl")
+    ask(llm, prompt(20))
+    assert len(Trace.load(tmp_path / "run.jsonl")) == 8
+
+
+def test_ends_after_the_last_step_are_in_the_trace(checkpoint: str, tmp_path: pathlib.Path) -> None:
+    """A stop string and an abort are noticed after a step, and no other step may ever come to tell of them."""
+    path = tmp_path / "run.jsonl"
+    llm = engine(checkpoint, trace=path)
+    (answer,) = engine(checkpoint).generate(prompt(20), GREEDY, use_tqdm=False)
+    ask(llm, [prompt(20)] * 2, GREEDY.clone(stop=answer.outputs[0].text[2]))
+    *steps, end = Trace.load(path).steps
+    assert end.finished == {"0": "stop", "1": "stop"} and not any(step.finished for step in steps)
+    assert (end.requests, end.duration, end.step) == ([], 0.0, len(steps)) and end.start > steps[-1].start
+    assert (end.running, end.num_free_blocks) == ([], 64)
+    llm.engine.add_request("never seen", prompt(20), GREEDY)
+    llm.engine.abort_request("never seen")
+    end = Trace.load(path).steps[-1]
+    assert (end.arrived, end.finished) == ({"never seen": 20}, {"never seen": "abort"})
+    ask(llm, prompt(20))
+    records = Trace.load(path)
+    assert [r.step for r in records if r.requests] == list(range(llm.engine.core.num_steps))
+    records.to_perfetto(tmp_path / "run.json")
+    events = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert sum(e["name"].startswith("step ") for e in events) == llm.engine.core.num_steps
+
+
+def test_closing_writes_the_ends_of_a_step_that_broke_off(checkpoint: str, tmp_path: pathlib.Path) -> None:
+    llm = engine(checkpoint, trace=tmp_path / "run.jsonl")
+
+    def breaks(plan: Any) -> Any:
+        raise RuntimeError
+
+    llm.engine.core.runner.execute = breaks
+    with pytest.raises(RuntimeError):
+        ask(llm, prompt(20))
+    llm.engine.core.close()
+    (end,) = Trace.load(tmp_path / "run.jsonl").steps
+    assert (end.arrived, end.finished) == ({"0": 20}, {"0": "error"})
+
+
 def test_a_file_that_is_no_trace(lively: Trace, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "file"
     foreign = [b"", b"{}\n", b"[1]\n", b"7\n", b'"nanovllm_trace"\n', b"\xff\xfe\x00", b"step,start\n0,1\n"]
@@ -564,6 +632,55 @@ def test_settings_that_contradict_each_other() -> None:
     config = EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=4)
     with pytest.raises(ValueError, match="longest request"):
         config.settle(256, 100)
+
+
+def test_swapping_needs_swap_space(checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="raise swap_space above 0"):
+        EngineConfig(preemption_mode="swap", swap_space=0)
+    with pytest.raises(ValueError, match=r"swap_space .* smaller than one KV block"):
+        engine(checkpoint, preemption_mode="swap", swap_space=1e-9)
+    assert EngineConfig(swap_space=0).swap_space == 0, "without swapping it is not needed"
+
+
+def test_attention_backends_are_those_that_exist() -> None:
+    assert EngineConfig.choices()["attention_backend"] == ("auto", *BACKENDS)
+    with pytest.raises(ValueError, match="must be one of auto, torch, cpu; got 'triton'"):
+        EngineConfig(attention_backend="triton")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])
+def test_other_names_of_dtypes(name: Any, dtype: torch.dtype) -> None:
+    assert choose_dtype(EngineConfig(dtype=name).dtype, torch.device("cpu")) is dtype
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8192", 8192),
+        ("8k", 8000),
+        ("8K", 8192),
+        (" 25.6k ", 25600),
+        ("1.001k", 1001),
+        ("1m", 10**6),
+        ("2M", 2**21),
+    ],
+)
+def test_token_count(text: str, expected: int) -> None:
+    assert token_count(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "k", "8kB", "8.5", "8 k", "x"])
+def test_what_is_no_token_count(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="8K"):
+        token_count(text)
+
+
+@pytest.mark.parametrize("flag", ["--max-model-len", "--max-num-batched-tokens"])
+def test_token_counts_on_the_command_line(flag: str) -> None:
+    parser = argparse.ArgumentParser()
+    EngineConfig.add_arguments(parser)
+    parsed = parser.parse_args([flag, "8K"])
+    assert getattr(EngineConfig.from_arguments(parsed), flag[2:].replace("-", "_")) == 8192
 
 
 @pytest.mark.parametrize(

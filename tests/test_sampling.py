@@ -274,6 +274,81 @@ def test_an_extreme_repetition_penalty_stays_a_number(penalty: float) -> None:
     assert int(logits.argmax()) == 1
 
 
+PENALTIES = st.sampled_from([0.0, -2.0, -0.7, 0.1, 1.3, 2.0])
+
+
+@st.composite
+def penalized_rows(draw_from: Any) -> SamplingRow:
+    factors = [1.0, 1.0, 0.3, 1.1, 2.0, 5e-324, 1e-50, 1e50, sys.float_info.max]
+    params = SamplingParams(
+        repetition_penalty=draw_from(st.sampled_from(factors)),
+        presence_penalty=draw_from(PENALTIES),
+        frequency_penalty=draw_from(PENALTIES),
+    )
+    prompt = draw_from(st.lists(TOKENS, min_size=1, max_size=6))
+    output = draw_from(st.lists(TOKENS, max_size=6)) * draw_from(st.sampled_from([1, 1, 3, 100]))
+    tokens = prompt + output
+    as_array = draw_from(st.booleans())
+    return SamplingRow(params, np.array(tokens, dtype=np.int32) if as_array else tokens, len(prompt))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.lists(penalized_rows() | sampling_rows(), max_size=6), st.integers(0, 3))
+def test_penalties_of_a_whole_batch_are_those_of_each_row(
+    data: st.DataObject, rows: list[SamplingRow], padding: int
+) -> None:
+    """Whatever the neighbours ask for; and who asks for nothing keeps every bit, be it a NaN's."""
+    row_of_logits = st.lists(
+        st.floats(-60, 60, width=32) | st.sampled_from([0.0, -0.0, -INF]), min_size=VOCAB, max_size=VOCAB
+    )
+    wide = torch.full((len(rows), VOCAB + padding), NAN)
+    logits = wide[:, :VOCAB]  # not contiguous if there is padding
+    for i, row in enumerate(rows):
+        broken = not row.params.penalized and data.draw(st.booleans())
+        logits[i] = NAN if broken else torch.tensor(data.draw(row_of_logits))
+    before = logits.clone()
+    nanovllm.sampling.apply_penalties(logits, rows)
+    for i, row in enumerate(rows):
+        if not row.params.penalized:
+            assert torch.equal(logits[i].view(torch.int32), before[i].view(torch.int32))
+            continue
+        moderated = SamplingParams(
+            repetition_penalty=min(max(row.params.repetition_penalty, 1e-5), 1e5),
+            presence_penalty=row.params.presence_penalty,
+            frequency_penalty=row.params.frequency_penalty,
+        )
+        plain = SamplingRow(moderated, row.token_ids, row.num_prompt_tokens)
+        expected = torch.tensor(reference_logits(before[i].tolist(), plain))
+        torch.testing.assert_close(logits[i], expected, rtol=1e-6, atol=1e-4)
+        untouched = sorted(set(range(VOCAB)) - {int(token) for token in row.token_ids})
+        assert torch.equal(logits[i, untouched], before[i, untouched])
+    assert wide[:, VOCAB:].isnan().all()
+
+
+def test_penalties_take_as_many_calls_for_64_rows_as_for_two() -> None:
+    """A request with penalties must not delay the batch by a loop of its own."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    def calls(num_asking: int) -> int:
+        params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
+        asking = [SamplingRow(params, [0, 1, 1], 1)] * num_asking
+        logits = torch.zeros(64, 8)
+        with Calls() as mode:
+            nanovllm.sampling.apply_penalties(
+                logits, asking + [SamplingRow(SamplingParams(), [0, 1, 1], 1)] * (64 - num_asking)
+            )
+        return mode.count
+
+    assert calls(0) == 0 < calls(2) == calls(64)
+
+
 def test_forbidding_every_token_forbids_none() -> None:
     for options in ({"temperature": 0}, {}, {"top_p": 0.5, "top_k": 2, "min_p": 0.1}):
         row = SamplingRow(SamplingParams(min_tokens=5, seed=3, **options), [0], 1, [0, 1, 2, 0])

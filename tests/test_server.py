@@ -6,11 +6,21 @@ import asyncio
 import json
 import pathlib
 import socket
+import threading
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
+import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
+from nanovllm.processor import EngineLimits
+from nanovllm.server.app import add_token_routes
+from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.errors import APIError
+from nanovllm.server.protocol import CompletionRequest
 from tests.server_process import ServerProcess, wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -129,7 +139,10 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
     assert all(value < 0 for value in lists["token_logprobs"][1:])
     assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(8)]
-    assert all(1 <= len(top) <= 2 for top in lists["top_logprobs"][1:])
+    told = list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[1:]
+    # Fewer where two of them are bytes that mean nothing alone, which have the same text.
+    assert all(1 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
+    assert any(len(top) == 3 for _, _, top in told), "a token that is not one of the two likeliest ones"
 
     only = server.complete(prompt=["abcde", "xy"], echo=True, logprobs=2, max_tokens=0)
     assert [c["text"] for c in only["choices"]] == ["abcde", "xy"]
@@ -149,6 +162,34 @@ def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
     assert "".join(piece["text"] for piece in pieces) == choice["text"]
     for name in ("tokens", "text_offset"):
         assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]] == lists[name]
+
+
+def test_an_echo_with_logprobs_waits_for_a_prompt_of_several_steps(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    body: dict[str, Any] = {"prompt": ["abcdefgh" * 12, "x" * 90], "echo": True, "logprobs": 1, "n": 2}
+    body |= {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    options = ["--max-num-batched-tokens", "16", "--max-num-seqs", "4"]
+    with ServerProcess(tiny_model, tmp_path, *options) as server:
+        for changes in ({}, {"max_tokens": 0}):
+            whole = server.complete(**body | changes)["choices"]
+            pieces = [event["choices"][0] for event in server.events("/v1/completions", body | changes)]
+            for choice in whole:
+                mine = [piece for piece in pieces if piece["index"] == choice["index"]]
+                assert "".join(piece["text"] for piece in mine) == choice["text"]
+                for name in ("tokens", "text_offset"):
+                    told = [v for piece in mine if piece["logprobs"] for v in piece["logprobs"][name]]
+                    assert told == choice["logprobs"][name]
+
+
+def test_top_logprobs_of_completions_have_the_sampled_token(server: ServerProcess) -> None:
+    # Token 68 is "b". Only the bias makes it likely, and log-probabilities are those before any bias.
+    options: dict[str, Any] = {"logit_bias": {"68": 100}, "max_tokens": 4, "ignore_eos": True}
+    for count in (0, 1, 3):
+        lists = server.complete(**options, logprobs=count)["choices"][0]["logprobs"]
+        assert lists["tokens"] == ["b"] * 4
+        for logprob, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True):
+            assert top["b"] == logprob and count <= len(top) <= count + 1
 
 
 def test_prompt_logprobs(server: ServerProcess) -> None:
@@ -222,6 +263,51 @@ def test_tokenize_and_detokenize(server: ServerProcess) -> None:
     assert answer["count"] == len(answer["tokens"]) == 6 and answer["max_model_len"] == 256
     assert answer["token_strs"] == ["h", "Ã", "©", "l", "l", "o"]
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "héllo"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
+    threads = []
+
+    def convert(*_: Any, **__: Any) -> list[str]:
+        threads.append(threading.get_ident())
+        return ["a"]
+
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=convert, backend=SimpleNamespace(decode_batch=convert))
+    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
+    engine = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=AsyncMock(return_value=[3]))
+    app = FastAPI()
+    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None)
+    add_token_routes(app, endpoint)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        text = (await client.post("/detokenize", json={"tokens": [3]})).json()
+        strings = (await client.post("/tokenize", json={"prompt": "a", "return_token_strs": True})).json()
+    assert text == {"prompt": "a"} and strings["token_strs"] == ["a"]
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+async def test_others_get_their_turn_between_a_requests_prompts() -> None:
+    turns = []
+
+    async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        turns.append("prompt")
+        return [3]
+
+    async def somebody_else() -> None:
+        while True:
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    tokenizer = SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda: {"a": 3}))
+    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
+    engine.has_room = lambda number: False  # all that matters here is over by then
+    engine.config = SimpleNamespace(max_num_waiting=1)
+    other = asyncio.create_task(somebody_else())
+    with pytest.raises(APIError, match="too many requests wait"):
+        await CompletionEndpoint(engine, "tiny").submit_request(CompletionRequest(prompt=["a"] * 5))
+    other.cancel()
+    assert turns.count("prompt") == 5 and turns.count("other") >= 4
 
 
 def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None:
@@ -243,6 +329,10 @@ def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None
         "audio": None,
         "suffix": None,
         "best_of": 1,
+        "echo": False,
+        "add_special_tokens": False,
+        "return_token_ids": None,
+        "return_tokens_as_token_ids": False,
         "logit_bias": None,
         "stop": None,
     }

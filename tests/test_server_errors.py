@@ -57,13 +57,13 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a", ""]}, "prompt[1] is empty", "prompt"),
     ({"prompt": [[1], []]}, "prompt[1] is empty", "prompt"),
     ({"prompt": [1.5]}, "integer", "prompt"),
-    ({"prompt": [-1]}, "from 0 to 319", ""),
-    ({"prompt": [320]}, "from 0 to 319", ""),
-    ({"prompt": [10**30]}, "from 0 to 319", ""),
+    ({"prompt": [-1]}, "from 0 to 319", "prompt"),
+    ({"prompt": [320]}, "from 0 to 319", "prompt"),
+    ({"prompt": [10**30]}, "from 0 to 319", "prompt"),
     ({"prompt": "\ud800"}, "surrogate", ""),
-    ({"prompt": "x" * 256}, "256", ""),
-    ({"prompt": "x" * 300}, "300 tokens", ""),
     ({"prompt": ["x"] * 2000}, "1024", "prompt"),
+    # They are counted before the first of them is encoded.
+    ({"prompt": ["\ud800"] * 2000}, "2000 completions; at most 1024", "prompt"),
     ({"prompt": ["x"] * 20, "n": 128}, "1024", "prompt"),
     (
         {"max_tokens": 254},
@@ -103,6 +103,8 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"1": float("nan")}}, "logit_bias", "logit_bias"),
     ({"stop": ["a"] * 17}, "at most 16", "stop"),
     ({"stop": [""]}, "empty", "stop"),
+    ({"stop": "a" * 1025}, "over 1024 characters, got one of 1025", "stop"),
+    ({"stop": ["a", "b" * 2_000_000], "n": 32}, "over 1024 characters", "stop"),
     ({"stop": 3}, "stop", "stop"),
     ({"stop": ["\ud800"]}, "surrogates", ""),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids"),
@@ -110,12 +112,19 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [10**40]}, "from 0 to 319", "stop_token_ids"),
     ({"min_tokens": 17}, "min_tokens", "min_tokens"),
     ({"priority": 2**80}, "priority", "priority"),
-    ({"cache_salt": "\udfff"}, "surrogates", ""),
+    ({"cache_salt": "\udfff"}, "unicode", "cache_salt"),
+    ({"cache_salt": "x" * 257}, "at most 256 characters", "cache_salt"),
     ({"stream": "yes"}, "stream", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
     ({"suffix": "end"}, "suffix is not supported", "suffix"),
     ({"best_of": 3}, "best_of is not supported", "best_of"),
     ({"guided_json": {"type": "object"}}, "guided_json is not supported", "guided_json"),
+    ({"return_token_ids": True}, "return_token_ids is not supported", "return_token_ids"),
+    (
+        {"return_tokens_as_token_ids": True},
+        "return_tokens_as_token_ids is not supported",
+        "return_tokens_as_token_ids",
+    ),
 ]
 
 WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
@@ -136,11 +145,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'text'", "messages"),
     ({"messages": [{"role": "user", "content": "\udc00"}]}, "surrogate", ""),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "tool_calls", "messages"),
-    ({"messages": [{"role": "user", "content": "x" * 300}]}, "256", ""),
     ({"max_completion_tokens": 250}, "max_completion_tokens is 250", "max_completion_tokens"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens"),
     ({"top_logprobs": 2}, "logprobs is true", "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "20", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "less than or equal to 20", "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "greater than or equal to 0", "top_logprobs"),
     ({"logprobs": 3}, "logprobs", "logprobs"),
     ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
     ({"tool_choice": "auto"}, "tool_choice is not supported", "tool_choice"),
@@ -150,6 +159,10 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"audio": {"voice": "alloy"}}, "audio is not supported", "audio"),
     ({"chat_template": "{{ 1 }}"}, "chat_template is not supported", "chat_template"),
     ({"chat_template_kwargs": {"tools": []}}, "tools", "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "'self'", "chat_template_kwargs"),
+    ({"echo": True}, "echo is not supported", "echo"),
+    ({"add_special_tokens": True}, "add_special_tokens is not supported", "add_special_tokens"),
+    ({"return_token_ids": True}, "return_token_ids is not supported", "return_token_ids"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "exclude", ""),
 ]
 
@@ -172,6 +185,23 @@ def test_wrong_chats(server: ServerProcess, wrong: dict[str, Any], words: str, p
     response = server.post(CHAT, content=content, headers={"Content-Type": "application/json"})
     error = error_of(response, 400)
     assert words in error["message"] and error["param"] == (param or error["param"])
+
+
+@pytest.mark.parametrize("length", [256, 300, 100_000])
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 5}])
+def test_prompts_that_are_too_long(server: ServerProcess, length: int, more: dict[str, Any]) -> None:
+    """Whatever else is asked for, it is the prompt that has to become shorter."""
+    text = "x" * length
+    sources: tuple[tuple[str, str, Any], ...] = (
+        (COMPLETIONS, "prompt", text),
+        (COMPLETIONS, "prompt", ["a", text]),
+        (COMPLETIONS, "prompt", [3] * length),
+        (CHAT, "messages", [{"role": "user", "content": text}]),
+    )
+    for path, field, value in sources:
+        error = error_of(server.post(path, {field: value} | more), 400)
+        assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+        assert "256 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])

@@ -130,8 +130,36 @@ def test_priority_and_abort():
     requests = [SimulatedRequest(0, 8, 50, priority=2, abort_step=6), SimulatedRequest(0, 8, 3, priority=1)]
     trace = simulate(requests, max_num_seqs=1, scheduling_policy="priority")
     assert next(s.requests[0].request_id for s in trace) == "r1"
-    assert [(e.request_id, e.step) for e in timeline_events(trace) if e.kind == "aborted"] == []
-    assert trace.steps[-1].step == 5, "nothing is left to compute after the abort"
+    assert [(e.request_id, e.at) for e in timeline_events(trace) if e.kind == "aborted"] == [("r0", 6)]
+    assert not trace.steps[-1].requests and len(trace) == 7, "nothing is left to compute after the abort"
+
+
+def test_an_end_after_which_nothing_is_left_takes_no_room():
+    requests = [
+        SimulatedRequest(0, 8, 50, abort_step=3),
+        SimulatedRequest(5, 8, 2),
+        SimulatedRequest(9, 8, 2),
+    ]
+    trace = simulate(requests)
+    assert [(s.step, len(s.requests)) for s in trace] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 0),
+        (5, 1),
+        (6, 1),
+        (9, 1),
+        (10, 1),
+    ]
+    for x in ("step", "tokens", "time", lambda step: 2.0):
+        edges = step_edges(trace, x)
+        assert edges[3] == (edges[2][1], edges[2][1])
+        assert all(begin >= end for (_, end), (begin, _) in itertools.pairwise(edges))
+        for draw in DRAWINGS:
+            draw(trace, x)
+            plt.close("all")
+    assert request_metrics(trace)["r0"]["latency"] == 3
+    assert not pool_state_at(trace, 3).tables
 
 
 def test_simulation_refuses_what_can_never_run():

@@ -29,7 +29,6 @@ class ModelConfig:
         rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
         eos_token_ids: every id that ends a sequence, from generation_config.json if that names any.
         generation_defaults: sampling values that the checkpoint recommends.
-        raw: config.json as it stands.
     """
 
     architecture: str
@@ -50,11 +49,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     layer_windows: list[int] = field(default_factory=list)
-    dtype: str | None = None
     eos_token_ids: list[int] = field(default_factory=list)
-    bos_token_id: int | None = None
     generation_defaults: dict[str, Any] = field(default_factory=dict)
-    raw: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_pretrained(cls, folder: str | pathlib.Path) -> ModelConfig:
@@ -112,11 +108,8 @@ class ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=traits.get("qk_norm", False),
             layer_windows=_windows(raw, num_layers) if traits.get("sliding_window") else [0] * num_layers,
-            dtype=raw.get("dtype") or raw.get("torch_dtype"),
             eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-            bos_token_id=raw.get("bos_token_id"),
             generation_defaults=_sampling_defaults(generation),
-            raw=raw,
         )
 
     @property

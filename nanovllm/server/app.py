@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -98,15 +99,21 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
                 token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
             else:
                 token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
-        strings = tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
+        strings = None
+        if body.return_token_strs:
+            strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, token_ids)
         return json_response(responses.Tokens(len(token_ids), limits.max_model_len, token_ids, strings))
 
     @app.post("/detokenize", responses=responses.documented(responses.Text))
     async def detokenize(body: DetokenizeRequest) -> Response:
         endpoint.check(body)
-        if not all(0 <= token_id < limits.vocab_size for token_id in body.tokens):
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
-        return json_response(responses.Text(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+        # A million ids take a while. Unlike `decode`, a batch lets the interpreter lock go, so that the thread helps.
+        (text,) = await asyncio.to_thread(
+            tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False
+        )
+        return json_response(responses.Text(text))
 
 
 def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:

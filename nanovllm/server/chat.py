@@ -55,7 +55,7 @@ class ChatEndpoint(Endpoint):
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             )
             token_ids = await self.encode_chat(body)
-            self.check_length(len(token_ids), max_tokens, name)
+            self.check_length(len(token_ids), max_tokens, name, "messages")
             generation = await self.submit("chatcmpl", [token_ids], params, body)
         return ChatWriter(self.engine, body, generation)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from nanovllm.async_engine import AsyncEngine
@@ -45,14 +46,17 @@ class CompletionEndpoint(Endpoint):
                 logprobs=body.logprobs,
                 prompt_logprobs=body.logprobs if wants_prompt else body.prompt_logprobs,
             )
-            prompts = [
-                await self.encode_prompt(source, body.add_special_tokens)
-                if isinstance(source, str)
-                else source
-                for source in sources
-            ]
-            for token_ids in prompts:
+            self.check_count(len(sources), params.n)
+            prompts = []
+            for source in sources:
+                token_ids = (
+                    await self.encode_prompt(source, body.add_special_tokens)
+                    if isinstance(source, str)
+                    else source
+                )
                 self.check_length(len(token_ids), body.max_tokens)
+                prompts.append(token_ids)
+                await asyncio.sleep(0)  # a thousand prompts at once must not keep the others waiting
             generation = await self.submit("cmpl", prompts, params, body)
         return CompletionWriter(self.engine, body, sources, generation)
 
@@ -96,6 +100,8 @@ class CompletionWriter:
         """The answer as it comes; the choices of all prompts are mixed."""
         async for i, output in self.generation.outputs():
             for piece in output.outputs:
+                if not piece.token_ids and piece.finish_reason is None:
+                    continue  # the prompt is still being read: its log-probabilities so far, and nothing else
                 choice = self._choice(i, output, piece)
                 if choice.text or choice.logprobs or choice.finish_reason:
                     yield self._completion([choice], with_usage=self.body.continuous_usage)
@@ -123,8 +129,10 @@ class CompletionWriter:
             choice = CompletionChoice(index, "", None, piece.finish_reason and "length", None)
         if body.echo and index not in self._offsets:
             choice.text = self._echo(prompt_index) + choice.text
-            token_ids = self.generation.prompts[prompt_index] + token_ids
-            positions = [*(output.prompt_logprobs or []), *positions]
+            # Those of the whole prompt, unless the request was aborted before it was read.
+            known = output.prompt_logprobs or []
+            token_ids = self.generation.prompts[prompt_index][: len(known)] + token_ids
+            positions = [*known, *positions]
         offset = self._offsets.setdefault(index, 0)
         if body.logprobs is not None and token_ids:
             choice.logprobs = self._logprobs(token_ids, positions, offset)
@@ -150,9 +158,11 @@ class CompletionWriter:
                 lists.token_logprobs.append(None)
                 lists.top_logprobs.append(None)
             else:
+                logprob = max(position[token_id].logprob, SMALLEST_LOGPROB)
                 top = likeliest(self.engine, position, self.body.logprobs or 0)
-                lists.token_logprobs.append(max(position[token_id].logprob, SMALLEST_LOGPROB))
-                lists.top_logprobs.append({entry.token: entry.logprob for entry in top})
+                lists.token_logprobs.append(logprob)
+                # OpenAI's and vLLM's: the likeliest ones, and the token itself even if it is none of them.
+                lists.top_logprobs.append({entry.token: entry.logprob for entry in top} | {text: logprob})
         return lists
 
 

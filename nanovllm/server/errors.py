@@ -95,9 +95,10 @@ def blaming_client() -> Iterator[None]:
 
 
 def field_named_in(message: str) -> str | None:
-    """ "top_p must be ..." -> "top_p"."""
-    name, _, rest = message.partition(" ")
-    return name if rest.startswith("must ") and name.isidentifier() else None
+    """ "top_p must be ..." -> "top_p"; "prompt token ids must be ..." -> "prompt"."""
+    subject, must, _ = message.partition(" must ")
+    name = subject.removesuffix(" token ids")
+    return name if must and name.isidentifier() else None
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:

@@ -126,16 +126,20 @@ class Endpoint:
             raise APIError(404, message, "model", "model_not_found")
         body.check_unknown_fields()
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
+    async def encode_prompt(self, text: str, add_special_tokens: bool, source: str = "prompt") -> list[int]:
         """The token ids of a prompt. One that is far too long is refused before it costs seconds to find out how much.
 
         Raises:
-            ValueError: far too long, or not valid Unicode.
+            APIError: far too long; names the field that it comes from (`source`).
+            ValueError: not valid Unicode.
         """
         if len(text) > self._longest_text:
             limit = self.engine.limits.max_request_tokens
-            raise ValueError(
-                f"the prompt has {len(text)} characters, which can never fit into {limit} tokens"
+            raise APIError(
+                400,
+                f"the prompt has {len(text)} characters, which can never fit into {limit} tokens",
+                source,
+                "context_length_exceeded",
             )
         return await self.engine.encode(text, add_special_tokens)
 
@@ -144,18 +148,41 @@ class Endpoint:
         arguments = body.template_arguments()
         # In a thread: a template is a program, and a long chat keeps it busy.
         text = await asyncio.to_thread(self.engine.tokenizer.apply_chat_template, **arguments)
-        return await self.encode_prompt(text, add_special_tokens)
+        return await self.encode_prompt(text, add_special_tokens, "messages")
 
-    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
-        """Refuse a prompt that leaves no room for so many tokens.
+    def check_count(self, num_prompts: int, n: int) -> None:
+        """Refuse too many completions; asked before any prompt is encoded.
 
         Raises:
-            APIError: names both numbers and the limit.
+            APIError: names their number and the limit.
+        """
+        if num_prompts * n > MAX_COMPLETIONS:
+            raise APIError(
+                400,
+                f"prompt and n ask for {num_prompts * n} completions; at most {MAX_COMPLETIONS} are allowed",
+                "prompt",
+            )
+
+    def check_length(
+        self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens", source: str = "prompt"
+    ) -> None:
+        """Refuse a prompt, from the field `source`, that leaves no room for so many tokens, or for any.
+
+        Raises:
+            APIError: names the field to blame, the numbers and the limit.
         """
         limits = self.engine.limits
         limit = limits.max_request_tokens
+        what = "context length" if limit == limits.max_model_len else "KV pool's size"
+        if num_prompt_tokens >= limit:
+            raise APIError(
+                400,
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer, "
+                f"since the {what} is {limit} tokens",
+                source,
+                "context_length_exceeded",
+            )
         if max_tokens is not None and max_tokens >= 0 and num_prompt_tokens + max_tokens > limit:
-            what = "context length" if limit == limits.max_model_len else "KV pool's size"
             raise APIError(
                 400,
                 f"{name} is too large: the prompt has {num_prompt_tokens} tokens and {name} is {max_tokens}, together "
@@ -170,18 +197,11 @@ class Endpoint:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many at once, or too many wait already (429).
+            APIError: too many wait already (429).
             ValueError: a bad prompt.
             EngineDeadError: the engine has ended.
         """
-        num_completions = len(prompts) * params.n
-        if num_completions > MAX_COMPLETIONS:
-            raise APIError(
-                400,
-                f"prompt and n ask for {num_completions} completions; at most {MAX_COMPLETIONS} are allowed",
-                "prompt",
-            )
-        if not self.engine.has_room(num_completions):
+        if not self.engine.has_room(len(prompts) * params.n):
             raise APIError(
                 429,
                 f"too many requests wait already (--max-num-waiting {self.engine.config.max_num_waiting})",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.errors import APIError
 
 logger = logging.getLogger("nanovllm.server")
@@ -50,6 +50,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
+    # Where a request knows one of these itself, it never comes here: completions have echo and add_special_tokens.
+    "echo": (),
+    "add_special_tokens": (),
+    "return_token_ids": (),
+    "return_tokens_as_token_ids": (),
     # Jinja from strangers can keep a processor busy for ever.
     "chat_template": (),
 }
@@ -130,7 +135,7 @@ class SamplingBody(Body):
     skip_special_tokens: bool | None = None
     max_tokens: int | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=256)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -238,6 +243,7 @@ class ChatBody(Body):
             "add_generation_prompt",
             "continue_final_message",
             "return_assistant_tokens_mask",
+            "self",  # of every method on the way, and in Jinja the template itself
             "tokenize",
         ]
     )
@@ -271,7 +277,7 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     """Body of /v1/chat/completions."""
 
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = None
 
 

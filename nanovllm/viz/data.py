@@ -50,17 +50,17 @@ def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]
     Args:
         x: "step": every step is one wide, and steps without work leave a gap; "tokens": as wide as the tokens that it
             computes, a stand-in for time that is the same on every machine; "time": as recorded; or a function from
-            a step record to its width.
+            a step record to its width. Records without requests have no width.
     """
     if x == "step":
-        return [(float(s.step), s.step + 1.0) for s in trace]
+        return [(float(s.step), float(s.step + bool(s.requests))) for s in trace]
     if x == "time":
         return [(s.start, s.start + s.duration) for s in trace]
     if x != "tokens" and not callable(x):
         raise ValueError(f"x must be 'step', 'tokens', 'time' or a function of a step, got {x!r}")
     edges, position = [], 0.0
     for step in trace:
-        width = x(step) if callable(x) else step.num_tokens
+        width = x(step) if callable(x) and step.requests else step.num_tokens
         edges.append((position, position + width))
         position += width
     return edges

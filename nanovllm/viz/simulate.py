@@ -64,8 +64,8 @@ def simulate(
             256 lowers the default of `max_num_seqs` with it.
 
     Returns:
-        The trace. Steps without any request are not recorded, but counted: the next record's `step` is that of the
-        next arrival.
+        The trace. Steps without any request are counted, but recorded only if an abort left nothing to compute: the
+        next record's `step` is that of the next arrival.
 
     Raises:
         ValueError: a request that could never run; an option that makes no sense.
@@ -141,6 +141,8 @@ class _Simulation:
             if self.scheduler.abort(name):
                 self.recorder.ended(name, "abort")
             del self.aborts[name]
+        if not self.scheduler.has_unfinished:
+            self.recorder.flush(step, self.clock)
 
     def _step(self, step: int) -> None:
         plan = self.scheduler.schedule()
