@@ -93,7 +93,12 @@ class EngineConfig:
         "recompute", "what becomes of a request that loses its blocks"
     )
     # The names in `attention.base.BACKENDS`, which cannot be asked: importing it imports torch.
-    attention_backend: Literal["auto", "torch", "cpu"] = _option("auto", "who computes attention")
+    attention_backend: Literal["auto", "torch", "cpu", "triton"] = _option(
+        "auto", "who computes attention (auto: triton on a GPU, compiled loops on a CPU)"
+    )
+    enforce_eager: bool = _option(
+        False, "on a GPU, launch every kernel of a decode step from Python instead of replaying a CUDA graph"
+    )
     max_num_waiting: int = _option(4096, "waiting requests beyond which the server answers 429")
     trace: str | None = _option(None, "write a record of every step to this JSON-lines file")
     check_invariants: bool = _option(

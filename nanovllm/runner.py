@@ -170,7 +170,7 @@ class ModelRunner:
         self.model_config = model_config
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.backend = get_backend(config.attention_backend, self.device)
+        self.backend = get_backend(config.attention_backend, self.device, model_config.head_dim, self.dtype)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         self.model = load_model(
             folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed

@@ -5,14 +5,20 @@ Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from nanovllm import ops
+from nanovllm.ops.triton_support import why_no_triton
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -39,8 +45,20 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+class Rotary(NamedTuple):
+    """The rotation that queries and keys still need: `positions` `[num_tokens]` int64, and the table `cos_sin`
+    `[max_positions, head_dim]` float32."""
+
+    positions: Tensor
+    cos_sin: Tensor
+
+
 class AttentionBackend(Protocol):
-    """Writes new keys and values into the cache of one layer and attends over it."""
+    """Writes new keys and values into the cache of one layer and attends over it.
+
+    A backend that has `fuses_rotary = True` takes a further argument `rotary`, a `Rotary` or None, and rotates q and k
+    while it writes; for all others, `attend` rotates them first.
+    """
 
     name: str
 
@@ -53,6 +71,7 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Tensor:
         """Attention of all new tokens, each over its own sequence up to itself.
 
@@ -62,6 +81,7 @@ class AttentionBackend(Protocol):
             kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]` of this layer, changed in place.
             scale: factor on q·k.
             sliding_window: a token sees itself and the `sliding_window - 1` tokens before it; 0 means all.
+            soft_cap: above 0, scores pass through `soft_cap * tanh(score / soft_cap)` (Gemma 2).
 
         Returns:
             `[num_tokens, num_heads, head_dim]`, in q's dtype.
@@ -116,33 +136,61 @@ def get_forward_context() -> ForwardContext:
     return _current
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, sliding_window: int = 0) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: int,
+    scale: float,
+    sliding_window: int = 0,
+    soft_cap: float = 0.0,
+    rotary: Rotary | None = None,
+) -> Tensor:
     """Attention as a model calls it: it says which layer it is and learns nothing else. Shapes as in
-    `AttentionBackend.forward`."""
+    `AttentionBackend.forward`. With `rotary`, q and k come as they were projected, and may be overwritten."""
     context = get_forward_context()
-    return context.backend.forward(q, k, v, context.kv_caches[layer], context.metadata, scale, sliding_window)
+    options: dict[str, Any] = {"soft_cap": soft_cap} if soft_cap else {}
+    if rotary is not None:
+        if getattr(context.backend, "fuses_rotary", False):
+            options["rotary"] = rotary
+        else:
+            q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
+    kv_cache = context.kv_caches[layer]
+    return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
 
 
 # name -> module and class; imported when chosen, so that nobody needs what he does not use.
 BACKENDS = {
     "torch": ("nanovllm.attention.torch", "TorchBackend"),
     "cpu": ("nanovllm.attention.cpu", "CpuBackend"),
+    "triton": ("nanovllm.attention.triton", "TritonBackend"),
 }
 
 
-def get_backend(name: str, device: torch.device) -> AttentionBackend:
+def get_backend(
+    name: str, device: torch.device, head_dim: int = 64, dtype: torch.dtype = torch.float32
+) -> AttentionBackend:
     """The backend called `name`; "auto" takes the fastest one for the device.
 
     Raises:
-        ValueError: an unknown name, or a backend that cannot run on this device; names the alternative.
+        ValueError: an unknown name, or a backend that cannot run this model on this device; names the alternative.
     """
-    if name == "auto":
-        name = "cpu" if device.type == "cpu" else "torch"
-    if name not in BACKENDS:
+    if name not in (*BACKENDS, "auto"):
         raise ValueError(
             f"attention backend {name!r} is not available here; available: {', '.join(BACKENDS)}"
         )
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"attention backend 'cpu' does not run on {device.type}; use 'torch'")
+    if name == "auto" and device.type == "cpu":
+        name = "cpu"
+    if name in ("auto", "triton"):
+        obstacle = why_no_triton(device, head_dim, dtype)
+        if obstacle is not None and name == "triton":
+            raise ValueError(f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
+        if obstacle is not None:
+            logger.warning(
+                "attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle
+            )
+        name = "triton" if obstacle is None else "torch"
     module, cls = BACKENDS[name]
     return getattr(import_module(module), cls)()

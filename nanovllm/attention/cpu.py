@@ -22,6 +22,7 @@ class CpuBackend:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Tensor:
         """See `AttentionBackend.forward`; without a C++ compiler the operators fall back to torch."""
         ops.write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
@@ -33,4 +34,5 @@ class CpuBackend:
             metadata.query_start_loc,
             scale,
             sliding_window,
+            soft_cap,
         )

@@ -41,7 +41,9 @@ def gather_kv(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> tuple[Tens
     return keys, values
 
 
-def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int = 0) -> Tensor:
+def attend_dense(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int = 0, soft_cap: float = 0.0
+) -> Tensor:
     """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, with a causal mask.
 
     Args:
@@ -58,6 +60,8 @@ def attend_dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_
     # The query heads that share a KV head are rows of one matrix product: its keys are never repeated.
     grouped = q.to(exact).view(query_len, num_kv_heads, group, head_dim).transpose(0, 1).flatten(1, 2)
     scores = grouped @ keys.to(exact).transpose(1, 2) * scale  # [num_kv_heads, query_len * group, seq_len]
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     query_positions = torch.arange(seq_len - query_len, seq_len, device=q.device)
     query_positions = query_positions.repeat_interleave(group).unsqueeze(1)
     key_positions = torch.arange(seq_len, device=q.device)
@@ -83,6 +87,7 @@ class TorchBackend:
         metadata: AttentionMetadata,
         scale: float,
         sliding_window: int = 0,
+        soft_cap: float = 0.0,
     ) -> Tensor:
         """First every token is written, then every token reads: so a sequence may share a page that another one
         fills in this very step."""
@@ -93,5 +98,5 @@ class TorchBackend:
             rows = slice(starts[s], starts[s + 1])
             if starts[s] < starts[s + 1]:
                 keys, values = gather_kv(kv_cache, metadata.block_tables[s], seq_len)
-                out[rows] = attend_dense(q[rows], keys, values, scale, sliding_window)
+                out[rows] = attend_dense(q[rows], keys, values, scale, sliding_window, soft_cap)
         return out

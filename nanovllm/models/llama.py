@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import attend
+from nanovllm.attention.base import Rotary, attend
 from nanovllm.models.config import ModelConfig
 
 
@@ -101,13 +101,12 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = ops.apply_rope(q, k, positions, cos_sin)
-        out = attend(q, k, v, self.layer, self.scale, self.window)
+        out = attend(q, k, v, self.layer, self.scale, self.window, rotary=rotary)
         return self.o_proj(out.flatten(1))
 
 
@@ -133,11 +132,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, residual: Tensor, positions: Tensor, cos_sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, positions, cos_sin)
+        x = self.self_attn(x, rotary)
         x, residual = self.post_attention_layernorm.add(x, residual)
         return self.mlp(x), residual
 
@@ -155,8 +152,9 @@ class LlamaModel(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.embed_tokens(input_ids)
         residual = torch.zeros_like(x)
+        rotary = Rotary(positions, self.cos_sin)
         for layer in self.layers:
-            x, residual = layer(x, residual, positions, self.cos_sin)
+            x, residual = layer(x, residual, rotary)
         return self.norm.add(x, residual)[0]
 
 

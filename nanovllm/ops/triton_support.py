@@ -1,0 +1,38 @@
+"""Whether Triton kernels can run here. Imports nothing of Triton unless it is there and about to be used."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+# wgmma, cp.async and bfloat16 products begin with Ampere; what is older has other limits than the tiles were chosen for.
+LEAST_CAPABILITY = (8, 0)
+LARGEST_HEAD = 256
+
+
+def is_interpreted() -> bool:
+    """True if kernels run in Triton's interpreter: slow, in NumPy, without a GPU. Triton reads the variable when a
+    kernel is defined, so it has to be set before the first import."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def why_no_triton(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+    """What stands in the way of Triton kernels for a model on a device; None if nothing does."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package 'triton' is not installed (there is none for macOS and Windows)"
+    if device.type == "cpu" and not is_interpreted():
+        return "it needs a GPU (to run it in Triton's interpreter, set TRITON_INTERPRET=1)"
+    if (
+        device.type == "cuda"
+        and torch.version.cuda
+        and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
+    ):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
+    if head_dim > LARGEST_HEAD:
+        return f"heads of {head_dim} channels do not fit into a tile; {LARGEST_HEAD} is the most"
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"no kernel for {str(dtype).removeprefix('torch.')}"
+    return None
