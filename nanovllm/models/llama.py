@@ -147,6 +147,7 @@ class LlamaModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cos_sin: Tensor
         self.register_buffer("cos_sin", rotary_table(config, max_positions), persistent=False)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:

@@ -1,0 +1,376 @@
+"""Triton kernels of paged attention: one that writes the cache, one for decodes, one for everything else.
+
+Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+
+`cache[num_blocks, 2, num_kv_heads, block_size, head_dim]` is one layer's cache. Offsets of blocks and tokens are in 64
+bits: a large GPU's cache has more than 2^31 elements.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nanovllm.ops import triton_interpreter
+from nanovllm.ops.triton_support import is_interpreted
+
+if is_interpreted():
+    triton_interpreter.repair()
+
+
+@triton.jit
+def write_kv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    slot_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    q_stride,
+    k_stride,
+    v_stride,
+    GROUP: tl.constexpr,
+    GROUP_P2: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF_P2: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
+    """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
+    rotated on the way, the queries in place. Grid (num_tokens, num_kv_heads)."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    slot = tl.load(slot_ptr + token)
+    half = HEAD_DIM // 2
+    channel = tl.arange(0, HALF_P2)
+    inside = channel < half
+    # Padding has no slot; its queries need no rotation either.
+    if slot >= 0:
+        row = ((slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+        key = k_ptr + token * k_stride + head * HEAD_DIM + channel
+        value = v_ptr + token * v_stride + head * HEAD_DIM + channel
+        first = tl.load(key, mask=inside)
+        second = tl.load(key + half, mask=inside)
+        if ROTATE:
+            angle = cos_sin_ptr + tl.load(position_ptr + token) * HEAD_DIM + channel
+            cos = tl.load(angle, mask=inside).to(first.dtype).to(tl.float32)
+            sin = tl.load(angle + half, mask=inside).to(first.dtype).to(tl.float32)
+            first, second = _rotate(first, second, cos, sin)
+            member = tl.arange(0, GROUP_P2)[:, None]
+            queries = q_ptr + token * q_stride + (head * GROUP + member) * HEAD_DIM + channel[None, :]
+            mine = (member < GROUP) & inside[None, :]
+            q_first = tl.load(queries, mask=mine)
+            q_second = tl.load(queries + half, mask=mine)
+            q_first, q_second = _rotate(q_first, q_second, cos[None, :], sin[None, :])
+            tl.store(queries, q_first, mask=mine)
+            tl.store(queries + half, q_second, mask=mine)
+        target = cache_ptr + row + channel
+        tl.store(target, first, mask=inside)
+        tl.store(target + half, second, mask=inside)
+        target += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        tl.store(target, tl.load(value, mask=inside), mask=inside)
+        tl.store(target + half, tl.load(value + half, mask=inside), mask=inside)
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    """Turn pairs of channels by an angle, in float32."""
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+
+
+@triton.jit
+def _step(
+    q,
+    sums,
+    peak,
+    total,
+    cache_ptr,
+    table_ptr,
+    start,
+    end,
+    query_position,
+    score_scale,
+    cap_scale,
+    window,
+    block_stride,
+    value_offset,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED."""
+    channel = tl.arange(0, q.shape[1])
+    position = start + tl.arange(0, TILE_KEYS)
+    exists = position < end
+    if BLOCK_SIZE % TILE_KEYS == 0:  # the tile lies in one block
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        offset = block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE_KEYS)) * HEAD_DIM
+    else:
+        if MASKED:
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        else:
+            block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+        offset = block * block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+    keys = cache_ptr + offset[None, :] + channel[:, None]
+    values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
+    # What lies in a slot that nobody has written may be NaN, and 0 * NaN is NaN: it must not be loaded.
+    if MASKED:
+        k = tl.load(keys, mask=exists[None, :] & (channel[:, None] < HEAD_DIM), other=0.0)
+        v = tl.load(values, mask=exists[:, None] & (channel[None, :] < HEAD_DIM), other=0.0)
+    elif q.shape[1] == HEAD_DIM:
+        k = tl.load(keys)
+        v = tl.load(values)
+    else:
+        k = tl.load(keys, mask=channel[:, None] < HEAD_DIM, other=0.0)
+        v = tl.load(values, mask=channel[None, :] < HEAD_DIM, other=0.0)
+    scores = tl.dot(q, k, input_precision=PRECISION)
+    if CAPPED:  # tanh, by way of 2^x
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
+    if MASKED:
+        visible = exists[None, :] & (position[None, :] <= query_position[:, None])
+        if WINDOWED:
+            visible = visible & (position[None, :] > query_position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+    reference = new_peak
+    if MASKED:  # a row that has seen no key yet has nothing to compare with
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * score_scale - reference[:, None])
+    shrink = tl.exp2(peak - reference)
+    total = total * shrink + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+    return sums, new_peak, total
+
+
+@triton.jit
+def _attend(
+    q,
+    cache_ptr,
+    table_ptr,
+    begin,
+    whole,
+    end,
+    query_position,
+    score_scale,
+    cap_scale,
+    window,
+    block_stride,
+    value_offset,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
+    of which all rows see all of [begin, whole): whole tiles, which need no mask.
+
+    Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights `[rows]`; 0 and -inf
+    for a row that sees nothing.
+    """
+    sums = tl.zeros(q.shape, tl.float32)
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)  # the largest score so far, in units of log 2
+    total = tl.zeros([q.shape[0]], tl.float32)  # the sum of 2^(score - peak)
+    if not WINDOWED:
+        for start in range(begin, whole, TILE_KEYS):
+            sums, peak, total = _step(
+                q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
+                block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, False, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+        begin = whole
+    for start in range(begin, end, TILE_KEYS):
+        sums, peak, total = _step(
+            q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
+            block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+    total = tl.where(total == 0.0, 1.0, total)
+    return sums / total[:, None], peak + tl.log2(total)
+
+
+@triton.jit
+def decode_attention_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,
+    log_weight_ptr,
+    table_ptr,
+    seq_len_ptr,
+    query_start_ptr,
+    score_scale,
+    cap_scale,
+    window,
+    q_stride,
+    table_stride,
+    block_stride,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_P2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
+    is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
+    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`."""
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    row = tl.load(query_start_ptr + seq).to(tl.int64)
+    if tl.load(query_start_ptr + seq + 1) - row == 1:
+        seq_len = tl.load(seq_len_ptr + seq)
+        first, part = _parts(seq_len, window, NUM_SPLITS, TILE_KEYS, WINDOWED)
+        begin = first + split * part
+        end = tl.minimum(begin + part, seq_len)
+        if (begin < end) | (NUM_SPLITS == 1):
+            member = tl.arange(0, TILE_ROWS)
+            channel = tl.arange(0, HEAD_P2)
+            mine = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+            cell = (head * GROUP + member)[:, None] * HEAD_DIM + channel[None, :]
+            q = tl.load(q_ptr + row * q_stride + cell, mask=mine, other=0.0)
+            whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
+            out, log_weight = _attend(
+                q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + seq * table_stride, begin, whole, end,
+                tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride,
+                NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+            if NUM_SPLITS == 1:
+                target = out_ptr + row * GROUP * NUM_KV_HEADS * HEAD_DIM + cell
+                tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
+            else:
+                part_row = (seq * NUM_SPLITS + split) * GROUP * NUM_KV_HEADS
+                tl.store(partial_ptr + part_row * HEAD_DIM + cell, out, mask=mine)
+                tl.store(log_weight_ptr + part_row + head * GROUP + member, log_weight, mask=member < GROUP)
+
+
+@triton.jit
+def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first position that a decode reads, positions in a part): whole tiles, as even as they can be."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
+    return first, tl.cdiv(tl.cdiv(seq_len - first, NUM_SPLITS), TILE_KEYS) * TILE_KEYS
+
+
+@triton.jit
+def combine_kernel(
+    partial_ptr,
+    log_weight_ptr,
+    out_ptr,
+    seq_len_ptr,
+    query_start_ptr,
+    window,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_P2: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """The parts of one decode and one head, each an average over its keys, weighted with the sum of 2^score that it
+    stands for. Grid (num_seqs, num_heads)."""
+    seq = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = tl.load(query_start_ptr + seq).to(tl.int64)
+    if tl.load(query_start_ptr + seq + 1) - row == 1:
+        seq_len = tl.load(seq_len_ptr + seq)
+        first, part = _parts(seq_len, window, NUM_SPLITS, TILE_KEYS, WINDOWED)
+        split = tl.arange(0, NUM_SPLITS)
+        used = first + split * part < seq_len
+        part_row = (seq * NUM_SPLITS + split) * NUM_HEADS + head
+        log_weight = tl.load(log_weight_ptr + part_row, mask=used, other=float("-inf"))
+        weight = tl.exp2(log_weight - tl.maximum(tl.max(log_weight, 0), -1e30))
+        weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)
+        channel = tl.arange(0, HEAD_P2)
+        inside = channel < HEAD_DIM
+        partial = tl.load(
+            partial_ptr + part_row[:, None] * HEAD_DIM + channel[None, :],
+            mask=used[:, None] & inside[None, :],
+            other=0.0,
+        )
+        out = tl.sum(partial * weight[:, None], 0)
+        target = out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + channel
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mixed_attention_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    table_ptr,
+    seq_len_ptr,
+    query_start_ptr,
+    num_seqs,
+    score_scale,
+    cap_scale,
+    window,
+    q_stride,
+    table_stride,
+    block_stride,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_P2: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    SKIP_DECODES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
+
+    A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; what of TILE_ROWS is left
+    over stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for
+    every length: so the grid (num_tokens // TILE_TOKENS + num_seqs, num_kv_heads) is known without looking at any.
+    """
+    # Late tiles have the most keys before them: they start first, and short ones fill the gaps at the end.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1)
+    low = 0
+    high = num_seqs
+    while low < high:  # in the end, low sequences have their first tile here or before
+        middle = (low + high) // 2
+        if tl.load(query_start_ptr + middle) // TILE_TOKENS + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    seq = low - 1
+    query_start = tl.load(query_start_ptr + seq)
+    query_len = tl.load(query_start_ptr + seq + 1) - query_start
+    first = (tile - (query_start // TILE_TOKENS + seq)) * TILE_TOKENS
+    if (first < query_len) & ((query_len > 1) | (not SKIP_DECODES)):
+        seq_len = tl.load(seq_len_ptr + seq)
+        row = tl.arange(0, TILE_ROWS)
+        channel = tl.arange(0, HEAD_P2)
+        token = first + row // GROUP
+        mine = ((token < query_len) & (row < TILE_TOKENS * GROUP))[:, None] & (channel < HEAD_DIM)[None, :]
+        cell = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + channel[None, :]
+        packed_row = (query_start + token).to(tl.int64)[:, None]
+        q = tl.load(q_ptr + packed_row * q_stride + cell, mask=mine, other=0.0)
+        position = seq_len - query_len + first  # of the tile's first token
+        end = tl.minimum(position + TILE_TOKENS, seq_len)  # causality: no row sees more
+        begin = 0
+        if WINDOWED:
+            begin = tl.maximum(position - window + 1, 0) // TILE_KEYS * TILE_KEYS
+        whole = (position + 1) // TILE_KEYS * TILE_KEYS
+        out, _ = _attend(
+            q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
+            whole, end, position + row // GROUP, score_scale, cap_scale, window, block_stride,
+            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+        target = out_ptr + packed_row * (GROUP * NUM_KV_HEADS * HEAD_DIM) + cell
+        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
