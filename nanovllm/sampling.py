@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from nanovllm.sampling_params import SamplingParams
 
 # The nucleus of a peaked distribution is small: look for it among so many tokens before sorting all of them.
 NUCLEUS_GUESS = 512
+# A search that must not ask the device goes by digits of so many bits, for so many rows at once.
+DIGIT_BITS, SEARCH_ROWS = 11, 64
+# Probabilities as whole numbers, whose sum does not depend on the order in which a device adds them.
+UNITS = 2.0**52
 # Cumulative sums are slow, plain sums are not: a draw adds up blocks of so many tokens, then the tokens of one block.
 DRAW_BLOCK = 256
 # Temperatures and repetition penalties beyond these change nothing any more but would leave the range of float32.
@@ -47,17 +52,57 @@ class SamplingRow:
         return len(self.token_ids) - self.num_prompt_tokens
 
 
+def is_asynchronous(device: torch.device) -> bool:
+    """True if the device works on its own while Python goes on, so that whoever wants a number from it has to wait."""
+    return device.type != "cpu"
+
+
+def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device, without waiting for it. Only from pinned memory can a GPU fetch numbers on its own."""
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def fetch(*tensors: Tensor) -> list[list[float]]:
+    """The numbers of some tensors, each flattened, in one copy, so that one waits for the device only once.
+
+    They travel as float64, which holds every float32 and every token id.
+    """
+    numbers = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
+    return [list(islice(numbers, tensor.numel())) for tensor in tensors]
+
+
+def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows (ascending), or the tensor itself if these are all of them."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, upload(rows, torch.int64, tensor.device))
+
+
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Add logit biases and forbid early stops, in place. Only rows that ask for it cost anything."""
+    vocab_size = logits.shape[1]
+    places: list[int] = []
+    biases: list[float] = []
+    forbidden: list[int] = []
     for i, row in enumerate(rows):
         if row.params.logit_bias:
-            ids = torch.tensor(list(row.params.logit_bias), device=logits.device)
-            logits[i, ids] += torch.tensor(list(row.params.logit_bias.values()), device=logits.device)
+            places += [i * vocab_size + token for token in row.params.logit_bias]
+            biases += row.params.logit_bias.values()
         if row.num_output_tokens < row.params.min_tokens:
-            forbidden = list(set(row.stop_ids))
+            # Some checkpoints name an end of sequence that the vocabulary does not have, such as -1.
+            stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
             # A request that forbids every token has asked for the impossible: it gets tokens all the same.
-            if 0 < len(forbidden) < logits.shape[1]:
-                logits[i, forbidden] = float("-inf")
+            if len(stops) < vocab_size:
+                forbidden += [i * vocab_size + token for token in stops]
+    if places:
+        bias = upload(biases, logits.dtype, logits.device)
+        logits.put_(upload(places, torch.int64, logits.device), bias, accumulate=True)
+    if forbidden:
+        where = upload(forbidden, torch.int64, logits.device)
+        logits.put_(where, torch.full_like(where, float("-inf"), dtype=logits.dtype))
 
 
 def moderate(factor: float) -> float:
@@ -80,9 +125,12 @@ def occurrences(
     """
     lengths = [len(text) for text in texts.values()]
     starts = np.array(list(texts)) * logits.shape[1]
-    places = (np.concatenate(list(texts.values())) + starts.repeat(lengths)).astype(np.int64)
+    places = np.concatenate(list(texts.values())) + starts.repeat(lengths)
     repeated = [np.array(option, dtype=np.float32).repeat(lengths) for option in options]
-    return [torch.from_numpy(array).to(logits.device) for array in (places, *repeated)]
+    return [
+        upload(places, torch.int64, logits.device),
+        *(upload(numbers, torch.float32, logits.device) for numbers in repeated),
+    ]
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -115,52 +163,88 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.put_(places, scores - (presence + frequency * logits.take(places)))
 
 
-def min_p_threshold(logits: Tensor, min_p: Tensor) -> Tensor:
-    """The logit of a token that is `min_p` (`[num_rows]`, more than 0) times as likely as the likeliest."""
-    return (logits.amax(dim=1) + min_p.log()).to(logits.dtype)
+def min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
+    """The logit of a token that is `min_p` (more than 0, one number a row) times as likely as the likeliest."""
+    distance = upload(min_p, torch.float64, logits.device).log()
+    return (logits.amax(dim=1) + distance).to(logits.dtype)
 
 
-def nucleus_threshold(logits: Tensor, top_p: Tensor, width: int = NUCLEUS_GUESS) -> Tensor:
+def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLEUS_GUESS) -> Tensor:
     """The smallest logit that still belongs to the nucleus: tokens are taken from the likeliest down until their
     probabilities reach `top_p`.
 
     Args:
-        logits: `[num_rows, vocab_size]`, -inf where a token is out already.
-        top_p: `[num_rows]` float64, more than 0.
-        width: among how many of the likeliest tokens to look first. Rows whose nucleus is larger, and only
+        logits: `[num_rows, vocab_size]` float32, -inf where a token is out already.
+        top_p: one number a row, more than 0.
+        width: among how many of the likeliest tokens to look first, on a CPU. Rows whose nucleus is larger, and only
             they, are looked at again, eight times as wide.
 
     Returns:
         `[num_rows]` thresholds.
     """
+    target = upload(top_p, torch.float64, logits.device)
+    if is_asynchronous(logits.device):
+        # Whether a guess was wide enough is a question: the answer would have to be waited for.
+        parts = zip(logits.split(SEARCH_ROWS), target.split(SEARCH_ROWS), strict=True)
+        return torch.cat([search_nucleus(*part) for part in parts])
     largest, ids = logits.topk(min(width, logits.shape[1]), dim=1)
     mass = logits.softmax(dim=1).gather(1, ids).cumsum(dim=1, dtype=torch.float64)
     # The token that makes the mass reach top_p still belongs to the nucleus.
-    last = (mass < top_p.unsqueeze(1)).sum(dim=1)
+    last = (mass < target.unsqueeze(1)).sum(dim=1)
     threshold = largest.gather(1, last.clamp(max=largest.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    wide = (last == largest.shape[1]).nonzero().squeeze(1)
-    if len(wide) and largest.shape[1] < logits.shape[1]:
-        threshold[wide] = nucleus_threshold(logits[wide], top_p[wide], width=8 * width)
+    wide = (last == largest.shape[1]).nonzero().squeeze(1).tolist()
+    if wide and largest.shape[1] < logits.shape[1]:
+        threshold[wide] = nucleus_threshold(logits[wide], [top_p[i] for i in wide], width=8 * width)
     return threshold
 
 
-def top_k_threshold(logits: Tensor, top_k: Tensor, width: int = NUCLEUS_GUESS) -> Tensor:
+def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The threshold of `nucleus_threshold`, digit by digit: always the same operations, whatever the numbers.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+        top_p: `[num_rows]` float64.
+    """
+    # The bits of floating-point numbers, read as integers, are in the numbers' order; negative ones run backwards.
+    bits = logits.view(torch.int32)
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + 2**31
+    mass = (logits.softmax(dim=1).double() * UNITS).round().long()
+    wanted = (top_p * UNITS).round().long().clamp(min=1).unsqueeze(1)
+    threshold = torch.zeros_like(wanted)
+    for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
+        digit = keys >> shift & 2**DIGIT_BITS - 1
+        held = mass.new_zeros(len(mass), 2**DIGIT_BITS).scatter_add_(1, digit, mass)
+        from_here_up = held.flip(1).cumsum(dim=1).flip(1)
+        # The largest digit from which on there is enough; what lies above it need not be looked for any more.
+        best = ((from_here_up >= wanted).sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        wanted = wanted - (from_here_up - held).gather(1, best)
+        mass = mass * (digit == best)
+        threshold = threshold << DIGIT_BITS | best
+    # Where rounding has left less than top_p in the whole row, nothing was found: then it is -inf, and all stay.
+    bits = (threshold.clamp(min=0x7FFFFF) - 2**31).int()
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32).squeeze(1)
+
+
+def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_GUESS) -> Tensor:
     """The k-th largest logit.
 
     Args:
         logits: `[num_rows, vocab_size]`.
-        top_k: `[num_rows]`, at least 1; one larger than the vocabulary keeps everything.
+        top_k: one number a row, at least 1; one larger than the vocabulary keeps everything.
         width: rows with a larger k are searched on their own, so that they do not slow down the others.
 
     Returns:
         `[num_rows]` thresholds.
     """
-    last = top_k.clamp(max=logits.shape[1]).long() - 1
-    largest = logits.topk(min(width, int(last.max()) + 1), dim=1).values
-    threshold = largest.gather(1, last.clamp(max=largest.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    wide = (last >= largest.shape[1]).nonzero().squeeze(1)
-    if len(wide):
-        threshold[wide] = top_k_threshold(logits[wide], top_k[wide], width=logits.shape[1])
+    last = [min(k, logits.shape[1]) - 1 for k in top_k]
+    reach = min(max(last) + 1, width)
+    largest = logits.topk(reach, dim=1).values
+    places = upload([min(place, reach - 1) for place in last], torch.int64, logits.device)
+    threshold = largest.gather(1, places.unsqueeze(1)).squeeze(1)
+    wide = [i for i, place in enumerate(last) if place >= width]
+    if wide:
+        again = top_k_threshold(pick(logits, wide), [top_k[i] for i in wide], width=logits.shape[1])
+        threshold.index_copy_(0, upload(wide, torch.int64, logits.device), again)
     return threshold
 
 
@@ -178,15 +262,11 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         asking = [i for i, row in enumerate(rows) if getattr(row.params, name) != off]
         if not asking:
             continue
-        everyone = len(asking) == len(rows)  # then there is no need to copy rows out and back
-        part = logits if everyone else logits[asking]
-        values = [getattr(rows[i].params, name) for i in asking]
-        threshold = threshold_of(part, torch.tensor(values, dtype=torch.float64, device=logits.device))
-        outside = part < threshold.unsqueeze(1)
-        if everyone:
-            logits.masked_fill_(outside, float("-inf"))
-        else:
-            logits[asking] = part.masked_fill(outside, float("-inf"))
+        part = pick(logits, asking)
+        threshold = threshold_of(part, [getattr(rows[i].params, name) for i in asking])
+        part.masked_fill_(part < threshold.unsqueeze(1), float("-inf"))
+        if part is not logits:
+            logits.index_copy_(0, upload(asking, torch.int64, logits.device), part)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -248,17 +328,22 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> li
     """
     logprobs = logits.float().log_softmax(dim=1)
     own = logprobs.gather(1, chosen.unsqueeze(1))
-    ranks = ((logprobs > own).sum(dim=1) + 1).tolist()
-    own_values, chosen_ids = own.squeeze(1).tolist(), chosen.tolist()
-    entries = [TokenLogprobs([chosen_ids[i]], [own_values[i]], ranks[i]) for i in range(len(counts))]
+    ranks = (logprobs > own).sum(dim=1) + 1
     # Rows of one count at a time: which of several equal tokens topk returns depends on k, and must not depend on
     # what the neighbours want.
-    for count in set(counts) - {0}:
-        same = [i for i, other in enumerate(counts) if other == count]
-        top = logprobs[same].topk(min(count, logprobs.shape[1]), dim=1)
-        for i, ids, values in zip(same, top.indices.tolist(), top.values.tolist(), strict=True):
-            entries[i].token_ids += ids
-            entries[i].logprobs += values
+    groups = {count: [i for i, other in enumerate(counts) if other == count] for count in set(counts) - {0}}
+    tops = [pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()]
+    ids, values, places, *top = fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
+    entries = [
+        TokenLogprobs([int(token)], [value], int(rank))
+        for token, value, rank in zip(ids, values, places, strict=True)
+    ]
+    for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
+        width = len(top_ids) // len(same)
+        for place, i in enumerate(same):
+            mine = slice(place * width, (place + 1) * width)
+            entries[i].token_ids += map(int, top_ids[mine])
+            entries[i].logprobs += top_values[mine]
     return entries
 
 
@@ -279,28 +364,33 @@ class Sampler:
             temperature, penalties and truncation, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits[wants] if wants else None  # a copy
+        raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None  # a copy
+        tokens = self.choose(logits, rows)
+        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            counts = [rows[i].params.logprobs or 0 for i in wants]
+            for i, entry in zip(wants, gather_logprobs(raw, pick(tokens, wants), counts), strict=True):
+                logprobs[i] = entry
+        return tokens.tolist(), logprobs
+
+    def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the device."""
         logits = logits.float()
         apply_constraints(logits, rows)
         apply_penalties(logits, rows)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if len(random) == len(rows):
-            tokens = self._sample_random(logits, rows)
-        else:
-            tokens = ops.argmax(logits)
-            if random:
-                tokens[random] = self._sample_random(logits[random], [rows[i] for i in random])
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        if raw is not None:
-            counts = [rows[i].params.logprobs or 0 for i in wants]
-            for i, entry in zip(wants, gather_logprobs(raw, tokens[wants], counts), strict=True):
-                logprobs[i] = entry
-        return tokens.tolist(), logprobs
+            return self._sample_random(logits, rows)
+        tokens = ops.argmax(logits)
+        if random:
+            drawn = self._sample_random(pick(logits, random), [rows[i] for i in random])
+            tokens.index_copy_(0, upload(random, torch.int64, logits.device), drawn)
+        return tokens
 
     def _sample_random(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Temperature, truncation and draw: `[num_rows]` int64."""
         temperatures = [moderate(row.params.temperature) for row in rows]
-        logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+        logits = logits / upload(temperatures, torch.float32, logits.device).unsqueeze(1)
         truncate(logits, rows)
         uniforms = [uniform(row.params.seed or 0, row.num_output_tokens) for row in rows]
-        return draw(logits, torch.tensor(uniforms, dtype=torch.float64, device=logits.device))
+        return draw(logits, upload(uniforms, torch.float64, logits.device))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import nanovllm.sampling
 from nanovllm import LLM
@@ -23,6 +25,7 @@ from nanovllm.sampling import (
     draw,
     gather_logprobs,
     nucleus_threshold,
+    search_nucleus,
     top_k_threshold,
     truncate,
     uniform,
@@ -249,6 +252,13 @@ def test_formulas_by_hand(options: dict[str, Any], expected: list[float]) -> Non
     assert logits.tolist() == [expected, [2.0, -1.0, 3.0, -4.0]]
 
 
+def test_a_stop_id_outside_of_the_vocabulary_concerns_nobody() -> None:
+    logits = torch.zeros(3, 4)
+    rows = [SamplingRow(SamplingParams(min_tokens=3), [0], 1, [-1, 2, 4, 2**40]) for _ in range(3)]
+    nanovllm.sampling.apply_constraints(logits, rows)
+    assert logits.tolist() == [[0.0, 0.0, -INF, 0.0]] * 3
+
+
 @pytest.mark.parametrize("temperature", [1e-300, 1e-8, 1e-5])
 def test_a_very_low_temperature_is_greedy(temperature: float) -> None:
     rows = [SamplingRow(SamplingParams(temperature=temperature, seed=seed), [0], 1) for seed in range(50)]
@@ -327,7 +337,6 @@ def test_penalties_of_a_whole_batch_are_those_of_each_row(
 
 def test_penalties_take_as_many_calls_for_64_rows_as_for_two() -> None:
     """A request with penalties must not delay the batch by a loop of its own."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Calls(TorchDispatchMode):
         count = 0
@@ -381,8 +390,8 @@ def full_sort_threshold(logits: torch.Tensor, top_p: float) -> float:
 def test_nucleus_guess_and_full_sort_agree(spread: float) -> None:
     torch.manual_seed(1)
     logits = torch.randn(12, 3 * NUCLEUS_GUESS) * spread
-    top_p = torch.linspace(0.05, 0.995, 12, dtype=torch.float64)
-    for row, p, ours in zip(logits, top_p.tolist(), nucleus_threshold(logits, top_p).tolist(), strict=True):
+    top_p = torch.linspace(0.05, 0.995, 12, dtype=torch.float64).tolist()
+    for row, p, ours in zip(logits, top_p, nucleus_threshold(logits, top_p).tolist(), strict=True):
         probabilities = row.double().softmax(dim=0)
         # At the boundary, float32 probabilities may count one token more or less; nowhere else.
         at_boundary = min(abs(probabilities[kept].sum() - p) for kept in (row > ours, row >= ours)) < 1e-5
@@ -396,8 +405,8 @@ def test_thresholds_at_the_edges_of_the_guess(vocab_size: int) -> None:
     for k in (1, vocab_size - 1, vocab_size, vocab_size + 1, 2**40):
         k = max(k, 1)
         expected = max(vocab_size - k, 0)
-        assert top_k_threshold(logits, torch.tensor([k], dtype=torch.float64)).tolist() == [expected]
-    almost = torch.tensor([1 - 1e-12], dtype=torch.float64)
+        assert top_k_threshold(logits, [k]).tolist() == [expected]
+    almost = [1 - 1e-12]
     assert nucleus_threshold(flat, almost).tolist() == [0.0]
     assert nucleus_threshold(logits, almost).item() >= 0
 
@@ -422,6 +431,153 @@ def test_only_wide_rows_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> N
     ks = [5, 0, 5, 4000, 5, 5, 5, 5]
     truncate(logits.clone(), [SamplingRow(SamplingParams(top_k=k), [0], 1) for k in ks])
     assert searched["top_k_threshold"] == [(7, NUCLEUS_GUESS), (1, 4096)]
+
+
+# ---------------------------------------------------------------- without a question to the device
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.floats(-30, 30, width=32) | st.sampled_from([0.0, -0.0, -INF, 1.5]), min_size=1, max_size=40),
+    st.floats(0, 1, exclude_min=True, exclude_max=True),
+)
+def test_both_searches_find_the_same_nucleus(logits: list[float], top_p: float) -> None:
+    assume(max(logits) > -INF)
+    part = torch.tensor([logits])
+    mass = part[0].double().softmax(dim=0).sort(descending=True).values.cumsum(dim=0)
+    assume((mass - top_p).abs().min() > 1e-6)
+    by_guess = nucleus_threshold(part, [top_p])
+    by_digits = search_nucleus(part, torch.tensor([top_p], dtype=torch.float64))
+    assert by_guess.tolist() == by_digits.tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 1e6, 1e30])
+def test_the_search_by_digits_in_a_large_vocabulary(spread: float) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(12, 20_000) * spread
+    top_p = torch.linspace(0.05, 0.995, 12, dtype=torch.float64)
+    ours = search_nucleus(logits, top_p)
+    assert torch.isin(ours, logits).all()
+    for row, p, threshold in zip(logits, top_p.tolist(), ours.tolist(), strict=True):
+        probabilities = row.double().softmax(dim=0)
+        assert probabilities[row >= threshold].sum() > p - 1e-5 > probabilities[row > threshold].sum() - 2e-5
+
+
+@pytest.mark.parametrize("top_p", [5e-324, 1e-300, 1 - 2.0**-53])
+def test_the_search_by_digits_at_its_ends(top_p: float) -> None:
+    logits = torch.tensor([[-1.0, 2.0, -INF, 2.0, 1e-30, -3e38]])
+    threshold = search_nucleus(logits, torch.tensor([top_p], dtype=torch.float64)).item()
+    assert threshold == 2.0 if top_p < 0.5 else threshold <= -1.0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(LOGITS, sampling_rows()), max_size=6))
+def test_a_gpu_gets_the_tokens_that_a_cpu_gets(pairs: list[tuple[list[float], SamplingRow]]) -> None:
+    """What runs for an asynchronous device, run here: it must agree, unless float32 decides at a border."""
+    try:
+        for logits, row in pairs:
+            if not row.params.greedy:
+                reference_distribution(logits, row)
+    except TooClose:
+        reject()
+    logits, rows = torch.tensor([x for x, _ in pairs]).view(-1, VOCAB), [row for _, row in pairs]
+    expected = Sampler().sample(logits.clone(), rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nanovllm.sampling, "is_asynchronous", lambda device: True)
+        patch.setattr(nanovllm.sampling, "SEARCH_ROWS", 2)
+        assert Sampler().sample(logits, rows) == expected
+
+
+class NeverWaits(TorchDispatchMode):
+    """Refuses what would make the host wait for a GPU. The device is "meta": its tensors have no numbers, so that
+    whoever asks for one gets an error from torch. This class finds copies that wait: those that do not say
+    `non_blocking`, and those that torch makes by itself, of lists and of operands on the host."""
+
+    def __init__(self, *on_device: torch.Tensor) -> None:
+        super().__init__()
+        self.known = list(on_device)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {id(tensor) for tensor in self.known}
+        for tensor in operands:
+            assert tensor.device.type == "cpu" or id(tensor) in known, "a tensor made of numbers on the host"
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.known += results
+        if len({tensor.device.type for tensor in operands + results if tensor.ndim > 0}) > 1:
+            assert function is torch.ops.aten._to_copy.default and kwargs.get("non_blocking"), f"{function}"
+        return result
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda x: int(x.max()),
+        lambda x: x.tolist(),
+        lambda x: bool(x.any()),
+        lambda x: x.cpu(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x[[1, 0]],
+        lambda x: x[0, torch.tensor([1, 2])],
+        lambda x: x.index_fill_(0, torch.tensor([1]), 0.0),
+        lambda x: x[0] + torch.tensor([1, 2, 3], device=x.device),
+        lambda x: torch.tensor([1, 2]).to(x.device),
+        lambda x: x[1].copy_(torch.tensor([1.0, 2.0, 3.0])),
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.unique(),
+    ],
+)
+def test_questions_are_noticed(question: Any) -> None:
+    x = torch.empty(2, 3, device="meta")
+    with NeverWaits(x), pytest.raises((AssertionError, RuntimeError)):
+        question(x)
+
+
+ASKING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "temperature": {"temperature": 0.7},
+    "top_k": {"top_k": 5},
+    "wide top_k": {"top_k": 3000},
+    "top_p": {"top_p": 0.9},
+    "min_p": {"min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {1: 5.0, 7: -3.0}},
+    "min_tokens": {"min_tokens": 9},
+    "logprobs": {"logprobs": 3},
+    "more logprobs": {"temperature": 0, "logprobs": 5},
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [*([name] for name in ASKING), list(ASKING)],
+    ids=lambda names: names[0] * (len(names) == 1) or "mixed",
+)
+@pytest.mark.parametrize("with_others", [False, True])
+def test_between_logits_and_tokens_nobody_waits_for_the_device(
+    names: list[str], with_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [SamplingRow(SamplingParams(**ASKING[name]), [3, 4, 4], 1, [2]) for name in names]
+    if with_others:
+        rows += [SamplingRow(SamplingParams(temperature=t), [3, 4, 4], 1, [2]) for t in (0, 1)]
+    logits = torch.empty(len(rows), 4096, dtype=torch.bfloat16, device="meta")
+    fetches = []
+
+    def fetch(*tensors: torch.Tensor) -> list[list[float]]:
+        fetches.append(tensors)
+        return [[0.0] * tensor.numel() for tensor in tensors]
+
+    monkeypatch.setattr(nanovllm.sampling, "fetch", fetch)
+    with NeverWaits(logits):
+        tokens = Sampler().choose(logits, rows)
+        counts = [row.params.logprobs for row in rows if row.params.logprobs is not None]
+        if counts:
+            gather_logprobs(logits[: len(counts)], tokens[: len(counts)], counts)
+    assert tokens.device.type == "meta" and tokens.dtype == torch.int64
+    assert len(fetches) == bool(counts), "log-probabilities are fetched at once"
 
 
 # ---------------------------------------------------------------- randomness

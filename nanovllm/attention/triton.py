@@ -22,6 +22,8 @@ from nanovllm.attention.triton_kernels import (
 
 # The hardware has an instruction for 2^x and none for e^x, so scores are kept in units of log 2.
 LOG2_E = 1.4426950408889634
+# Contexts of a few tiles are not worth a launch of their own: in a mixed batch their decodes stay with the others.
+SHORT_CONTEXT = 256
 # Most parts into which a decode's context is cut; combining them costs little beside reading a long context.
 MAX_SPLITS = 64
 # A product and a sum in one instruction, which rounds once. Newer versions of Triton want to be asked for it.
@@ -165,8 +167,9 @@ def paged_attention(
     }
     lengths = (metadata.seq_lens, metadata.query_start_loc)
     strides = (q.stride(0), metadata.block_tables.stride(0), kv_cache.stride(0))
-    has_decodes = metadata.max_query_len == 1 or num_seqs > 1
-    if has_decodes and num_seqs:
+    # In a mixed batch, too, a decode over a long context must not be one program's work.
+    split_decodes = metadata.max_query_len == 1 or (num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT)
+    if split_decodes:
         tiles = choose_tiles(group, head_dim, q.dtype, hardware)
         splits = choose_splits(num_seqs, num_kv_heads, hardware)
         partial = log_weight = out  # not used by a single part
@@ -226,7 +229,7 @@ def paged_attention(
             TILE_ROWS=rows,
             TILE_TOKENS=tile_tokens,
             TILE_KEYS=tiles.keys,
-            SKIP_DECODES=has_decodes,
+            SKIP_DECODES=split_decodes,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             **FUSED,

@@ -1,8 +1,12 @@
 """The operators a decoder-only transformer spends its time in, each with a choice of implementations.
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
-loops for the CPU, compiled on first use; it hands to `reference` whatever it does not cover. Callers never choose:
-the device of the first tensor does, and `NANOVLLM_NATIVE=0` in the environment leaves only plain torch.
+loops for the CPU, compiled on first use; `triton` has those that a GPU gains from. Both hand to `reference` whatever
+they do not cover. Callers never choose: the device of the first tensor does, and `NANOVLLM_NATIVE=0` in the environment
+leaves only plain torch.
+
+A GPU answers later than it is asked, so its kernels cannot raise an error. What is an IndexError on a CPU is NaN there
+(`apply_rope`), or a failed assertion after which the process cannot use the GPU any more.
 
 **The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size, head_dim]`: slot `s` stands in
 block `s // block_size` at offset `s % block_size`; index 0 of the second axis holds keys, 1 values. The block is the
@@ -12,6 +16,8 @@ that a kernel which attends with one head reads one contiguous `[block_size, hea
 
 from __future__ import annotations
 
+import logging
+import os
 from functools import cache
 from types import ModuleType
 
@@ -19,6 +25,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import native, reference
+from nanovllm.ops.triton_support import why_no_triton
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "add_rms_norm",
@@ -39,6 +48,14 @@ def _kernels(device: torch.device) -> ModuleType:
     """The module whose functions serve tensors on this device; decided once in a process."""
     if device.type == "cpu" and native.is_available():
         return native
+    if device.type == "cuda" and os.environ.get("NANOVLLM_NATIVE") != "0":
+        # Which dtypes and sizes fit is for each operator to see.
+        reason = why_no_triton(device, head_dim=0, dtype=torch.float32)
+        if reason is None:
+            from nanovllm.ops import triton
+
+            return triton
+        logger.warning("no Triton operators, using plain torch: %s", reason)
     return reference
 
 

@@ -1,0 +1,283 @@
+"""The small operators between the matrix products as Triton kernels, for GPUs: each reads and writes memory once.
+
+Plain torch makes half a dozen passes over the activations for one RMSNorm, and starts as many kernels. These kernels
+compute in float32 and round where `reference` rounds, so the results are the same up to the order of a sum and the last
+bits of `exp` and `rsqrt`. What they do not cover (other dtypes, rows with gaps, gradients) goes to `reference`, as do
+the operators that torch's own kernels serve well.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanovllm.ops import reference, triton_interpreter
+from nanovllm.ops.reference import argmax, embedding, linear, pack_weight, paged_attention, write_kv_cache
+from nanovllm.ops.triton_support import is_interpreted
+
+__all__ = [
+    "add_rms_norm",
+    "apply_rope",
+    "argmax",
+    "embedding",
+    "linear",
+    "pack_weight",
+    "paged_attention",
+    "rms_norm",
+    "silu_and_mul",
+    "write_kv_cache",
+]
+
+if is_interpreted():
+    triton_interpreter.repair()
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# A program holds a whole row in registers.
+LARGEST_ROW = 16384
+# Gated channels of one program.
+GATE_BLOCK = 1024
+
+
+def _num_warps(elements: int) -> int:
+    """Threads for a program over so many elements: 16 each, which are two loads of 16 bytes in bfloat16."""
+    return min(max(elements // 512, 1), 16)
+
+
+def _covers(*tensors: Tensor) -> bool:
+    """Whether the kernels can take these tensors: of one known dtype, without gaps in a row, without gradient."""
+    dtype = tensors[0].dtype
+    return dtype in DTYPES and not any(
+        tensor.dtype != dtype or tensor.stride(-1) != 1 or (torch.is_grad_enabled() and tensor.requires_grad)
+        for tensor in tensors
+    )
+
+
+# ------------------------------------------------------------------------------------------------ normalisation
+
+
+@triton.jit
+def _normalise(row, weight, eps, WIDTH: tl.constexpr):
+    """One row (zeros beyond WIDTH), rounded to its dtype before and after the multiplication with the weight."""
+    wide = row.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    return (wide.to(row.dtype).to(tl.float32) * weight.to(tl.float32)).to(row.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    num_heads,
+    token_stride,
+    head_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row of one token. Grid (num_tokens * num_heads,)."""
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < WIDTH
+    start = row // num_heads * token_stride + row % num_heads * head_stride
+    x = tl.load(x_ptr + start + channel, mask=inside, other=0.0)
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
+    tl.store(out_ptr + row * WIDTH + channel, _normalise(x, weight, eps, WIDTH), mask=inside)
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: the sum goes into the residual, and its normalised self into `out`. Grid (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < WIDTH
+    x = tl.load(x_ptr + token * x_stride + channel, mask=inside, other=0.0)
+    residual = residual_ptr + token * residual_stride + channel
+    total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + x.to(tl.float32)
+    total = total.to(x.dtype)
+    tl.store(residual, total, mask=inside)
+    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
+    tl.store(out_ptr + token * WIDTH + channel, _normalise(total, weight, eps, WIDTH), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    width = x.shape[-1]
+    if not _covers(x, weight) or width > LARGEST_ROW:
+        return reference.rms_norm(x, weight, eps)
+    heads = x if x.ndim == 3 else x.reshape(-1, 1, width)
+    out = x.new_empty(x.shape)
+    num_tokens, num_heads, _ = heads.shape
+    if out.numel() > 0:
+        block = triton.next_power_of_2(width)
+        rms_norm_kernel[(num_tokens * num_heads,)](
+            heads,
+            weight,
+            out,
+            num_heads,
+            heads.stride(0),
+            heads.stride(1),
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=_num_warps(block),
+        )
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    num_tokens, width = x.shape
+    if not _covers(x, residual, weight) or residual.shape != x.shape or width > LARGEST_ROW:
+        return reference.add_rms_norm(x, residual, weight, eps)
+    out = x.new_empty(x.shape)
+    if out.numel() > 0:
+        block = triton.next_power_of_2(width)
+        add_rms_norm_kernel[(num_tokens,)](
+            x,
+            residual,
+            weight,
+            out,
+            x.stride(0),
+            residual.stride(0),
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            num_warps=_num_warps(block),
+        )
+    return out, residual
+
+
+# ------------------------------------------------------------------------------------------------ rotary embedding
+
+
+@triton.jit
+def _rotate(
+    heads_ptr,
+    head_stride,
+    cos,
+    sin,
+    NUM_HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P2: tl.constexpr,
+):
+    """All heads of one token, in place; as in plain torch every product is rounded before the two are added."""
+    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    head = tl.arange(0, HEADS_P2)[:, None]
+    channel = tl.arange(0, HALF_P2)[None, :]
+    inside = (head < NUM_HEADS) & (channel < HALF)
+    target = heads_ptr + head * head_stride + channel
+    first = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(target + HALF, mask=inside, other=0.0).to(tl.float32)
+    x = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
+    y = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
+    tl.store(target, x.to(dtype), mask=inside)
+    tl.store(target + HALF, y.to(dtype), mask=inside)
+
+
+@triton.jit
+def apply_rope_kernel(
+    q_ptr,
+    k_ptr,
+    position_ptr,
+    cos_sin_ptr,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    num_positions,
+    NUM_HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    KV_HEADS_P2: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_P2: tl.constexpr,
+):
+    """One token, queries and keys. Grid (num_tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    position = tl.load(position_ptr + token)
+    channel = tl.arange(0, HALF_P2)[None, :]
+    angle = position * 2 * HALF + channel
+    # The host would hear of a bad position too late. A NaN does not go unnoticed, and nothing beyond the table is read.
+    known = (channel < HALF) & (angle >= 0) & (angle < num_positions * 2 * HALF)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
+    sin = tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
+    _rotate(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
+    _rotate(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
+
+
+def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    fits = positions.dtype == torch.int64 and positions.is_contiguous() and positions.numel() == num_tokens
+    fits = (
+        fits and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim
+    )
+    if not fits or not _covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
+        return reference.apply_rope(q, k, positions, cos_sin)
+    if num_tokens > 0:
+        heads_p2, half_p2 = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
+        apply_rope_kernel[(num_tokens,)](
+            q,
+            k,
+            positions,
+            cos_sin,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            cos_sin.shape[0],
+            NUM_HEADS=num_heads,
+            HEADS_P2=heads_p2,
+            NUM_KV_HEADS=num_kv_heads,
+            KV_HEADS_P2=triton.next_power_of_2(num_kv_heads),
+            HALF=head_dim // 2,
+            HALF_P2=half_p2,
+            num_warps=_num_warps(2 * heads_p2 * half_p2),
+            # A fused multiply-add would skip the rounding of one product.
+            enable_fp_fusion=False,
+        )
+    return q, k
+
+
+# ------------------------------------------------------------------------------------------------ the gate
+
+
+@triton.jit
+def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of channels of one token. Grid (num_tokens, ceil(SIZE / BLOCK))."""
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < SIZE
+    gate = tl.load(x_ptr + token * x_stride + channel, mask=inside, other=0.0)
+    up = tl.load(x_ptr + token * x_stride + SIZE + channel, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    gate = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    product = (gate.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out_ptr + token * SIZE + channel, product, mask=inside)
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    if not _covers(x):
+        return reference.silu_and_mul(x)
+    num_tokens, width = x.shape
+    size = width // 2
+    out = x.new_empty(num_tokens, size)
+    if out.numel() > 0:
+        block = min(triton.next_power_of_2(size), GATE_BLOCK)
+        silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
+            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=_num_warps(2 * block)
+        )
+    return out

@@ -1,0 +1,96 @@
+"""Makes Triton's interpreter compute with bfloat16 as a GPU does.
+
+NumPy has no bfloat16, so the interpreter (`TRITON_INTERPRET=1`, triton 3.6 to 3.9) keeps such numbers as uint16: their
+bit patterns. Loads, stores and selections do not mind; everything else goes wrong, in silence:
+
+* `tl.dot`, `+`, `*`, `-` and comparisons take the patterns for integers.
+* Rounding float32 to bfloat16 cuts the lower half off, while hardware rounds to the nearest number, ties to even. A
+  NaN whose bits are all in the lower half becomes an infinity.
+* Widening breaks subnormal numbers, and integers and float64 are not converted at all.
+
+`repair` replaces these operations by ones that widen to float32, compute, and round. Not repaired, and not used by the
+kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+def widen(bits: np.ndarray) -> np.ndarray:
+    """float32 numbers from bfloat16 bit patterns (uint16), exactly."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Bit patterns (uint16) of the bfloat16 numbers nearest to float32 ones, ties to even."""
+    bits = values.view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # 64 bits, so that a NaN does not overflow
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def _is_bfloat16(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
+
+
+def _elementwise(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    """An operation on one or two tensors, computed in float32 and rounded once where they are bfloat16."""
+
+    @wraps(original)
+    def operation(self: InterpreterBuilder, *operands: Any) -> TensorHandle:
+        *handles, function = operands
+        if not any(map(_is_bfloat16, handles)):
+            return original(self, *operands)
+        result = original(self, *map(_widened, handles), function)
+        if result.data.dtype != np.float32:  # a comparison
+            return result
+        return TensorHandle(narrow(result.data), tl.bfloat16)
+
+    return operation
+
+
+def _cast(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    @wraps(original)
+    def cast(self: InterpreterBuilder, source: TensorHandle, target: tl.dtype) -> TensorHandle:
+        if _is_bfloat16(source) and target.scalar != tl.bfloat16:
+            source = _widened(source)
+            return source if target.scalar == tl.float32 else original(self, source, target)
+        if target.scalar == tl.bfloat16 and not _is_bfloat16(source):
+            return TensorHandle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+        return original(self, source, target)
+
+    return cast
+
+
+def _dot(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+    @wraps(original)
+    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *others: Any) -> TensorHandle:
+        # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up, too.
+        return original(self, _widened(a), _widened(b), *others)
+
+    return dot
+
+
+REPAIRS: dict[str, Callable[[Callable[..., TensorHandle]], Callable[..., TensorHandle]]] = {
+    "binary_op": _elementwise,
+    "unary_op": _elementwise,
+    "cast_impl": _cast,
+    "create_dot": _dot,
+}
+
+
+@cache
+def repair() -> None:
+    """Repair the interpreter of this process; a second call does nothing."""
+    for name, repaired in REPAIRS.items():
+        setattr(InterpreterBuilder, name, repaired(getattr(InterpreterBuilder, name)))
