@@ -56,6 +56,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    # The first and the third layer have windows. The caps are below what scores and logits reach here.
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 256,
+            "query_pre_attn_scalar": 1600,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 4.0,
+            "sliding_window": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -73,6 +85,8 @@ def make_checkpoint(
     config = getattr(transformers, config_class)(**(TINY | changes))
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Gemma multiplies embeddings with sqrt(hidden_size). With large ones, its tied head would repeat the last token.
+    embedding_deviation = config.hidden_size**-0.5 if config.model_type == "gemma2" else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -80,7 +94,7 @@ def make_checkpoint(
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.3)
             else:
-                parameter.normal_(0, 0.25 if "embed" not in name else 1.0)
+                parameter.normal_(0, 0.25 if "embed" not in name else embedding_deviation)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(folder, max_shard_size=size // shards + 1 if shards > 1 else "50GB")
     make_tokenizer().save(str(folder / "tokenizer.json"))

@@ -7,12 +7,25 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
-# Architecture in config.json -> what sets it apart from Llama.
-SUPPORTED_ARCHITECTURES: dict[str, dict[str, bool]] = {
+# Architecture in config.json -> what sets it apart from Llama; "defaults" are keys that the file may leave out.
+SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
     "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
+    "Gemma2ForCausalLM": {
+        "sliding_window": True,
+        "alternating": True,
+        "activation": ("hidden_activation", "gelu_pytorch_tanh"),
+        "defaults": {
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 4096,
+            "tie_word_embeddings": True,
+        },
+    },
 }
 
 
@@ -26,6 +39,8 @@ class ModelConfig:
 
     Attributes:
         layer_windows: sliding window of each layer in tokens, 0 for full attention.
+        attention_scale: factor on q·k, 0 for the usual `head_dim ** -0.5`.
+        attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
         rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
         eos_token_ids: every id that ends a sequence, from generation_config.json if that names any.
         generation_defaults: sampling values that the checkpoint recommends.
@@ -49,6 +64,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     layer_windows: list[int] = field(default_factory=list)
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -74,16 +92,16 @@ class ModelConfig:
             raise UnsupportedModelError(
                 f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
-        if raw.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModelError(
-                f"hidden_act {raw['hidden_act']!r} is not supported; supported is 'silu'"
-            )
+        traits = SUPPORTED_ARCHITECTURES[architecture]
+        raw = traits.get("defaults", {}) | raw
+        key, activation = traits.get("activation", ("hidden_act", "silu"))
+        if raw.get(key, activation) != activation:
+            raise UnsupportedModelError(f"{key} {raw[key]!r} is not supported; supported is {activation!r}")
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedModelError(
                 f"quantized checkpoints ({method}) are not supported yet; use the original one"
             )
-        traits = SUPPORTED_ARCHITECTURES[architecture]
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw)
         eos = generation.get("eos_token_id", raw.get("eos_token_id"))
@@ -107,7 +125,10 @@ class ModelConfig:
             output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
             mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=traits.get("qk_norm", False),
-            layer_windows=_windows(raw, num_layers) if traits.get("sliding_window") else [0] * num_layers,
+            layer_windows=_windows(raw, num_layers, traits),
+            attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
+            attention_soft_cap=raw.get("attn_logit_softcapping") or 0.0,
+            logit_soft_cap=raw.get("final_logit_softcapping") or 0.0,
             eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
             generation_defaults=_sampling_defaults(generation),
         )
@@ -130,14 +151,17 @@ def _rotary(raw: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     return float(theta), scaling
 
 
-def _windows(raw: dict[str, Any], num_layers: int) -> list[int]:
-    """Sliding window a layer: Mistral has one for all, Qwen only where `layer_types` or `max_window_layers` says."""
+def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:
+    """Sliding window a layer: Mistral has one for all, Gemma 2 one for every other layer from the first, Qwen only
+    where `layer_types` or `max_window_layers` says."""
     window = raw.get("sliding_window") or 0
-    if not raw.get("use_sliding_window", True):
+    if not traits.get("sliding_window") or not raw.get("use_sliding_window", True):
         window = 0
     kinds = raw.get("layer_types")
     if kinds is not None:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    if traits.get("alternating"):
+        return [0 if layer % 2 else window for layer in range(num_layers)]
     first = raw.get("max_window_layers", 0) if "use_sliding_window" in raw else 0
     return [window if layer >= first else 0 for layer in range(num_layers)]
 

@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3): packed tokens in, hidden states out.
+"""Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): packed tokens in, hidden states out.
 
 Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
@@ -94,7 +94,8 @@ class SelfAttention(nn.Module):
             config.head_dim,
         )
         self.window = config.layer_windows[layer] if config.layer_windows else 0
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale or config.head_dim**-0.5
+        self.soft_cap = config.attention_soft_cap
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = Linear(config.hidden_size, width, config.qkv_bias)
         self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias)
@@ -106,7 +107,7 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(q, k, v, self.layer, self.scale, self.window, rotary=rotary)
+        out = attend(q, k, v, self.layer, self.scale, self.window, self.soft_cap, rotary)
         return self.o_proj(out.flatten(1))
 
 
@@ -142,11 +143,15 @@ class DecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
+    embedding_class: type[Embedding] = Embedding
+    layer_class: type[nn.Module] = DecoderLayer
+    norm_class: type[RMSNorm] = RMSNorm
+
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.embed_tokens = self.embedding_class(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_layers))
+        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", rotary_table(config, max_positions), persistent=False)
 
@@ -179,10 +184,12 @@ class LlamaForCausalLM(nn.Module):
         max_positions: length of the rotary table: the longest sequence that will come.
     """
 
+    model_class: type[LlamaModel] = LlamaModel
+
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config, max_positions)
+        self.model = self.model_class(config, max_positions)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.tie_weights()

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.gemma2 import Gemma2ForCausalLM
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 
 
@@ -104,6 +105,10 @@ def fill_dummy_weights(model: LlamaForCausalLM, seed: int) -> None:
             parameter.normal_(0.0, 0.02, generator=generator)
 
 
+# Architectures whose layers differ from Llama's in more than what the configuration says.
+MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {"Gemma2ForCausalLM": Gemma2ForCausalLM}
+
+
 @torch.inference_mode()
 def load_model(
     folder: str | pathlib.Path,
@@ -123,7 +128,7 @@ def load_model(
         CheckpointError: see `load_weights` and `checkpoint_files`.
     """
     with torch.device("meta"):
-        model = LlamaForCausalLM(config, 1)
+        model = MODEL_CLASSES.get(config.architecture, LlamaForCausalLM)(config, 1)
     # What `to_empty` does, without the half second that torch's own way from meta takes to import.
     model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
     if config.tie_word_embeddings:

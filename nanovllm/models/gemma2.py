@@ -1,0 +1,83 @@
+"""Gemma 2 (Gemma Team 2024, arXiv 2408.00118): Llama with bounded scores and logits, and twice as many norms.
+
+What the configuration can say is in `llama.py` already: heads of any size, the factor on the scores and their bound
+(soft cap), a window for every other layer. Here is what the layers themselves do in another way.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.attention.base import Rotary
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import MLP, Embedding, LlamaForCausalLM, LlamaModel, RMSNorm, SelfAttention
+
+
+class Gemma2Embedding(Embedding):
+    """A row of the matrix for every token, times sqrt(hidden_size)."""
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        x = super().forward(token_ids)
+        # The factor is rounded to the model's dtype, as in training.
+        return x * torch.tensor(x.shape[-1] ** 0.5, dtype=x.dtype, device="cpu")
+
+
+class Gemma2RMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), all in float32: in bfloat16, 1 + weight would lose most of a small weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        residual.add_(x)
+        return self(residual), residual
+
+
+class Gemma2MLP(MLP):
+    """GeGLU (Shazeer 2020): down(gelu(gate(x)) * up(x)), with gelu in its tanh approximation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma2DecoderLayer(nn.Module):
+    """Attention and MLP, each on the normalised residual stream, and each normalised again before it is added."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config, layer)
+        self.post_attention_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.pre_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = Gemma2MLP(config)
+        self.post_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, rotary))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class Gemma2Model(LlamaModel):
+    """Embedding, layers, final norm: Llama's, made of the pieces above."""
+
+    embedding_class = Gemma2Embedding
+    layer_class = Gemma2DecoderLayer
+    norm_class = Gemma2RMSNorm
+
+
+class Gemma2ForCausalLM(LlamaForCausalLM):
+    """A decoder-only model over packed tokens, as `LlamaForCausalLM`."""
+
+    model_class = Gemma2Model
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, within `± logit_soft_cap` if there is one."""
+        logits = super().compute_logits(hidden)
+        cap = self.config.logit_soft_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
