@@ -47,6 +47,11 @@ COMMANDS = {
     ),
     "fetch": Command("download a model", "nanovllm.cli:add_fetch_arguments", "nanovllm.cli:run_fetch"),
     "bench": Command("measure speed", "nanovllm.bench:add_arguments", "nanovllm.bench:run"),
+    "kernels": Command(
+        "show what the compiler makes of the GPU kernels",
+        "nanovllm.kernels:add_arguments",
+        "nanovllm.kernels:run",
+    ),
 }
 
 
