@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from nanovllm.bench.suite import Results, Suite
 
 MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
+DEFAULT_REPEATS, DEFAULT_MINUTES = 3, 9.0
 _CUSTOM = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
 
 
@@ -36,7 +37,9 @@ class BenchError(ValueError):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of `bench`."""
     parser.add_argument(
-        "benchmark", choices=["latency", "throughput", "serve", "all"], help="what to measure"
+        "benchmark",
+        choices=["latency", "throughput", "serve", "all", "gpu"],
+        help="what to measure; gpu: prove and measure everything that an NVIDIA GPU is needed for",
     )
     group = parser.add_argument_group("benchmark")
     group.add_argument(
@@ -68,9 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-concurrency", type=int, metavar="N", help="serve: requests at once (default: all)"
     )
     group.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="runs of each (default: %(default)s)"
+        "--repeats",
+        type=int,
+        default=DEFAULT_REPEATS,
+        metavar="N",
+        help="runs of each (default: %(default)s)",
     )
     group.add_argument("--threads", type=int, metavar="N", help="cores an engine computes on (default: all)")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="gpu: the same code on the CPU, with tiny sizes; no measurement",
+    )
+    group.add_argument("--minutes", type=float, metavar="M", help="gpu: how long it may take (default: 9)")
     group.add_argument("--json", metavar="FILE", help="write every run to this file")
     group.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
     EngineConfig.add_arguments(parser)
@@ -81,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     from nanovllm.models.config import UnsupportedModelError
 
     try:
-        return _measure(arguments)
+        return _measure_gpu(arguments) if arguments.benchmark == "gpu" else _measure(arguments)
     except (BenchError, UnsupportedModelError) as error:
         print(f"nanovllm bench: error: {error}", file=sys.stderr)
         return 2
@@ -111,6 +124,30 @@ def _measure(arguments: argparse.Namespace) -> int:
         print(f"nanovllm bench: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _measure_gpu(arguments: argparse.Namespace) -> int:
+    given = [
+        name for name in ("engine", "workload", "threads", *_CUSTOM) if getattr(arguments, name) is not None
+    ]
+    if arguments.repeats != DEFAULT_REPEATS:
+        given.append("repeats")
+    if given:
+        raise BenchError(
+            f"`bench gpu` has no option --{given[0].replace('_', '-')}: it measures the same everywhere"
+        )
+    if EngineConfig.from_arguments(arguments) != EngineConfig():
+        raise BenchError("`bench gpu` chooses the engine's settings itself: leave them out")
+    arguments.minutes = DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
+    if not 0 < arguments.minutes < float("inf"):
+        raise BenchError(f"--minutes must be above 0, got {arguments.minutes}")
+    _check_files(arguments)
+    from nanovllm.bench.gpu import command
+
+    obstacle = None if arguments.dry_run else command.why_no_gpu()
+    if obstacle is not None:
+        raise BenchError(f"{obstacle}; to run the same code on the CPU, without measuring, add --dry-run")
+    return command.run(arguments, _command_line())
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Suite, Results]:
@@ -223,6 +260,9 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace, names: list[str], workloads: list[Workload]) -> int:
     """Refuse what cannot work before anything starts; returns the number of threads."""
+    if arguments.dry_run or arguments.minutes is not None:
+        flag = "--dry-run" if arguments.dry_run else "--minutes"
+        raise BenchError(f"`bench {arguments.benchmark}` has no option {flag}; it belongs to `bench gpu`")
     if arguments.repeats < 1:
         raise BenchError(f"--repeats must be 1 or more, got {arguments.repeats}")
     num_cores = len(usable_cores())
@@ -242,7 +282,11 @@ def _check(arguments: argparse.Namespace, names: list[str], workloads: list[Work
         if not os.access(python, os.X_OK) or pathlib.Path(python).is_dir():
             raise BenchError(f"--vllm-python: {python!r} is not an executable file")
         arguments.vllm_python = os.path.abspath(python)
+    _check_files(arguments)
+    return num_threads
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
     for path in filter(None, (arguments.json, arguments.markdown)):
         if not pathlib.Path(path).absolute().parent.is_dir() or pathlib.Path(path).is_dir():
             raise BenchError(f"cannot write {path!r}: there is no such folder, or it is one")
-    return num_threads

@@ -1,0 +1,80 @@
+"""The engine's greedy tokens, which no device, attention backend or CUDA graph may change in float32."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.bench.gpu.engine import run_requests, start_engine
+from nanovllm.bench.gpu.setting import Row, Setting, reason_of
+from nanovllm.bench.gpu.shapes import TINY, write_checkpoint
+from nanovllm.bench.workloads import BenchRequest
+from nanovllm.config import COURSE_MODEL
+from nanovllm.hub import nanovllm_home
+
+REFERENCE = {"device": "cpu", "attention_backend": "torch"}
+ON_GPU: dict[str, dict[str, Any]] = {
+    "torch attention": {"device": "cuda", "attention_backend": "torch", "enforce_eager": True},
+    "Triton attention": {"device": "cuda", "attention_backend": "triton", "enforce_eager": True},
+    "Triton attention, CUDA graphs": {
+        "device": "cuda",
+        "attention_backend": "triton",
+        "enforce_eager": False,
+    },
+}
+ON_CPU: dict[str, dict[str, Any]] = {
+    "compiled loops": {"device": "cpu", "attention_backend": "cpu"},
+    "Triton attention, interpreted": {"device": "cpu", "attention_backend": "triton"},
+}
+
+
+def tokens(setting: Setting) -> Iterator[Row]:
+    """Compare all variants with torch on the CPU, on a tiny model and, if it is there, on the course model."""
+    variants = ON_CPU if setting.dry_run else ON_GPU
+    with tempfile.TemporaryDirectory() as work:
+        tiny = write_checkpoint(pathlib.Path(work), TINY)
+        lengths, output_len = ((1, 18, 5), 3) if setting.dry_run else ((1, 15, 16, 17, 90, 150, 7, 64), 48)
+        # A small budget: prompts come in chunks, beside requests that decode.
+        budget = {"max_num_batched_tokens": 16 if setting.dry_run else 64, "max_num_seqs": len(lengths)}
+        yield from _compare("tiny model", tiny, variants, lengths, output_len, budget)
+    course = nanovllm_home() / "models" / COURSE_MODEL
+    if setting.dry_run or not (course / "config.json").is_file():
+        reason = "a dry run" if setting.dry_run else f"{course} is not there (`nanovllm fetch` makes it)"
+        yield {"table": "checks", "name": f"greedy tokens, {COURSE_MODEL}", "passed": None, "reason": reason}
+        return
+    yield from _compare(
+        COURSE_MODEL, course, variants, (5, 40, 130), 32, {"max_model_len": 512, "max_num_seqs": 8}
+    )
+
+
+def _compare(
+    model: str,
+    folder: pathlib.Path,
+    variants: dict[str, dict[str, Any]],
+    lengths: tuple[int, ...],
+    output_len: int,
+    options: dict[str, Any],
+) -> Iterator[Row]:
+    draw = random.Random(0)
+    common = {"dtype": "float32", "num_kv_blocks": 128} | options
+    core = start_engine(str(folder), **common, **REFERENCE)
+    vocabulary = core.model_config.vocab_size
+    requests = [
+        BenchRequest([draw.randrange(vocabulary) for _ in range(length)], output_len) for length in lengths
+    ]
+    expected, _ = run_requests(core, requests)
+    for name, variant in variants.items():
+        row: Row = {"table": "checks", "name": f"greedy tokens, {model}: {name} as torch on the CPU"}
+        try:
+            core = start_engine(str(folder), **common, **variant)
+            if core.runner.graphs is None and not variant.get("enforce_eager", True):
+                raise RuntimeError("the engine has recorded no graph")
+            found, _ = run_requests(core, requests)
+        except Exception as error:  # the next variant may tell more
+            yield row | {"passed": False, "reason": reason_of(error)}
+            continue
+        wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+        yield row | {"passed": not wrong} | ({"reason": f"requests {wrong} differ"} if wrong else {})
