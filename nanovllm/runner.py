@@ -5,9 +5,10 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
-import math
+import logging
 import pathlib
-from dataclasses import dataclass
+import time
+from itertools import pairwise
 
 import numpy as np
 import psutil
@@ -21,7 +22,10 @@ from nanovllm.attention.base import (
     get_backend,
     kv_cache_shape,
 )
+from nanovllm.batch import Batch, RequestRows, StepBuffer
 from nanovllm.config import EngineConfig, parse_bytes
+from nanovllm.cuda_graphs import DecodeGraphs, graph_maker, ladder
+from nanovllm.device import MemoryProfile, choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import BlockCopies
 from nanovllm.models.config import ModelConfig
@@ -29,131 +33,12 @@ from nanovllm.models.loader import load_model
 from nanovllm.request import TokenLogprobs
 from nanovllm.sampling import Sampler, SamplingRow, gather_logprobs
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.scheduler import SampledToken, Schedule, ScheduledRequest, StepResult
+from nanovllm.scheduler import SampledToken, Schedule, StepResult
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
 LOGPROB_ROWS = 256
 
-
-class RequestRows:
-    """What the runner remembers of the running requests: a row each in a few arrays that live as long as it does.
-
-    A schedule names only what is new (tokens, blocks); the rows put it after what they have.
-    """
-
-    def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
-        self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
-        self.params: dict[str, SamplingParams] = {}
-        self.row_of: dict[str, int] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-
-    def remove(self, request_id: str) -> None:
-        """Forget a request that ended or lost its blocks."""
-        self._free_rows.append(self.row_of.pop(request_id))
-        del self.params[request_id]
-
-    def update(self, scheduled: ScheduledRequest) -> int:
-        """Take over what is new about a request; returns its row.
-
-        Raises:
-            InvariantError: it is admitted twice, or tokens that it builds on never came.
-        """
-        request_id = scheduled.request_id
-        new_tokens, blocks = scheduled.new_token_ids, scheduled.new_block_ids
-        if scheduled.sampling_params is not None:
-            if request_id in self.row_of:
-                raise InvariantError(f"{request_id} is admitted, and was not removed before")
-            row = self.row_of[request_id] = self._free_rows.pop()
-            self.params[request_id] = scheduled.sampling_params
-            self.num_tokens[row] = self.num_blocks[row] = 0
-            self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
-        else:
-            row = self.row_of[request_id]
-        start, first = int(self.num_tokens[row]), int(self.num_blocks[row])
-        known = start + len(new_tokens)
-        if scheduled.start + scheduled.num_tokens > known:
-            raise InvariantError(
-                f"{request_id} shall compute up to token {scheduled.start + scheduled.num_tokens}, {known} are known"
-            )
-        self.token_ids[row, start:known] = new_tokens
-        self.block_tables[row, first : first + len(blocks)] = blocks
-        self.num_tokens[row] = known
-        self.num_blocks[row] = first + len(blocks)
-        return row
-
-
-class StepBuffer:
-    """An array in host memory and its twin on the device, made once: every step writes into the same place.
-
-    On the CPU the two are one. A CUDA graph reads from fixed addresses, which is why the twin never moves.
-    """
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.array = self.host.numpy()
-        self.device = self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
-
-    def upload(self, count: int) -> Tensor:
-        """The first `count` entries on the device."""
-        if self.device is not self.host:
-            self.device[:count].copy_(self.host[:count], non_blocking=True)
-        return self.device[:count]
-
-
-@dataclass
-class Batch:
-    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers: building the next
-    batch overwrites them.
-
-    Attributes:
-        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
-        input_ids, positions: `[num_tokens]` int64, packed.
-    """
-
-    rows: np.ndarray
-    num_scheduled: np.ndarray
-    input_ids: Tensor
-    positions: Tensor
-    metadata: AttentionMetadata
-
-
-def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is a CUDA GPU if torch sees one.
-
-    Raises:
-        ValueError: CUDA is asked for and is not there.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA GPU; use --device cpu")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto" is bfloat16 where the hardware multiplies it, else float16 on a GPU and
-    float32 on a CPU."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        # Older GPUs can emulate bfloat16, which costs more than it saves.
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if native else torch.float16
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
-    return (
-        torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
-    )
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take host memory only page by page, as they are written: a pool that is never full stays small.
-    (`torch.zeros` writes all of them at once; the operating system's own zero pages cost nothing.)"""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(data).view(dtype).view(shape)
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -179,28 +64,41 @@ class ModelRunner:
         self.sampler = Sampler()
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []
+        self.make_graph = graph_maker(self.device, self.backend, config.enforce_eager)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Make the KV caches, one tensor a layer, and the buffers; `config.max_request_tokens` is known now."""
-        model, config = self.model_config, self.config
-        shape = (model.num_kv_heads, config.block_size, model.head_dim)
-        self.kv_caches = [
-            zeros(kv_cache_shape(num_blocks, *shape), self.dtype, self.device)
-            for _ in range(model.num_layers)
-        ]
-        self.host_caches = [
-            zeros(kv_cache_shape(num_host_blocks, *shape), self.dtype, torch.device("cpu"))
-            for _ in range(model.num_layers if num_host_blocks else 0)
-        ]
-        max_blocks = -(-config.max_request_tokens // config.block_size)
-        self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
-        tokens, seqs = config.token_budget, config.max_num_seqs
+        """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
+
+        Raises:
+            ValueError: the GPU has not enough memory.
+        """
+        config = self.config
+        with out_of_memory("the KV cache", "num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
+            self.kv_caches = self._make_caches(num_blocks, self.device)
+            self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
+            max_blocks = -(-config.max_request_tokens // config.block_size)
+            self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
+            self._make_buffers(config.token_budget, max_blocks)
+            self.graphs = None
+            if self.make_graph is not None:
+                self.graphs = self._capture_graphs()
+
+    def _make_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
+        """One tensor a layer; none for no blocks."""
+        model = self.model_config
+        shape = kv_cache_shape(num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
+        return [zeros(shape, self.dtype, device) for _ in range(model.num_layers if num_blocks else 0)]
+
+    def _make_buffers(self, tokens: int, max_blocks: int) -> None:
+        """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
+        seqs = self.config.max_num_seqs
         self._input_ids = StepBuffer((tokens,), torch.int64, self.device)
         self._positions = StepBuffer((tokens,), torch.int64, self.device)
         self._slot_mapping = StepBuffer((tokens,), torch.int64, self.device)
         self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
         self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
         self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
+        self._last_rows = StepBuffer((seqs,), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -220,6 +118,11 @@ class ModelRunner:
         max_seq_len = int(seq_lens.max())
         width = -(-max_seq_len // size)
 
+        due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
+        graph_size = 0
+        if self.graphs is not None and num_tokens == num_seqs:  # one token of each
+            graph_size = self.graphs.size_for(num_seqs)
+
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the GPU may not have fetched the last step's numbers yet
         self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
@@ -228,24 +131,37 @@ class ModelRunner:
         self._query_start_loc.array[1 : num_seqs + 1] = ends
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        return self._upload(rows, counts, num_tokens, max_seq_len)
-
-    def _upload(self, rows: np.ndarray, counts: np.ndarray, num_tokens: int, max_seq_len: int) -> Batch:
-        num_seqs = len(rows)
-        metadata = AttentionMetadata(
-            query_start_loc=self._query_start_loc.upload(num_seqs + 1),
-            seq_lens=self._seq_lens.upload(num_seqs),
-            block_tables=self._block_tables.upload(num_seqs),
-            slot_mapping=self._slot_mapping.upload(num_tokens),
-            max_query_len=int(counts.max()),
-            max_seq_len=max_seq_len,
-        )
-        batch = Batch(
-            rows, counts, self._input_ids.upload(num_tokens), self._positions.upload(num_tokens), metadata
-        )
+        self._last_rows.array[: len(due)] = ends[due] - 1
+        if graph_size:
+            self._pad(num_seqs, graph_size)
+            num_seqs = num_tokens = graph_size
+        self._upload(num_seqs, num_tokens)
+        last_rows = self._last_rows.upload(len(due))
         if self._uploaded is not None:
             self._uploaded.record()
-        return batch
+        inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
+        return Batch(rows, counts, due, *inputs, last_rows, graph_size)
+
+    def _upload(self, num_seqs: int, num_tokens: int) -> None:
+        for buffer in (self._input_ids, self._positions, self._slot_mapping):
+            buffer.upload(num_tokens)
+        for buffer in (self._seq_lens, self._block_tables):
+            buffer.upload(num_seqs)
+        self._query_start_loc.upload(num_seqs + 1)
+
+    def _inputs(
+        self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Token ids, positions and metadata of a step: views of the device's buffers, as they are at this moment."""
+        metadata = AttentionMetadata(
+            query_start_loc=self._query_start_loc.device[: num_seqs + 1],
+            seq_lens=self._seq_lens.device[:num_seqs],
+            block_tables=self._block_tables.device[:num_seqs],
+            slot_mapping=self._slot_mapping.device[:num_tokens],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        return self._input_ids.device[:num_tokens], self._positions.device[:num_tokens], metadata
 
     # ---------------------------------------------------------------- one step
 
@@ -263,30 +179,30 @@ class ModelRunner:
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
         batch = self.build_batch(schedule)
-        with forward_context(ForwardContext(self.backend, self.kv_caches, batch.metadata)):
-            hidden = self.model(batch.input_ids, batch.positions)
+        hidden = self._forward(batch)
         result = StepResult()
         self._sample(schedule, batch, hidden, result)
         self._prompt_logprobs(schedule, batch, hidden, result)
         return result
 
+    def _forward(self, batch: Batch) -> Tensor:
+        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call."""
+        if batch.graph_size:
+            assert self.graphs is not None
+            self.graphs.replay(batch.graph_size)
+            return self._hidden[: len(batch.rows)]
+        with forward_context(ForwardContext(self.backend, self.kv_caches, batch.metadata)):
+            return self.model(batch.input_ids, batch.positions)
+
     def _sample(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
-        """Requests that have caught up with their tokens get a new one; only their last row becomes logits."""
-        ends = np.cumsum(batch.num_scheduled)
-        due = [
-            (scheduled, int(row), int(end) - 1)
-            for scheduled, row, end in zip(schedule.requests, batch.rows, ends, strict=True)
-            if scheduled.start + scheduled.num_tokens == self.rows.num_tokens[row]
-        ]
-        if not due:
+        """Requests that are due get a new token; only their last row becomes logits."""
+        if not len(batch.due):
             return
-        last_rows = torch.tensor([index for _, _, index in due], device=self.device)
-        logits = self.model.compute_logits(hidden[last_rows] if len(due) < len(hidden) else hidden)
-        token_ids, logprobs = self.sampler.sample(
-            logits, [self._sampling_row(s.request_id, row) for s, row, _ in due]
-        )
-        for (scheduled, _, _), token_id, entry in zip(due, token_ids, logprobs, strict=True):
-            result.sampled[scheduled.request_id] = SampledToken(token_id, entry)
+        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due]
+        logits = self.model.compute_logits(hidden[batch.last_rows] if len(due) < len(hidden) else hidden)
+        token_ids, logprobs = self.sampler.sample(logits, [self._sampling_row(*pair) for pair in due])
+        for (request_id, _), token_id, entry in zip(due, token_ids, logprobs, strict=True):
+            result.sampled[request_id] = SampledToken(token_id, entry)
 
     def _sampling_row(self, request_id: str, row: int) -> SamplingRow:
         params = self.rows.params[request_id]
@@ -302,10 +218,12 @@ class ModelRunner:
     def _copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
         if not copies:
             return
-        from_blocks, to_blocks = (torch.tensor(ids) for ids in zip(*copies, strict=True))
+        from_blocks, to_blocks = (
+            torch.tensor(ids, pin_memory=caches[0].is_cuda).to(caches[0].device, non_blocking=True)
+            for ids, caches in zip(zip(*copies, strict=True), (source, target), strict=True)
+        )
         for source_cache, target_cache in zip(source, target, strict=True):
-            moved = source_cache[from_blocks.to(source_cache.device)]
-            target_cache[to_blocks.to(target_cache.device)] = moved.to(target_cache.device)
+            target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 
     def _prompt_logprobs(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
         """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
@@ -325,6 +243,45 @@ class ModelRunner:
                     entries += gather_logprobs(logits, part, [count] * len(part))
                 result.prompt_logprobs[scheduled.request_id] = entries
             first += scheduled.num_tokens
+
+    # ---------------------------------------------------------------- CUDA graphs
+
+    def _pad(self, first: int, end: int) -> None:
+        """Let the rows `first : end` be sequences of one token, which is written nowhere and sees nothing."""
+        self._input_ids.array[first:end] = 0
+        self._positions.array[first:end] = 0
+        self._slot_mapping.array[first:end] = -1
+        self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self._seq_lens.array[first:end] = 0
+
+    def _decode(self, size: int) -> Tensor:
+        """Hidden states of the `size` requests in the buffers, one token each: what a graph records. So it makes
+        everything of buffers that never move, and knows no length."""
+        input_ids, positions, metadata = self._inputs(size, size, 1, self.config.max_request_tokens)
+        with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
+            return self._hidden[:size].copy_(self.model(input_ids, positions))
+
+    def _graph_sizes(self) -> list[int]:
+        return ladder(min(self.config.max_num_seqs, self.config.token_budget))
+
+    def _empty_graphs(self) -> DecodeGraphs:
+        """No graph yet, and buffers full of padding to record with."""
+        assert self.make_graph is not None
+        most = self._graph_sizes()[-1]
+        shape = (most, self.model_config.hidden_size)
+        self._hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._pad(0, most)
+        self._upload(most, most)
+        return DecodeGraphs(self.make_graph, self._decode)
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs:
+        graphs, start = self._empty_graphs(), time.perf_counter()
+        for size in reversed(self._graph_sizes()):
+            graphs.capture(size)
+        seconds, most = time.perf_counter() - start, graphs.sizes[-1]
+        logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), most, seconds)
+        return graphs
 
     # ---------------------------------------------------------------- memory
 
@@ -348,8 +305,8 @@ class ModelRunner:
         else:
             budget = self._free_memory()
             # Nobody asked for memory beyond what all running requests fill at their longest.
-            longest = config.max_model_len or self.model_config.max_position_embeddings
-            count = min(budget // size, config.max_num_seqs * -(-longest // config.block_size))
+            longest = -(-self._longest_request() // config.block_size)
+            count = min(budget // size, config.max_num_seqs * longest)
         if count < 1:
             raise ValueError(
                 f"no KV block of {size} bytes fits into {max(0, budget)} bytes: "
@@ -357,9 +314,76 @@ class ModelRunner:
             )
         return count
 
+    def _longest_request(self) -> int:
+        positions = self.model_config.max_position_embeddings
+        return min(self.config.max_model_len or positions, positions)
+
     def _free_memory(self) -> int:
         """Bytes that the KV pool may take if nobody says how many, once the weights are loaded."""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            return int(free - total * (1 - self.config.gpu_memory_utilization))
-        return min(psutil.virtual_memory().available // 4, 4 * 2**30)
+        if self.device.type != "cuda":
+            return min(psutil.virtual_memory().available // 4, 4 * 2**30)
+        with out_of_memory("the largest step", "max_num_batched_tokens or max_num_seqs"):
+            profile = self._profile_memory()
+        share = self.config.gpu_memory_utilization
+        left = profile.left(share)
+        logger.info(
+            "GPU memory: %.2f GiB, of which %.0f %% may be used: %s; that leaves %.2f GiB for the KV pool",
+            profile.total / 2**30, 100 * share, profile, left / 2**30,
+        )  # fmt: skip
+        return left
+
+    def _profile_memory(self) -> MemoryProfile:
+        """Run the largest step that there can be, record two graphs, and see what that takes."""
+        torch.cuda.empty_cache()
+        weights = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._run_largest_step()
+        # What stays allocated (buffers, workspaces of libraries) is in use from now on.
+        activations = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        free, total = self._free_and_total()
+        graphs = self._graph_memory() if self.make_graph is not None else 0
+        return MemoryProfile(total, total - free, weights, activations, graphs)
+
+    def _free_and_total(self) -> tuple[int, int]:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """As many tokens as a step may have, of as many requests as there may be, every one of which samples. All read
+        one block of zeros, and write nothing."""
+        config, longest = self.config, self._longest_request()
+        budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
+        num_seqs = min(config.max_num_seqs, budget)
+        counts = np.full(num_seqs, min(budget // num_seqs, longest))
+        # The rest of the budget goes to the first request, which has the longest prompt then.
+        counts[0] = min(longest, counts[0] + budget % num_seqs)
+        num_tokens, most = int(counts.sum()), int(counts.max())
+        self.kv_caches = self._make_caches(1, self.device)
+        self._make_buffers(budget, -(-longest // config.block_size))
+        self._slot_mapping.array[:] = -1
+        self._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
+        self._seq_lens.array[:num_seqs] = counts
+        self._upload(num_seqs, num_tokens)
+        input_ids, positions, metadata = self._inputs(num_seqs, num_tokens, most, most)
+        with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
+            hidden = self.model(input_ids, positions)
+        params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
+        row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)
+        self.sampler.sample(self.model.compute_logits(hidden[:num_seqs]), [row] * num_seqs)
+
+    @torch.inference_mode()
+    def _graph_memory(self) -> int:
+        """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of
+        the others as the second."""
+        sizes = self._graph_sizes()
+        free = [self._free_and_total()[0]]
+        graphs = self._empty_graphs()
+        largest_two = sizes[:-3:-1]
+        self._decode(largest_two[-1])  # what this compiles and loads, no further graph does again
+        for size in largest_two:
+            graphs.capture(size)
+            free.append(self._free_and_total()[0])
+        largest, *others = (before - after for before, after in pairwise(free))
+        return largest + sum(others) * (len(sizes) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from typing import Any
 
@@ -16,6 +17,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.config import EngineConfig
+from nanovllm.cuda_graphs import ladder
+from nanovllm.device import MemoryProfile
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
@@ -30,6 +33,8 @@ GREEDY = SamplingParams(temperature=0)
 
 class BareRunner(ModelRunner):
     """A runner without weights: enough to build batches and to reckon with memory."""
+
+    make_graph = None
 
     def __init__(self, config: EngineConfig, device: str = "cpu") -> None:
         self.config = config
@@ -128,7 +133,8 @@ def test_batches_of_random_schedules(
         now = [t.data_ptr() for t in (batch.input_ids, batch.positions, batch.metadata.block_tables)]
         assert addresses in (None, now), "a buffer moved"
         addresses = now
-        due = [r for r in plan.requests if not scheduler.requests[r.request_id].num_missing_tokens]
+        ends = {r.request_id: r.start + r.num_tokens for r in plan.requests}
+        due = [r for r in plan.requests if ends[r.request_id] == scheduler.requests[r.request_id].num_tokens]
         caught_up = [
             r.request_id
             for r, row in zip(plan.requests, batch.rows, strict=True)
@@ -374,12 +380,113 @@ def test_number_of_blocks_by_default(monkeypatch) -> None:
 
 def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
-    runner = BareRunner(EngineConfig(gpu_memory_utilization=0.75), "cuda")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * size, 200 * size))
-    assert runner.num_blocks_that_fit() == 30
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40 * size, 200 * size))
+    config = EngineConfig(gpu_memory_utilization=0.75)
+    runner = BareRunner(config, "cuda")
+
+    def with_use(in_use: int) -> int:
+        profile = MemoryProfile(200 * size, in_use * size, 50 * size, activations=8 * size, graphs=2 * size)
+        monkeypatch.setattr(runner, "_profile_memory", lambda: profile)
+        return runner.num_blocks_that_fit()
+
+    assert with_use(60) == 150 - 60 - 8 - 2
+    config.max_num_seqs = 1
+    assert with_use(60) == 256 // config.block_size, "no more than one request can fill"
     with pytest.raises(ValueError, match="into 0 bytes: raise kv_cache_memory or gpu_memory_utilization"):
+        with_use(140)
+
+
+@pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
+def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
+    runner = BareRunner(EngineConfig(**told), "cuda")
+    monkeypatch.setattr(runner, "_profile_memory", lambda: pytest.fail("measured, though it was told"))
+    assert runner.num_blocks_that_fit() > 0
+
+
+def test_where_the_memory_went(monkeypatch, caplog) -> None:
+    runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
+    profile = MemoryProfile(100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
+    monkeypatch.setattr(runner, "_profile_memory", lambda: profile)
+    with caplog.at_level(logging.INFO):
+        assert runner._free_memory() == 24 * gib
+    assert (
+        "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
+        "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
+    ) in caplog.text
+
+
+def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None:
+    def fail(*arguments: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner = BareRunner(EngineConfig(), "cuda")
+    monkeypatch.setattr(runner, "_profile_memory", fail)
+    with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
         runner.num_blocks_that_fit()
+    monkeypatch.setattr(nanovllm.runner, "zeros", fail)
+    with pytest.raises(ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"):
+        runner.allocate(10**9)
+
+
+class FakeMemory:
+    """Stands for torch's and CUDA's counters. Free memory falls by what each call of `graphs` is to take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: list[int]) -> None:
+        self.free, self.allocated = list(free), [700, 750]
+        answers = {
+            "empty_cache": lambda: None,
+            "synchronize": lambda device: None,
+            "reset_peak_memory_stats": lambda device: None,
+            "memory_allocated": lambda device: self.allocated.pop(0),
+            "max_memory_allocated": lambda device: 1000,
+            "mem_get_info": lambda device: (self.free.pop(0), 10_000),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+
+
+class NoGraph:
+    """Does not even run."""
+
+    def capture(self, work: Any, pool: Any) -> Any:
+        return work
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "rows"),
+    [
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 16}, 16, 3),  # 6, 5 and 5
+        (
+            {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 4},
+            12,
+            3,
+        ),  # no longer than allowed
+        ({"max_num_seqs": 1, "max_num_batched_tokens": 999}, 256, 1),
+        ({"max_num_seqs": 2, "enable_chunked_prefill": False, "max_model_len": 100}, 200, 2),
+    ],
+)
+def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
+    """The profile's step is as large as a step can be, is a step that a backend accepts, and is accounted for."""
+    config = EngineConfig(dtype="float32", block_size=4, **options)
+    runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
+    runner.backend, runner.make_graph = TorchBackend(), NoGraph
+    shapes: list[int] = []
+    forward, compute_logits = runner.model.forward, runner.model.compute_logits
+    monkeypatch.setattr(
+        runner.model, "forward", lambda ids, places: shapes.append(len(ids)) or forward(ids, places)
+    )
+    monkeypatch.setattr(
+        runner.model, "compute_logits", lambda hidden: shapes.append(len(hidden)) or compute_logits(hidden)
+    )
+    # After the step; before the graphs; after the largest; after the next.
+    FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
+    profile = runner._profile_memory()
+    assert shapes[:2] == [tokens, rows]
+    assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
+    graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
+    assert profile == MemoryProfile(10_000, 1000, 700, 1000 - 750, graphs)
+    runner.make_graph = None
+    FakeMemory(monkeypatch, [9000])
+    assert runner._profile_memory().graphs == 0
 
 
 def test_no_block_fits() -> None:
@@ -394,8 +501,13 @@ def test_no_block_fits() -> None:
 def test_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
-    with pytest.raises(ValueError, match="no CUDA GPU; use --device cpu"):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with pytest.raises(ValueError, match=r"no CUDA GPU: see whether `nvidia-smi`.*use --device cpu"):
         choose_device("cuda")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(ValueError, match=r"torch \S+ is built without CUDA: .*use --device cpu"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto").type == choose_device("cuda").type == "cuda"
     assert choose_device("cpu").type == "cpu"
@@ -430,3 +542,18 @@ def test_dtype_of_a_gpu_that_only_emulates_bfloat16(monkeypatch) -> None:
     assert choose_dtype("auto", torch.device("cuda")) is torch.float16
     emulates[False] = True
     assert choose_dtype("auto", torch.device("cuda")) is torch.bfloat16
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)])
+def test_bfloat16_on_an_old_gpu(monkeypatch, capability) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    gpu = torch.device("cuda")
+    assert choose_dtype("half", gpu) is torch.float16 and choose_dtype("float", gpu) is torch.float32
+    if capability < (8, 0):
+        with pytest.raises(ValueError, match=r"capability 7.5, and bfloat16 needs 8.0 .*: use --dtype half"):
+            choose_dtype("bfloat16", gpu)
+    else:
+        assert choose_dtype("bfloat16", gpu) is torch.bfloat16
+    monkeypatch.setattr(torch.version, "cuda", None)  # AMD counts capabilities in its own way
+    assert choose_dtype("bfloat16", gpu) is torch.bfloat16

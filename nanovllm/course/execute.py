@@ -20,6 +20,8 @@ from nbformat import NotebookNode
 
 from nanovllm.course.notebook import CourseError
 
+GPU_TAG = "gpu"
+
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -27,7 +29,8 @@ _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def run(path: Path, root: Path, timeout: int) -> bool:
-    """Run a lecture from top to bottom and save it normalised.
+    """Run a lecture from top to bottom and save it normalised. A cell with the tag "gpu" in its metadata is run only
+    where torch sees a GPU; elsewhere it keeps its outputs.
 
     Args:
         path: the notebook; its code runs in its folder.
@@ -94,6 +97,8 @@ def _execute(
     with client.setup_kernel(env=environment):
         for index, cell in enumerate(notebook.cells):
             runs += cell.cell_type == "code"
+            if GPU_TAG in cell.metadata.get("tags", []) and not _sees_gpu():
+                continue
             place = f"{path.relative_to(root).as_posix()}: cell {index + 1} (In [{runs}])"
             try:
                 client.execute_cell(cell, index)
@@ -103,6 +108,12 @@ def _execute(
                 raise CourseError(f"{place}: took longer than {timeout} s") from None
             except DeadKernelError:
                 raise CourseError(f"{place}: the kernel died") from None
+
+
+def _sees_gpu() -> bool:
+    import torch  # slow, and most lectures need not ask
+
+    return torch.cuda.is_available()
 
 
 def _failure(place: str, error: CellExecutionError) -> str:
