@@ -25,7 +25,8 @@ class RequestRows:
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_known = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known, and the one that is pending
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
@@ -51,19 +52,20 @@ class RequestRows:
                 raise InvariantError(f"{request_id} is admitted, and was not removed before")
             row = self.row_of[request_id] = self._free_rows.pop()
             self.params[request_id] = scheduled.sampling_params
-            self.num_tokens[row] = self.num_blocks[row] = 0
+            self.num_known[row] = self.num_blocks[row] = 0
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
         else:
             row = self.row_of[request_id]
-        start, first = int(self.num_tokens[row]), int(self.num_blocks[row])
+        start, first = int(self.num_known[row]), int(self.num_blocks[row])
         known = start + len(new_tokens)
-        if scheduled.start + scheduled.num_tokens > known:
+        if scheduled.start + scheduled.num_tokens > known + scheduled.last_is_pending:
             raise InvariantError(
                 f"{request_id} shall compute up to token {scheduled.start + scheduled.num_tokens}, {known} are known"
             )
         self.token_ids[row, start:known] = new_tokens
         self.block_tables[row, first : first + len(blocks)] = blocks
-        self.num_tokens[row] = known
+        self.num_known[row] = known
+        self.num_tokens[row] = known + scheduled.last_is_pending
         self.num_blocks[row] = first + len(blocks)
         return row
 
@@ -96,6 +98,7 @@ class Batch:
         due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
         input_ids, positions: `[num_tokens]` int64, packed; padded to `graph_size` where that is above 0.
         last_rows: `[num_due]` int64, the last token of each request that is due.
+        due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
         graph_size: the batch size of the CUDA graph that computes this step; 0 if none does.
     """
 
@@ -106,4 +109,5 @@ class Batch:
     positions: Tensor
     metadata: AttentionMetadata
     last_rows: Tensor
+    due_rows: Tensor
     graph_size: int = 0

@@ -96,6 +96,10 @@ class EngineConfig:
     attention_backend: Literal["auto", "torch", "cpu", "triton"] = _option(
         "auto", "who computes attention (auto: triton on a GPU, compiled loops on a CPU)"
     )
+    async_scheduling: bool | None = _option(
+        None,
+        "prepare the next step while a GPU computes one (default: on a GPU; on a CPU it would only delay)",
+    )
     enforce_eager: bool = _option(
         False, "on a GPU, launch every kernel of a decode step from Python instead of replaying a CUDA graph"
     )
@@ -134,6 +138,8 @@ class EngineConfig:
         for f in dataclasses.fields(self):
             if isinstance(f.default, bool) and not isinstance(getattr(self, f.name), bool):
                 raise ValueError(f"{f.name} must be True or False, got {getattr(self, f.name)!r}")
+        if self.async_scheduling not in (None, True, False):
+            raise ValueError(f"async_scheduling must be True, False or None, got {self.async_scheduling!r}")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -189,9 +195,10 @@ class EngineConfig:
         for f in dataclasses.fields(cls):
             flag, hint = "--" + f.name.replace("_", "-"), hints[f.name]
             options: dict[str, Any] = {"dest": f.name, "default": f.default, "help": f.metadata["help"]}
-            if f.default is not None and hint is not bool:
+            is_switch = hint in (bool, bool | None)
+            if f.default is not None and not is_switch:
                 options["help"] += " (default: %(default)s)"
-            if hint is bool:
+            if is_switch:
                 options["action"] = argparse.BooleanOptionalAction
             elif f.name in choices:
                 options["choices"] = choices[f.name]

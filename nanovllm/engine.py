@@ -6,6 +6,8 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
 from nanovllm.hub import resolve_model
@@ -17,8 +19,18 @@ from nanovllm.processor import EngineLimits
 from nanovllm.recorder import StepRecorder
 from nanovllm.request import EngineOutput, EngineRequest, Request
 from nanovllm.runner import ModelRunner
-from nanovllm.scheduler import Scheduler
-from nanovllm.trace import Trace
+from nanovllm.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.trace import StepRecord, Trace
+
+
+@dataclass
+class StepUnderWay:
+    """A step that was launched: its plan, what waits for its results, and its record if anybody watches."""
+
+    plan: Schedule
+    wait: Callable[[], StepResult]
+    record: StepRecord | None
+    start: float
 
 
 class EngineCore:
@@ -51,6 +63,9 @@ class EngineCore:
         if self.trace is not None:
             self.trace.settings["model"] = config.model
         self._open_books(num_blocks, num_host_blocks)
+        if config.async_scheduling is None:
+            config.async_scheduling = self.runner.device.type != "cpu"
+        self._under_way: StepUnderWay | None = None
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
         self.num_steps = 0
         self._num_added = 0
@@ -115,12 +130,19 @@ class EngineCore:
         aborted = self.scheduler.abort(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
-            if not self.has_unfinished:  # no step may ever come to tell of it
+        if (
+            aborted and not self.has_unfinished
+        ):  # no step may ever come: to take results, or to tell of the end
+            self._take_results()
+            if self._recorder is not None:
                 self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
         return aborted
 
     def step(self) -> list[EngineOutput]:
-        """Compute one step for the requests that the scheduler picks; returns the news. Without requests: nothing.
+        """Launch one step for the requests that the scheduler picks; returns the news. Without requests: nothing.
+
+        With `async_scheduling` the news are those of the step before: a GPU computes the new one meanwhile, and while the
+        caller deals with the news. A request that has ended may then be computed once more, for nothing.
 
         Whatever breaks a step off (an error, Ctrl-C) is raised. What the step had written by then is anybody's guess,
         so all requests are lost and no cached prefix is trusted; new requests can be added as before.
@@ -134,32 +156,46 @@ class EngineCore:
             raise
 
     def _step(self) -> list[EngineOutput]:
+        if self._under_way is not None and self.scheduler.waits_for_tokens:
+            return self._take_results()
         start = time.perf_counter() - self._started
         plan = self.scheduler.schedule()
         if plan.empty:
+            if self._under_way is not None:
+                return self._take_results()  # it is their turn, and they need what is under way
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
-        if self._recorder is not None:
-            record = self._recorder.begin(plan, self.num_steps, start)
-        result = self.runner.execute(plan)
-        outputs = self.scheduler.update(plan, result)
-        if self._recorder is not None:
-            duration = time.perf_counter() - self._started - start
-            self._recorder.finish(record, duration, result, outputs)
+        record = self._recorder.begin(plan, self.num_steps, start) if self._recorder is not None else None
+        launched = StepUnderWay(plan, self.runner.launch(plan), record, start)
         self.num_steps += 1
+        outputs = self._take_results()
+        self._under_way = launched
+        if not self.config.async_scheduling or not self.scheduler.has_unfinished:
+            outputs += self._take_results()
+        return outputs
+
+    def _take_results(self) -> list[EngineOutput]:
+        """Wait for the step under way, if there is one, and take over what it sampled."""
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return []
+        result = step.wait()
+        outputs = self.scheduler.update(step.plan, result)
+        if self._recorder is not None and step.record is not None:
+            duration = time.perf_counter() - self._started - step.start
+            self._recorder.finish(step.record, duration, result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs
 
     def _start_over(self) -> None:
+        self._under_way = None
         lost = list(self.scheduler.requests)
         for request_id in list(self.runner.rows.row_of):
             self.runner.rows.remove(request_id)
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         if self._recorder is not None:
-            self._recorder.scheduler = self.scheduler
-            for request_id in lost:
-                self._recorder.ended(request_id, "error")
+            self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -45,8 +45,12 @@ class LLMEngine:
         """
         text, requests = self.input_processor.process(request_id, prompt, params, priority)
         self.output_processor.add(request_id, text, requests)
-        for request in requests:
-            self.core.add_request(request)
+        try:
+            for request in requests:
+                self.core.add_request(request)
+        except ValueError:
+            self.abort_request(request_id)
+            raise
 
     def abort_request(self, request_id: str) -> None:
         """End a request; no further output comes for it."""

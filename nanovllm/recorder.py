@@ -29,6 +29,7 @@ class StepRecorder:
         }
         self._arrived: dict[str, int] = {}
         self._ended: dict[str, str] = {}
+        self._begun: list[StepRecord] = []
 
     def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
         """A request was queued; the next record says so."""
@@ -46,7 +47,10 @@ class StepRecorder:
             start: when it began, in seconds (or simulated units) since the trace began.
         """
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        return StepRecord(
+        # The next step may begin before this one is finished: what has happened until now belongs to this one.
+        arrived, self._arrived = self._arrived, {}
+        ended, self._ended = self._ended, {}
+        record = StepRecord(
             step=step,
             start=start,
             duration=0.0,
@@ -61,11 +65,11 @@ class StepRecorder:
                 )
                 for r in plan.requests
             ],
-            arrived=self._arrived,
+            arrived=arrived,
             admitted=plan.admitted,
             resumed=plan.resumed,
             preempted=plan.preempted,
-            finished=self._ended,
+            finished=ended,
             swap_out=plan.swap_out,
             swap_in=plan.swap_in,
             blocked_by=plan.blocked_by,
@@ -76,18 +80,30 @@ class StepRecorder:
             num_blocks=pool.num_blocks,
             num_evictions=pool.num_evictions,
         )
+        self._begun.append(record)
+        return record
 
     def finish(
         self, record: StepRecord, duration: float, result: StepResult, outputs: list[EngineOutput]
     ) -> None:
-        """Add what the step sampled and who ended with it, and write the record."""
+        """Add what the step sampled and who ended with it, and write the record. Steps finish in the order in which
+        they began."""
+        self._begun.remove(record)
         record.duration = duration
         for request in record.requests:
             token = result.sampled.get(request.request_id)
             request.sampled = [token.token_id] if token else []
         record.finished |= {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
-        self._arrived, self._ended = {}, {}
         self.trace.record(record)
+
+    def start_over(self, scheduler: Scheduler, lost: list[str]) -> None:
+        """The steps that had begun broke off, and these requests with them; the next record says so."""
+        for record in reversed(self._begun):
+            self._arrived = record.arrived | self._arrived
+            self._ended = record.finished | self._ended
+        self._begun = []
+        self._ended |= dict.fromkeys(lost, "error")
+        self.scheduler = scheduler
 
     def flush(self, step: int, start: float) -> None:
         """Write the ends since the last step, if any, as a record without requests: no step may ever follow.

@@ -7,7 +7,8 @@ The life of a request's tokens, as half-open intervals over `token_ids`:
 
 The scheduler's one rule is to move `num_computed_tokens` towards `num_tokens`. A prompt that is being read, a
 token that was just sampled, a prefix found in the cache and a request that was thrown out and starts again are
-all this rule at different distances.
+all this rule at different distances. While a step runs, `num_pending_tokens` more are on their way, which may be scheduled
+before anybody has seen them.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # -1: not admitted yet
         self.num_sent_tokens = 0  # how many of token_ids the runner has been told
+        self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
         self.finish_reason: str | None = None
@@ -86,13 +88,13 @@ class Request:
 
     @property
     def num_missing_tokens(self) -> int:
-        """Tokens that are known but whose keys and values are not computed yet."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens, known or pending, whose keys and values are not computed yet."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def in_prefill(self) -> bool:
         """True while more than the newest token has to be computed."""
-        return self.num_missing_tokens > 1 or self.num_output_tokens == 0
+        return self.num_missing_tokens > 1 or self.num_output_tokens + self.num_pending_tokens == 0
 
     def __repr__(self) -> str:
         return (

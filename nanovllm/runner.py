@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import pathlib
 import time
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -31,7 +32,7 @@ from nanovllm.kv.manager import BlockCopies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.request import TokenLogprobs
-from nanovllm.sampling import Sampler, SamplingRow, gather_logprobs
+from nanovllm.sampling import Sampler, SamplingRow, start_logprobs, upload
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import SampledToken, Schedule, StepResult
 
@@ -99,6 +100,10 @@ class ModelRunner:
         self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
         self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
         self._last_rows = StepBuffer((seqs,), torch.int64, self.device)
+        # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
+        self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
+        self._due_rows = StepBuffer((seqs,), torch.int64, self.device)
+        self._pending = StepBuffer((2, seqs), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -132,15 +137,22 @@ class ModelRunner:
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
         self._last_rows.array[: len(due)] = ends[due] - 1
+        self._due_rows.array[: len(due)] = rows[due]
+        pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
+        self._pending.array[0, : len(pending)] = ends[pending] - 1
+        self._pending.array[1, : len(pending)] = rows[pending]
         if graph_size:
             self._pad(num_seqs, graph_size)
             num_seqs = num_tokens = graph_size
         self._upload(num_seqs, num_tokens)
-        last_rows = self._last_rows.upload(len(due))
+        last_rows, due_rows = self._last_rows.upload(len(due)), self._due_rows.upload(len(due))
+        if len(pending):
+            places, sources = self._pending.upload(2)[:, : len(pending)]
+            self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
         inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
-        return Batch(rows, counts, due, *inputs, last_rows, graph_size)
+        return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
     def _upload(self, num_seqs: int, num_tokens: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
@@ -165,9 +177,17 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- one step
 
-    @torch.inference_mode()
     def execute(self, schedule: Schedule) -> StepResult:
-        """Run one step: move blocks, build the batch, run the model, sample.
+        """Run one step, and wait for what it samples; see `launch`."""
+        return self.launch(schedule)()
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        """Start one step: move blocks, build the batch, run the model, sample. Nothing waits for a GPU: the next step
+        may be launched before this one has ended, with tokens that only the device knows (`last_is_pending`).
+
+        Returns:
+            A function that waits for the results.
 
         Raises:
             InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
@@ -180,10 +200,9 @@ class ModelRunner:
             self.rows.remove(request_id)
         batch = self.build_batch(schedule)
         hidden = self._forward(batch)
-        result = StepResult()
-        self._sample(schedule, batch, hidden, result)
-        self._prompt_logprobs(schedule, batch, hidden, result)
-        return result
+        sampled = self._sample(schedule, batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
+        return lambda: StepResult(sampled(), prompt_logprobs())
 
     def _forward(self, batch: Batch) -> Tensor:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call."""
@@ -194,15 +213,24 @@ class ModelRunner:
         with forward_context(ForwardContext(self.backend, self.kv_caches, batch.metadata)):
             return self.model(batch.input_ids, batch.positions)
 
-    def _sample(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
+    def _sample(
+        self, schedule: Schedule, batch: Batch, hidden: Tensor
+    ) -> Callable[[], dict[str, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not len(batch.due):
-            return
+            return dict
         due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due]
         logits = self.model.compute_logits(hidden[batch.last_rows] if len(due) < len(hidden) else hidden)
-        token_ids, logprobs = self.sampler.sample(logits, [self._sampling_row(*pair) for pair in due])
-        for (request_id, _), token_id, entry in zip(due, token_ids, logprobs, strict=True):
-            result.sampled[request_id] = SampledToken(token_id, entry)
+        tokens, arrive = self.sampler.start(logits, [self._sampling_row(*pair) for pair in due])
+        self._newest.index_copy_(0, batch.due_rows, tokens)
+
+        def wait() -> dict[str, SampledToken]:
+            return {
+                request_id: SampledToken(token_id, entry)
+                for (request_id, _), token_id, entry in zip(due, *arrive(), strict=True)
+            }
+
+        return wait
 
     def _sampling_row(self, request_id: str, row: int) -> SamplingRow:
         params = self.rows.params[request_id]
@@ -225,24 +253,28 @@ class ModelRunner:
         for source_cache, target_cache in zip(source, target, strict=True):
             target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 
-    def _prompt_logprobs(self, schedule: Schedule, batch: Batch, hidden: Tensor, result: StepResult) -> None:
+    def _prompt_logprobs(
+        self, schedule: Schedule, batch: Batch, hidden: Tensor
+    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
         """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
         first = 0
+        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
         for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
             count = self.rows.params[scheduled.request_id].prompt_logprobs
             # The hidden state at position p predicts position p + 1, which must still be of the prompt.
             last = min(scheduled.start + scheduled.num_tokens, int(self.rows.num_prompt_tokens[row]) - 1)
             if count is not None and last > scheduled.start:
-                targets = torch.from_numpy(
-                    self.rows.token_ids[row, scheduled.start + 1 : last + 1].astype(np.int64)
-                )
-                entries: list[TokenLogprobs] = []
+                targets = self.rows.token_ids[row, scheduled.start + 1 : last + 1]
+                parts = arrivals[scheduled.request_id] = []
                 for i in range(0, len(targets), LOGPROB_ROWS):
-                    part = targets[i : i + LOGPROB_ROWS].to(self.device)
+                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
                     logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
-                    entries += gather_logprobs(logits, part, [count] * len(part))
-                result.prompt_logprobs[scheduled.request_id] = entries
+                    parts.append(start_logprobs(logits, part, [count] * len(part)))
             first += scheduled.num_tokens
+        return lambda: {
+            request_id: [entry for arrive in parts for entry in arrive()]
+            for request_id, parts in arrivals.items()
+        }
 
     # ---------------------------------------------------------------- CUDA graphs
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -65,13 +65,35 @@ def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: to
     return tensor.to(device, non_blocking=True)
 
 
-def fetch(*tensors: Tensor) -> list[list[float]]:
-    """The numbers of some tensors, each flattened, in one copy, so that one waits for the device only once.
+def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
+    """Send for the numbers of some tensors, each flattened, in one copy. They travel as float64, which holds every
+    float32 and every token id.
 
-    They travel as float64, which holds every float32 and every token id.
+    Returns:
+        A function that waits until they are here, and for nothing that the device was given to do afterwards.
     """
-    numbers = iter(torch.cat([tensor.flatten().double() for tensor in tensors]).tolist())
-    return [list(islice(numbers, tensor.numel())) for tensor in tensors]
+    sent = torch.cat([tensor.flatten().double() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    here = sent
+    arrived = None
+    if sent.is_cuda:
+        here = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+        here.copy_(sent, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> list[list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        numbers = iter(here.tolist())
+        return [list(islice(numbers, size)) for size in sizes]
+
+    return wait
+
+
+def fetch(*tensors: Tensor) -> list[list[float]]:
+    """The numbers of some tensors, each flattened, once the device has computed them."""
+    return start_fetch(*tensors)()
 
 
 def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
@@ -318,13 +340,18 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
     return (block * DRAW_BLOCK + token).clamp(max=vocab_size - 1)
 
 
-def gather_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+def start_logprobs(
+    logits: Tensor, chosen: Tensor, counts: Sequence[int]
+) -> Callable[[], list[TokenLogprobs]]:
     """Log-probabilities of chosen and likeliest tokens.
 
     Args:
         logits: `[num_rows, vocab_size]` before any of the sampling options.
         chosen: `[num_rows]` int64.
         counts: how many of the likeliest tokens each row wants.
+
+    Returns:
+        A function that waits for them.
     """
     logprobs = logits.float().log_softmax(dim=1)
     own = logprobs.gather(1, chosen.unsqueeze(1))
@@ -333,18 +360,28 @@ def gather_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> li
     # what the neighbours want.
     groups = {count: [i for i, other in enumerate(counts) if other == count] for count in set(counts) - {0}}
     tops = [pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()]
-    ids, values, places, *top = fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
-    entries = [
-        TokenLogprobs([int(token)], [value], int(rank))
-        for token, value, rank in zip(ids, values, places, strict=True)
-    ]
-    for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
-        width = len(top_ids) // len(same)
-        for place, i in enumerate(same):
-            mine = slice(place * width, (place + 1) * width)
-            entries[i].token_ids += map(int, top_ids[mine])
-            entries[i].logprobs += top_values[mine]
-    return entries
+    arrive = start_fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
+
+    def wait() -> list[TokenLogprobs]:
+        ids, values, places, *top = arrive()
+        entries = [
+            TokenLogprobs([int(token)], [value], int(rank))
+            for token, value, rank in zip(ids, values, places, strict=True)
+        ]
+        for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
+            width = len(top_ids) // len(same)
+            for place, i in enumerate(same):
+                mine = slice(place * width, (place + 1) * width)
+                entries[i].token_ids += map(int, top_ids[mine])
+                entries[i].logprobs += top_values[mine]
+        return entries
+
+    return wait
+
+
+def gather_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
+    """The same at once."""
+    return start_logprobs(logits, chosen, counts)()
 
 
 class Sampler:
@@ -353,25 +390,39 @@ class Sampler:
     def sample(
         self, logits: Tensor, rows: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Next token and, where asked for, log-probabilities.
+        """Next tokens and log-probabilities at once; see `start`."""
+        return self.start(logits, rows)[1]()
+
+    def start(
+        self, logits: Tensor, rows: Sequence[SamplingRow]
+    ) -> tuple[Tensor, Callable[[], tuple[list[int], list[TokenLogprobs | None]]]]:
+        """Choose the next tokens, without waiting for the device.
 
         Args:
             logits: `[num_rows, vocab_size]`; may be changed.
             rows: one a row of logits.
 
         Returns:
-            Token ids, and `TokenLogprobs` or None a row. Log-probabilities are those of the model itself, before
-            temperature, penalties and truncation, as in vLLM.
+            The tokens, `[num_rows]` int64 on the device, from which the next step can go on; and a function that waits
+            for token ids and, where asked for, `TokenLogprobs` (else None) a row. Log-probabilities are those of the
+            model itself, before temperature, penalties and truncation, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None  # a copy
         tokens = self.choose(logits, rows)
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+        tokens_arrive, logprobs_arrive = start_fetch(tokens), None
         if raw is not None:
             counts = [rows[i].params.logprobs or 0 for i in wants]
-            for i, entry in zip(wants, gather_logprobs(raw, pick(tokens, wants), counts), strict=True):
+            logprobs_arrive = start_logprobs(raw, pick(tokens, wants), counts)
+
+        def wait() -> tuple[list[int], list[TokenLogprobs | None]]:
+            [ids] = tokens_arrive()
+            logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+            for i, entry in zip(wants, logprobs_arrive() if logprobs_arrive else [], strict=True):
                 logprobs[i] = entry
-        return tokens.tolist(), logprobs
+            return [int(token) for token in ids], logprobs
+
+        return tokens, wait
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the device."""

@@ -21,6 +21,8 @@ class ScheduledRequest:
     Attributes:
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
+        samples: the step samples a token for it.
+        last_is_pending: the last token to compute is the one that the step before samples; nobody knows it yet.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None says "you know it".
     """
 
@@ -31,6 +33,8 @@ class ScheduledRequest:
     new_block_ids: list[int]
     sampling_params: SamplingParams | None = None
     num_prompt_tokens: int = 0
+    samples: bool = False
+    last_is_pending: bool = False
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Scheduler:
     There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
     step moves the first towards the second. A request samples a token whenever the two meet.
 
+    The next step may be scheduled while one runs: the token that the running one will sample then counts as pending.
+
     All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
     preempted is always the last of the running ones, and one that was thrown out is again first in line.
 
@@ -107,6 +113,7 @@ class Scheduler:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._removed_ids: list[str] = []
+        self._steps_under_way: list[Schedule] = []
 
     # ---------------------------------------------------------------- in and out
 
@@ -117,7 +124,8 @@ class Scheduler:
             ValueError: its id is in use, or it could not run even if it were alone.
         """
         limit = self.config.max_request_tokens
-        if request.request_id in self.requests:
+        computed = (scheduled for plan in self._steps_under_way for scheduled in plan.requests)
+        if request.request_id in {*self.requests, *(scheduled.request_id for scheduled in computed)}:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not 0 < request.num_tokens < limit:
             raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
@@ -151,7 +159,8 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it stands, between two steps. False if it has ended already."""
+        """End a request wherever it stands. False if it has ended already. A step under way may still write to its
+        blocks; whoever gets them writes later."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -159,6 +168,12 @@ class Scheduler:
         return True
 
     # ---------------------------------------------------------------- one step
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if nothing should be scheduled before pending tokens have come back: someone's next token depends on
+        which ones came before, beyond what the model sees."""
+        return any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
 
     def schedule(self) -> Schedule:
         """Decide the next step, and count its tokens as computed."""
@@ -174,6 +189,8 @@ class Scheduler:
                 self._continue_running(plan, self.running)
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
+        if not plan.empty:
+            self._steps_under_way.append(plan)
         return plan
 
     def _budget(self, plan: Schedule) -> int:
@@ -181,6 +198,8 @@ class Scheduler:
 
     def _share(self, request: Request, plan: Schedule) -> int:
         """Tokens of the request that this step may compute."""
+        if request.num_pending_tokens and self._is_complete(request, request.num_pending_tokens):
+            return 0  # what is on its way is the last one
         wanted, budget = request.num_missing_tokens, self._budget(plan)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
@@ -197,6 +216,8 @@ class Scheduler:
             if share == 0:
                 continue
             while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
+                if plan.empty and self._steps_under_way:
+                    return  # their results may free blocks; and a plan that throws out and computes nothing is not run
                 victim = self.running[-1]
                 self._preempt(victim, plan)
                 if victim is request:
@@ -227,7 +248,9 @@ class Scheduler:
             return "max_num_seqs"
         if self._budget(plan) <= 0:
             return "max_num_batched_tokens"
-        if self.config.batching_policy == "static" and any(r.num_output_tokens > 1 for r in self.running):
+        if self.config.batching_policy == "static" and any(
+            r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
+        ):
             return "static batch"  # the batch has begun to decode: it takes nobody until all have ended
         return ""
 
@@ -256,31 +279,36 @@ class Scheduler:
 
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
         first = request.num_sent_tokens == 0
-        plan.requests.append(
-            ScheduledRequest(
-                request.request_id,
-                request.num_computed_tokens,
-                share,
-                request.token_ids[request.num_sent_tokens :],
-                list(new_blocks),
-                request.sampling_params if first else None,
-                request.num_prompt_tokens if first else 0,
-            )
-        )
-        request.num_sent_tokens = request.num_tokens
         before = request.num_computed_tokens
         request.num_computed_tokens += share
+        scheduled = ScheduledRequest(
+            request.request_id,
+            before,
+            share,
+            request.token_ids[request.num_sent_tokens :],
+            list(new_blocks),
+            request.sampling_params if first else None,
+            request.num_prompt_tokens if first else 0,
+            samples=request.num_missing_tokens == 0,
+            last_is_pending=request.num_computed_tokens > request.num_tokens,
+        )
+        plan.requests.append(scheduled)
+        request.num_sent_tokens = request.num_tokens
+        request.num_pending_tokens += scheduled.samples
         self.manager.publish(request, before)
 
     # ---------------------------------------------------------------- after the step
 
     def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
-        """Take over what the step sampled; end those that are done. Requests aborted meanwhile are passed over."""
+        """Take over what the step sampled; end those that are done. Requests that have ended meanwhile are passed
+        over. Steps come back in the order in which they were scheduled."""
+        self._steps_under_way = [step for step in self._steps_under_way if step is not plan]
         outputs = []
         for scheduled in plan.requests:
             request = self.requests.get(scheduled.request_id)
             if request is None:
                 continue
+            request.num_pending_tokens -= scheduled.samples
             sampled = result.sampled.get(scheduled.request_id)
             prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
             if sampled is None and prompt_logprobs is None:
@@ -293,6 +321,7 @@ class Scheduler:
             )
             if sampled is not None:
                 request.token_ids.append(sampled.token_id)
+                self._publish_pending(request)
                 output.new_token_ids = [sampled.token_id]
                 output.logprobs = [sampled.logprobs] if sampled.logprobs else None
                 self._check_stop(request, sampled.token_id)
@@ -301,18 +330,27 @@ class Scheduler:
         return outputs
 
     def _check_stop(self, request: Request, token_id: int) -> None:
-        params = request.sampling_params
-        assert params.max_tokens is not None, "the front end fills max_tokens in"
-        if request.num_output_tokens >= params.min_tokens:
+        if request.num_output_tokens >= request.sampling_params.min_tokens:
             if token_id in request.eos_token_ids:
                 return self._finish(request, "stop")
             if token_id in request.stop_token_ids:
                 return self._finish(request, "stop", stop_reason=token_id)
-        if (
-            request.num_output_tokens >= params.max_tokens
-            or request.num_tokens >= self.config.max_request_tokens
-        ):
+        if self._is_complete(request):
             self._finish(request, "length")
+
+    def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
+        """True if the request has, with so many more tokens, as many as it may have."""
+        max_tokens = request.sampling_params.max_tokens
+        assert max_tokens is not None, "the front end fills max_tokens in"
+        return (
+            request.num_output_tokens + num_pending >= max_tokens
+            or request.num_tokens + num_pending >= self.config.max_request_tokens
+        )
+
+    def _publish_pending(self, request: Request) -> None:
+        """A token has come back whose keys and values a step under way computes: its block may be full by now."""
+        if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
+            self.manager.publish(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
 
@@ -351,7 +389,7 @@ class Scheduler:
         assert len(queued) == len(self.requests), "a request stands in no queue, or in two"
         for request in queued:
             assert self.requests[request.request_id] is request and request in self._queue_of(request)
-            assert request.num_computed_tokens <= request.num_tokens, f"computed the unknown: {request}"
+            assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
             assert (request.status is RequestStatus.RUNNING) == (request.request_id in self.manager.tables)
             assert (request.status is RequestStatus.SWAPPED) == (
                 request.request_id in self.manager.host_tables

@@ -36,6 +36,10 @@ class ContentRunner:
         self.host: dict[tuple[int, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
+        self.sampled: dict[
+            str, int
+        ] = {}  # request id -> its last token, which may be needed before it is sent
+        self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
 
     def execute(self, schedule: Schedule) -> StepResult:
         """Move blocks, write what is new, check everything that is read, sample."""
@@ -43,12 +47,20 @@ class ContentRunner:
         self._copy(schedule.swap_in, self.host, self.device)
         for request_id in schedule.removed_ids:
             del self.tokens[request_id], self.tables[request_id]
+            self.ahead.discard(request_id)
         written: set[tuple[int, int]] = set()
         for scheduled in schedule.requests:
             if scheduled.sampling_params is not None:
                 assert scheduled.request_id not in self.tokens, "admitted twice"
                 self.tokens[scheduled.request_id], self.tables[scheduled.request_id] = [], []
-            self.tokens[scheduled.request_id] += scheduled.new_token_ids
+            tokens = self.tokens[scheduled.request_id]
+            if scheduled.request_id in self.ahead:
+                assert tokens.pop() == scheduled.new_token_ids[0], "another token than was sampled"
+                self.ahead.remove(scheduled.request_id)
+            tokens += scheduled.new_token_ids
+            if scheduled.last_is_pending:
+                tokens.append(self.sampled[scheduled.request_id])
+                self.ahead.add(scheduled.request_id)
             self.tables[scheduled.request_id] += scheduled.new_block_ids
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
                 slot = self._slot(scheduled.request_id, position)
@@ -63,7 +75,9 @@ class ContentRunner:
                 assert found == self._content(scheduled.request_id, position), (
                     f"wrong content at position {position}"
                 )
-            if end == len(tokens):
+            assert scheduled.samples == (end == len(tokens))
+            if scheduled.samples:
+                self.sampled[scheduled.request_id] = next_token(tokens)
                 result.sampled[scheduled.request_id] = SampledToken(next_token(tokens))
         return result
 

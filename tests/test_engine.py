@@ -435,30 +435,33 @@ def test_abort_in_every_state(checkpoint: str, state: str, n: int) -> None:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "async"])
 def test_a_step_that_breaks_off_leaves_a_sound_engine(
-    checkpoint: str, error: type[BaseException], where: str
+    checkpoint: str, error: type[BaseException], where: str, overlap: bool
 ) -> None:
     """What the step was to write is never found in the prefix cache, and the runner has forgotten everybody."""
-    llm = engine(checkpoint)
+    llm = engine(checkpoint, async_scheduling=overlap)
     runner, calls = llm.engine.core.runner, []
-    execute = runner.execute
+    launch = runner.launch
 
     def breaks(plan: Any) -> Any:
         calls.append(plan)
         if len(calls) == 1 and where == "before":
             raise error
-        result = execute(plan)
-        if len(calls) == 2:
+        wait = launch(plan)
+
+        def broken() -> Any:
             for cache in runner.kv_caches:
                 cache.fill_(3.0)
             raise error
-        return result
 
-    runner.execute = breaks
+        return broken if len(calls) == 2 else wait
+
+    runner.launch = breaks
     with pytest.raises(error):
         llm.generate([prompt(50), prompt(20, 9)], GREEDY, use_tqdm=False)
     assert_nothing_left(llm)
-    runner.execute = execute
+    runner.launch = launch
     outputs = ask(llm, [prompt(50), prompt(20, 9)])
     assert [o.num_cached_tokens for o in outputs] == [0, 0]
     assert [o.outputs[0].token_ids for o in outputs] == [
@@ -547,7 +550,7 @@ def test_closing_writes_the_ends_of_a_step_that_broke_off(checkpoint: str, tmp_p
     def breaks(plan: Any) -> Any:
         raise RuntimeError
 
-    llm.engine.core.runner.execute = breaks
+    llm.engine.core.runner.launch = breaks
     with pytest.raises(RuntimeError):
         ask(llm, prompt(20))
     llm.engine.core.close()
@@ -644,8 +647,8 @@ def test_swapping_needs_swap_space(checkpoint: str) -> None:
 
 def test_attention_backends_are_those_that_exist() -> None:
     assert EngineConfig.choices()["attention_backend"] == ("auto", *BACKENDS)
-    with pytest.raises(ValueError, match="must be one of auto, torch, cpu; got 'triton'"):
-        EngineConfig(attention_backend="triton")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be one of auto, torch, cpu, triton; got 'flash'"):
+        EngineConfig(attention_backend="flash")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])
@@ -749,7 +752,7 @@ def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     parser = argparse.ArgumentParser()
     EngineConfig.add_arguments(parser)
     flag = "--" + field.name.replace("_", "-")
-    if isinstance(field.default, bool):
+    if field.type in ("bool", "bool | None"):
         value = not field.default
         arguments = [flag if value else flag.replace("--", "--no-")]
     else:

@@ -29,6 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cpu backend": {"attention_backend": "cpu"},
     "priority": {"scheduling_policy": "priority", "priorities": True},
     "one at a time": {"max_num_seqs": 1},
+    "async scheduling": {"async_scheduling": True},
     "n": {"n": 3},
     "reverse": {"reverse": True},
 }

@@ -30,67 +30,6 @@ MAX_SPLITS = 64
 FUSED = {"enable_fp_fusion": True}
 
 
-class Hardware(NamedTuple):
-    """What decides about tiles: multiprocessors of the GPU, shared memory that one program may use (bytes), and threads
-    of a warp (64 on AMD)."""
-
-    num_processors: int
-    shared_memory: int
-    warp_size: int = 32
-
-    @classmethod
-    @cache
-    def of(cls, device: torch.device) -> Hardware:
-        """The numbers of a device; on a CPU, where kernels are interpreted, those of an H100."""
-        if device.type == "cpu":
-            return cls(132, 227 * 1024)
-        properties = torch.cuda.get_device_properties(device)
-        shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-        return cls(properties.multi_processor_count, shared, properties.warp_size)
-
-
-class Tiles(NamedTuple):
-    """How a kernel is cut: rows of queries and number of keys in a tile, warps of a program, stages of its pipeline."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-    def shared_memory(self, channels: int, itemsize: int) -> int:
-        """Bytes that the compiler will need, at most. A tile of keys and values is loaded two stages after the entry of
-        the block table that says where it lies; Hopper's matrix instructions read one more while it is replaced."""
-        num_buffers = self.num_stages // 2 + (self.rows >= 64)
-        return (self.rows + num_buffers * 2 * self.keys) * channels * itemsize + 3072
-
-
-def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
-    """Tiles for programs of which none has more than `max_rows` rows of queries to serve.
-
-    Few rows wait for memory: the 16 rows that a matrix instruction takes at least, and many keys in flight. Many rows
-    compute: four warps for 64 rows, as Hopper's matrix instruction wants them. All of these fit into the registers of
-    sm_80, sm_90 and gfx942, which `nanovllm kernels` shows.
-    """
-    channels = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
-        return Tiles(16, 64 if channels <= 64 else 16, 4, 3)
-    rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
-    if hardware.warp_size == 64:
-        return Tiles(rows, max(32, 4096 // channels), 4, 2)
-    keys = max(32, (4096 if rows == 64 else 8192) // channels)
-    tiles = Tiles(rows, keys, 8 if rows == 128 or (rows == 64 and channels > 128) else 4, 5)
-    while tiles.shared_memory(channels, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
-        tiles = tiles._replace(num_stages=tiles.num_stages - 2)
-    return tiles
-
-
-def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
-    """Parts of each decode's context: enough programs for many rounds on every multiprocessor, so that the last round,
-    which is never full, weighs little. It depends on nothing that changes while a CUDA graph is replayed."""
-    wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
-    return min(triton.next_power_of_2(wanted), MAX_SPLITS)
-
-
 def write_kv_cache(
     q: Tensor,
     k: Tensor,
@@ -130,6 +69,67 @@ def write_kv_cache(
             num_warps=2,
             **FUSED,
         )
+
+
+class Hardware(NamedTuple):
+    """What decides about tiles: multiprocessors of the GPU, shared memory that one program may use (bytes), and threads
+    of a warp (64 on AMD)."""
+
+    num_processors: int
+    shared_memory: int
+    warp_size: int = 32
+
+    @classmethod
+    @cache
+    def of(cls, device: torch.device) -> Hardware:
+        """The numbers of a device; on a CPU, where kernels are interpreted, those of an H100."""
+        if device.type == "cpu":
+            return cls(132, 227 * 1024)
+        properties = torch.cuda.get_device_properties(device)
+        shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+        return cls(properties.multi_processor_count, shared, properties.warp_size)
+
+
+def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
+    """Parts of each decode's context: enough programs for many rounds on every multiprocessor, so that the last round,
+    which is never full, weighs little. It depends on nothing that changes while a CUDA graph is replayed."""
+    wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
+    return min(triton.next_power_of_2(wanted), MAX_SPLITS)
+
+
+class Tiles(NamedTuple):
+    """How a kernel is cut: rows of queries and number of keys in a tile, warps of a program, stages of its pipeline."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    def shared_memory(self, channels: int, itemsize: int) -> int:
+        """Bytes that the compiler will need, at most. A tile of keys and values is loaded two stages after the entry of
+        the block table that says where it lies; Hopper's matrix instructions read one more while it is replaced."""
+        num_buffers = self.num_stages // 2 + (self.rows >= 64)
+        return (self.rows + num_buffers * 2 * self.keys) * channels * itemsize + 3072
+
+
+def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
+    """Tiles for programs of which none has more than `max_rows` rows of queries to serve.
+
+    Few rows wait for memory: the 16 rows that a matrix instruction takes at least, and many keys in flight. Many rows
+    compute: four warps for 64 rows, as Hopper's matrix instruction wants them. All of these fit into the registers of
+    sm_80, sm_90 and gfx942, which `nanovllm kernels` shows.
+    """
+    channels = triton.next_power_of_2(head_dim)
+    if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
+        return Tiles(16, 64 if channels <= 64 else 16, 4, 3)
+    rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
+    if hardware.warp_size == 64:
+        return Tiles(rows, max(32, 4096 // channels), 4, 2)
+    keys = max(32, (4096 if rows == 64 else 8192) // channels)
+    tiles = Tiles(rows, keys, 8 if rows == 128 or (rows == 64 and channels > 128) else 4, 5)
+    while tiles.shared_memory(channels, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
+        tiles = tiles._replace(num_stages=tiles.num_stages - 2)
+    return tiles
 
 
 def paged_attention(

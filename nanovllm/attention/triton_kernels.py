@@ -1,9 +1,9 @@
 """Triton kernels of paged attention: one that writes the cache, one for decodes, one for everything else.
 
-Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
-
 `cache[num_blocks, 2, num_kv_heads, block_size, head_dim]` is one layer's cache. Offsets of blocks and tokens are in 64
 bits: a large GPU's cache has more than 2^31 elements.
+
+Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,14 @@ from nanovllm.ops.triton_support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
+
+
+@triton.jit
+def _rotate(first, second, cos, sin):
+    """Turn pairs of channels by an angle, in float32."""
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
 
 
 @triton.jit
@@ -72,14 +80,6 @@ def write_kv_kernel(
         target += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
         tl.store(target, tl.load(value, mask=inside), mask=inside)
         tl.store(target + half, tl.load(value + half, mask=inside), mask=inside)
-
-
-@triton.jit
-def _rotate(first, second, cos, sin):
-    """Turn pairs of channels by an angle, in float32."""
-    x = first.to(tl.float32)
-    y = second.to(tl.float32)
-    return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
 
 
 @triton.jit
@@ -195,6 +195,15 @@ def _attend(
 
 
 @triton.jit
+def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
+    """(first position that a decode reads, positions in a part): whole tiles, as even as they can be."""
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
+    return first, tl.cdiv(tl.cdiv(seq_len - first, NUM_SPLITS), TILE_KEYS) * TILE_KEYS
+
+
+@triton.jit
 def decode_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -252,15 +261,6 @@ def decode_attention_kernel(
                 part_row = (seq * NUM_SPLITS + split) * GROUP * NUM_KV_HEADS
                 tl.store(partial_ptr + part_row * HEAD_DIM + cell, out, mask=mine)
                 tl.store(log_weight_ptr + part_row + head * GROUP + member, log_weight, mask=member < GROUP)
-
-
-@triton.jit
-def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first position that a decode reads, positions in a part): whole tiles, as even as they can be."""
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
-    return first, tl.cdiv(tl.cdiv(seq_len - first, NUM_SPLITS), TILE_KEYS) * TILE_KEYS
 
 
 @triton.jit

@@ -109,7 +109,8 @@ class KVCacheManager:
         return new_blocks
 
     def publish(self, request: Request, num_before: int) -> None:
-        """Let others find the blocks that became full since `num_before` tokens were computed.
+        """Let others find the blocks that became full since `num_before` tokens were computed. A block with a token
+        that is still pending has no name yet.
 
         The step that fills a block may be about to run: every layer writes all keys and values of a step before it
         reads any, so a request later in the same step may already count on the block.
@@ -117,7 +118,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         table, hashes = self.tables[request.request_id], self.block_hashes(request)
-        for i in range(num_before // self.block_size, request.num_computed_tokens // self.block_size):
+        num_named = min(request.num_computed_tokens, request.num_tokens)
+        for i in range(num_before // self.block_size, num_named // self.block_size):
             self.pool.publish(table[i], hashes[i])
 
     def free(self, request: Request) -> None:

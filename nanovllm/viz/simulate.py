@@ -159,9 +159,4 @@ class _Simulation:
 
     def _sample(self, plan: Schedule) -> StepResult:
         """What the runner would return: a token for each request that has caught up with its known tokens."""
-        caught_up = (
-            r.request_id
-            for r in plan.requests
-            if not self.scheduler.requests[r.request_id].num_missing_tokens
-        )
-        return StepResult({request_id: SampledToken(SAMPLED_TOKEN) for request_id in caught_up})
+        return StepResult({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})
