@@ -5,8 +5,10 @@ from __future__ import annotations
 import pathlib
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 from nanovllm.bench.gpu.engine import run_requests, start_engine
 from nanovllm.bench.gpu.setting import Row, Setting, reason_of
@@ -14,6 +16,9 @@ from nanovllm.bench.gpu.shapes import TINY, write_checkpoint
 from nanovllm.bench.workloads import BenchRequest
 from nanovllm.config import COURSE_MODEL
 from nanovllm.hub import nanovllm_home
+from nanovllm.request import EngineRequest
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Schedule, StepResult
 
 REFERENCE = {"device": "cpu", "attention_backend": "torch"}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -24,9 +29,16 @@ ON_GPU: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
         "enforce_eager": False,
     },
+    "Triton attention, CUDA graphs, each step waited for": {
+        "device": "cuda",
+        "attention_backend": "triton",
+        "enforce_eager": False,
+        "async_scheduling": False,
+    },
 }
 ON_CPU: dict[str, dict[str, Any]] = {
     "compiled loops": {"device": "cpu", "attention_backend": "cpu"},
+    "compiled loops, a step ahead": {"device": "cpu", "attention_backend": "cpu", "async_scheduling": True},
     "Triton attention, interpreted": {"device": "cpu", "attention_backend": "triton"},
 }
 
@@ -40,6 +52,7 @@ def tokens(setting: Setting) -> Iterator[Row]:
         # A small budget: prompts come in chunks, beside requests that decode.
         budget = {"max_num_batched_tokens": 16 if setting.dry_run else 64, "max_num_seqs": len(lengths)}
         yield from _compare("tiny model", tiny, variants, lengths, output_len, budget)
+        yield _never_waits(tiny, setting.dry_run)
     course = nanovllm_home() / "models" / COURSE_MODEL
     if setting.dry_run or not (course / "config.json").is_file():
         reason = "a dry run" if setting.dry_run else f"{course} is not there (`nanovllm fetch` makes it)"
@@ -48,6 +61,39 @@ def tokens(setting: Setting) -> Iterator[Row]:
     yield from _compare(
         COURSE_MODEL, course, variants, (5, 40, 130), 32, {"max_model_len": 512, "max_num_seqs": 8}
     )
+
+
+def _never_waits(folder: pathlib.Path, dry_run: bool) -> Row:
+    """Whether launching steps, whatever their requests ask of sampling, leaves the GPU alone until it has finished."""
+    row: Row = {"table": "checks", "name": "launching a step waits for nothing"}
+    if dry_run:
+        return row | {"passed": None, "reason": "a dry run"}
+    core = start_engine(str(folder), device="cuda", num_kv_blocks=128, max_num_seqs=8)
+    launch = core.runner.launch
+
+    def watched(plan: Schedule) -> Callable[[], StepResult]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    core.runner.launch = watched  # type: ignore[assignment]
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 1},
+        {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0, "repetition_penalty": 1.2, "logit_bias": {5: 2.0}, "min_tokens": 3},
+    ]
+    for index, option in enumerate(options):
+        params = SamplingParams(max_tokens=8, ignore_eos=True, **option)
+        core.add_request(EngineRequest(str(index), list(range(20 + index)), params))
+    try:
+        while core.has_unfinished:
+            core.step()
+    except RuntimeError as error:
+        return row | {"passed": False, "reason": reason_of(error)}
+    return row | {"passed": True}
 
 
 def _compare(
