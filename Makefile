@@ -36,8 +36,9 @@ lint: install  ## style, types, and modules equal to their lectures
 	$(BIN)/python -m nanovllm.course build --check
 
 # One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
-test: lint  ## everything: lint, tests, lectures (about 15 minutes on two cores)
+test: lint  ## everything: lint, tests, GPU kernels, lectures (about 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(BIN)/nanovllm kernels
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
 		--nbval-sanitize-with nanovllm/course/sanitize.cfg notebooks
 

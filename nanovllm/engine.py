@@ -130,9 +130,8 @@ class EngineCore:
         aborted = self.scheduler.abort(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
-        if (
-            aborted and not self.has_unfinished
-        ):  # no step may ever come: to take results, or to tell of the end
+        if aborted and not self.has_unfinished:
+            # No step may ever come, to take the results or to tell of the end.
             self._take_results()
             if self._recorder is not None:
                 self._recorder.flush(self.num_steps, time.perf_counter() - self._started)

@@ -75,17 +75,24 @@ class Launch:
     options: dict[str, Any]
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The arguments that the kernel takes at compile time."""
+    def named(self) -> dict[str, Any]:
+        """All arguments by name, in the kernel's order."""
         named = {name: value for name, value in self.options.items() if name in self.function.arg_names}
         bound = self.function.signature.bind(*self.arguments, **named)
         bound.apply_defaults()
-        return {p.name: bound.arguments[p.name] for p in self.function.params if p.is_constexpr}
+        return dict(bound.arguments)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The arguments that the kernel takes at compile time."""
+        named = self.named
+        return {p.name: named[p.name] for p in self.function.params if p.is_constexpr}
 
     @property
     def dtype(self) -> str:
         """Of the first tensor."""
-        return str(self.arguments[0].dtype).removeprefix("torch.")
+        first = next(value for value in self.named.values() if hasattr(value, "dtype"))
+        return str(first.dtype).removeprefix("torch.")
 
 
 def record_launches(run: Callable[[], object]) -> list[Launch]:

@@ -169,12 +169,6 @@ class Scheduler:
 
     # ---------------------------------------------------------------- one step
 
-    @property
-    def waits_for_tokens(self) -> bool:
-        """True if nothing should be scheduled before pending tokens have come back: someone's next token depends on
-        which ones came before, beyond what the model sees."""
-        return any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
-
     def schedule(self) -> Schedule:
         """Decide the next step, and count its tokens as computed."""
         plan = Schedule(removed_ids=self._removed_ids)
@@ -346,6 +340,14 @@ class Scheduler:
             request.num_output_tokens + num_pending >= max_tokens
             or request.num_tokens + num_pending >= self.config.max_request_tokens
         )
+
+    # ---------------------------------------------------------------- one step ahead
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if nothing should be scheduled before pending tokens have come back: someone's next token depends on
+        which ones came before, beyond what the model sees."""
+        return any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
 
     def _publish_pending(self, request: Request) -> None:
         """A token has come back whose keys and values a step under way computes: its block may be full by now."""

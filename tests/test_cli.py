@@ -13,6 +13,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from nanovllm import cli
 from nanovllm.config import EngineConfig
@@ -80,7 +81,7 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["chat", "--max-tokens", "0"], "max_tokens"),
         (["serve", "--preemption-mode", "swap", "--swap-space", "0"], "raise swap_space"),
         (["serve", "--max-model-len", "8kB"], "8k (8000)"),
-        (["serve", "--attention-backend", "triton"], "'auto', 'torch', 'cpu'"),
+        (["serve", "--attention-backend", "flash"], "'auto', 'torch', 'cpu', 'triton'"),
         (["chat", "--api-key", "secret"], "--api-key has no effect without --url"),
         (["chat", "--url", "http://127.0.0.1:9", "--dtype", "half"], "--dtype has no effect with --url"),
         (["chat", "--url", "http://127.0.0.1:9", "--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
@@ -94,6 +95,14 @@ def test_a_bad_argument_is_one_line_and_two(
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_needs_a_gpu_names_the_alternative(tiny_model: pathlib.Path) -> None:
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--device", "cuda"), 2)
+    assert "--device cpu" in line
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", "--attention-backend", "triton"), 2)
+    assert "TRITON_INTERPRET=1" in line and "use 'auto' or 'torch'" in line
 
 
 def test_a_model_that_is_not_there_or_not_supported(tiny_model: pathlib.Path) -> None:

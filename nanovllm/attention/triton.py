@@ -6,7 +6,7 @@ Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,6 +26,8 @@ LOG2_E = 1.4426950408889634
 SHORT_CONTEXT = 256
 # Most parts into which a decode's context is cut; combining them costs little beside reading a long context.
 MAX_SPLITS = 64
+# Bytes of shared memory by which a GPU shows that its matrix instructions read operands from there.
+HOPPER_SHARED_MEMORY = 200 * 1024
 # A product and a sum in one instruction, which rounds once. Newer versions of Triton want to be asked for it.
 FUSED = {"enable_fp_fusion": True}
 
@@ -67,7 +69,7 @@ def write_kv_cache(
             HALF_P2=triton.next_power_of_2(head_dim // 2),
             ROTATE=rotary is not None,
             num_warps=2,
-            **FUSED,
+            enable_fp_fusion=False,
         )
 
 
@@ -82,9 +84,9 @@ class Hardware(NamedTuple):
     @classmethod
     @cache
     def of(cls, device: torch.device) -> Hardware:
-        """The numbers of a device; on a CPU, where kernels are interpreted, those of an H100."""
+        """The numbers of a device; on a CPU, the interpreter runs one program after another."""
         if device.type == "cpu":
-            return cls(132, 227 * 1024)
+            return cls(1, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
         shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
         return cls(properties.multi_processor_count, shared, properties.warp_size)
@@ -120,12 +122,16 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
     sm_80, sm_90 and gfx942, which `nanovllm kernels` shows.
     """
     channels = triton.next_power_of_2(head_dim)
+    amd = hardware.warp_size == 64
     if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
-        return Tiles(16, 64 if channels <= 64 else 16, 4, 3)
+        return Tiles(16, 64, 4, 3) if channels <= 64 else Tiles(16, 16, 4, 3) if amd else Tiles(16, 32, 8, 3)
     rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
-    if hardware.warp_size == 64:
+    if amd:
         return Tiles(rows, max(32, 4096 // channels), 4, 2)
-    keys = max(32, (4096 if rows == 64 else 8192) // channels)
+    keys = max(32, 8192 // channels)
+    if rows > 16 and hardware.shared_memory < HOPPER_SHARED_MEMORY:
+        # Before Hopper, operands of products go through registers: the more rows a warp has, the fewer keys.
+        keys = max(32, (4096 if rows == 128 else 2048) // channels)
     tiles = Tiles(rows, keys, 8 if rows == 128 or (rows == 64 and channels > 128) else 4, 5)
     while tiles.shared_memory(channels, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 2)
@@ -147,94 +153,96 @@ def paged_attention(
     any sequence has more than one new token.
     """
     hardware = hardware or Hardware.of(q.device)
-    num_seqs, num_kv_heads, block_size, head_dim = len(metadata.seq_lens), *kv_cache.shape[2:]
-    num_tokens, num_heads = q.shape[:2]
-    group = num_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    scales = (scale * LOG2_E, 0.0)
-    if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
-        scales = (soft_cap * LOG2_E, 2 * LOG2_E * scale / soft_cap)
-    constants = {
-        "GROUP": group,
-        "NUM_KV_HEADS": num_kv_heads,
-        "BLOCK_SIZE": block_size,
+    num_seqs, head_dim = len(metadata.seq_lens), kv_cache.shape[4]
+    arguments = {
+        "q_ptr": q,
+        "cache_ptr": kv_cache,
+        "out_ptr": out,
+        "table_ptr": metadata.block_tables,
+        "seq_len_ptr": metadata.seq_lens,
+        "query_start_ptr": metadata.query_start_loc,
+        "score_scale": scale * LOG2_E,
+        "cap_scale": 0.0,
+        "window": sliding_window,
+        "q_stride": q.stride(0),
+        "table_stride": metadata.block_tables.stride(0),
+        "block_stride": kv_cache.stride(0),
+        "GROUP": q.shape[1] // kv_cache.shape[2],
+        "NUM_KV_HEADS": kv_cache.shape[2],
+        "BLOCK_SIZE": kv_cache.shape[3],
         "HEAD_DIM": head_dim,
         "HEAD_P2": triton.next_power_of_2(head_dim),
         "WINDOWED": sliding_window > 0,
         "CAPPED": soft_cap > 0,
-        # float32 is asked for where results are compared: no tensor cores, which would round to 10 bits.
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    lengths = (metadata.seq_lens, metadata.query_start_loc)
-    strides = (q.stride(0), metadata.block_tables.stride(0), kv_cache.stride(0))
+    if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
+        arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}
     # In a mixed batch, too, a decode over a long context must not be one program's work.
     split_decodes = metadata.max_query_len == 1 or (num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT)
     if split_decodes:
-        tiles = choose_tiles(group, head_dim, q.dtype, hardware)
-        splits = choose_splits(num_seqs, num_kv_heads, hardware)
-        partial = log_weight = out  # not used by a single part
-        if splits > 1:
-            partial = q.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
-            log_weight = q.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
-        decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
-            q,
-            kv_cache,
-            out,
+        _attend_decodes(arguments, num_seqs, hardware)
+    if metadata.max_query_len > 1:
+        _attend_mixed(arguments, num_seqs, metadata.max_query_len, split_decodes, hardware)
+    return out
+
+
+def _attend_decodes(arguments: dict[str, Any], num_seqs: int, hardware: Hardware) -> None:
+    """The sequences with one new token."""
+    q, num_kv_heads, head_dim = arguments["q_ptr"], arguments["NUM_KV_HEADS"], arguments["HEAD_DIM"]
+    num_heads, group = q.shape[1], arguments["GROUP"]
+    tiles = choose_tiles(group, head_dim, q.dtype, hardware)
+    splits = choose_splits(num_seqs, num_kv_heads, hardware)
+    partial = log_weight = arguments["out_ptr"]  # not used by a single part
+    if splits > 1:
+        partial = q.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
+        log_weight = q.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
+    decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
+        **arguments,
+        partial_ptr=partial,
+        log_weight_ptr=log_weight,
+        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)),
+        TILE_KEYS=tiles.keys,
+        NUM_SPLITS=splits,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **FUSED,
+    )
+    if splits > 1:
+        combine_kernel[(num_seqs, num_heads)](
             partial,
             log_weight,
-            metadata.block_tables,
-            *lengths,
-            *scales,
-            sliding_window,
-            *strides,
-            **constants,
-            TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)),
+            *(arguments[name] for name in ("out_ptr", "seq_len_ptr", "query_start_ptr", "window")),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            HEAD_P2=arguments["HEAD_P2"],
             TILE_KEYS=tiles.keys,
             NUM_SPLITS=splits,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            WINDOWED=arguments["WINDOWED"],
+            num_warps=4,
             **FUSED,
         )
-        if splits > 1:
-            combine_kernel[(num_seqs, num_heads)](
-                partial,
-                log_weight,
-                out,
-                *lengths,
-                sliding_window,
-                NUM_HEADS=num_heads,
-                HEAD_DIM=head_dim,
-                HEAD_P2=constants["HEAD_P2"],
-                TILE_KEYS=tiles.keys,
-                NUM_SPLITS=splits,
-                WINDOWED=sliding_window > 0,
-                num_warps=4,
-                **FUSED,
-            )
-    if metadata.max_query_len > 1:
-        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware)
-        rows = max(tiles.rows, triton.next_power_of_2(group))
-        tile_tokens = rows // group
-        mixed_attention_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](
-            q,
-            kv_cache,
-            out,
-            metadata.block_tables,
-            *lengths,
-            num_seqs,
-            *scales,
-            sliding_window,
-            *strides,
-            **constants,
-            TILE_ROWS=rows,
-            TILE_TOKENS=tile_tokens,
-            TILE_KEYS=tiles.keys,
-            SKIP_DECODES=split_decodes,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            **FUSED,
-        )
-    return out
+
+
+def _attend_mixed(
+    arguments: dict[str, Any], num_seqs: int, max_query_len: int, skip_decodes: bool, hardware: Hardware
+) -> None:
+    """All sequences, or all with several new tokens."""
+    q, group = arguments["q_ptr"], arguments["GROUP"]
+    tiles = choose_tiles(max_query_len * group, arguments["HEAD_DIM"], q.dtype, hardware)
+    rows = max(tiles.rows, triton.next_power_of_2(group))
+    tile_tokens = rows // group
+    mixed_attention_kernel[(len(q) // tile_tokens + num_seqs, arguments["NUM_KV_HEADS"])](
+        **arguments,
+        num_seqs=num_seqs,
+        TILE_ROWS=rows,
+        TILE_TOKENS=tile_tokens,
+        TILE_KEYS=tiles.keys,
+        SKIP_DECODES=skip_decodes,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **FUSED,
+    )
 
 
 class TritonBackend:

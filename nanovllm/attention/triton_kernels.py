@@ -20,10 +20,14 @@ if is_interpreted():
 
 @triton.jit
 def _rotate(first, second, cos, sin):
-    """Turn pairs of channels by an angle, in float32."""
+    """Turn pairs of channels by an angle; each product is rounded, as plain torch rounds it."""
     x = first.to(tl.float32)
     y = second.to(tl.float32)
-    return (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+    x_cos = (x * cos).to(first.dtype).to(tl.float32)
+    y_sin = (y * sin).to(first.dtype).to(tl.float32)
+    y_cos = (y * cos).to(first.dtype).to(tl.float32)
+    x_sin = (x * sin).to(first.dtype).to(tl.float32)
+    return (x_cos - y_sin).to(first.dtype), (y_cos + x_sin).to(first.dtype)
 
 
 @triton.jit
@@ -104,21 +108,16 @@ def _step(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED."""
     channel = tl.arange(0, q.shape[1])
     position = start + tl.arange(0, TILE_KEYS)
     exists = position < end
-    if BLOCK_SIZE % TILE_KEYS == 0:  # the tile lies in one block
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        offset = block * block_stride + (start % BLOCK_SIZE + tl.arange(0, TILE_KEYS)) * HEAD_DIM
+    if MASKED:
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
     else:
-        if MASKED:
-            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        else:
-            block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
-        offset = block * block_stride + (position % BLOCK_SIZE) * HEAD_DIM
+        block = tl.load(table_ptr + position // BLOCK_SIZE)
+    offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
     keys = cache_ptr + offset[None, :] + channel[:, None]
     values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
     # What lies in a slot that nobody has written may be NaN, and 0 * NaN is NaN: it must not be loaded.
@@ -131,7 +130,8 @@ def _step(
     else:
         k = tl.load(keys, mask=channel[:, None] < HEAD_DIM, other=0.0)
         v = tl.load(values, mask=channel[None, :] < HEAD_DIM, other=0.0)
-    scores = tl.dot(q, k, input_precision=PRECISION)
+    # "ieee" keeps float32 exact; 16-bit products are exact in any case.
+    scores = tl.dot(q, k, input_precision="ieee")
     if CAPPED:  # tanh, by way of 2^x
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
     if MASKED:
@@ -146,7 +146,7 @@ def _step(
     weights = tl.exp2(scores * score_scale - reference[:, None])
     shrink = tl.exp2(peak - reference)
     total = total * shrink + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision=PRECISION)
+    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
     return sums, new_peak, total
 
 
@@ -169,7 +169,6 @@ def _attend(
     TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
     of which all rows see all of [begin, whole): whole tiles, which need no mask.
@@ -184,12 +183,12 @@ def _attend(
         for start in range(begin, whole, TILE_KEYS):
             sums, peak, total = _step(
                 q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-                block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, False, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+                block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, False, WINDOWED, CAPPED)  # fmt: skip
         begin = whole
     for start in range(begin, end, TILE_KEYS):
         sums, peak, total = _step(
             q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-            block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, True, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+            block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, True, WINDOWED, CAPPED)  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     return sums / total[:, None], peak + tl.log2(total)
 
@@ -203,7 +202,7 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
     return first, tl.cdiv(tl.cdiv(seq_len - first, NUM_SPLITS), TILE_KEYS) * TILE_KEYS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def decode_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -229,7 +228,6 @@ def decode_attention_kernel(
     NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
@@ -253,7 +251,7 @@ def decode_attention_kernel(
             out, log_weight = _attend(
                 q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + seq * table_stride, begin, whole, end,
                 tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride,
-                NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+                NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
             if NUM_SPLITS == 1:
                 target = out_ptr + row * GROUP * NUM_KV_HEADS * HEAD_DIM + cell
                 tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
@@ -263,7 +261,7 @@ def decode_attention_kernel(
                 tl.store(log_weight_ptr + part_row + head * GROUP + member, log_weight, mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window"])
 def combine_kernel(
     partial_ptr,
     log_weight_ptr,
@@ -304,7 +302,7 @@ def combine_kernel(
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "window"])
 def mixed_attention_kernel(
     q_ptr,
     cache_ptr,
@@ -330,7 +328,6 @@ def mixed_attention_kernel(
     SKIP_DECODES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
 
@@ -371,6 +368,6 @@ def mixed_attention_kernel(
         out, _ = _attend(
             q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
             whole, end, position + row // GROUP, score_scale, cap_scale, window, block_stride,
-            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, PRECISION)  # fmt: skip
+            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
         target = out_ptr + packed_row * (GROUP * NUM_KV_HEADS * HEAD_DIM) + cell
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
