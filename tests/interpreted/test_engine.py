@@ -45,7 +45,7 @@ def generate(checkpoint, **options) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("variant", ["llama", "mistral-window", "llama-head-dim", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "llama-head-dim", "qwen3", "gemma2"])
 def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     expected = [reference_tokens(str(checkpoint), prompt, OUTPUT_LEN) for prompt in prompts()]
