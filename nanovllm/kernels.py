@@ -223,6 +223,9 @@ def examine(launch: Launch, target: str) -> Finding:
     rows = launch.constants.get("TILE_ROWS", 0)
     if target == "sm_90" and rows >= 64 and launch.dtype != "float32" and not compiled.instructions["wgmma"]:
         finding.problems.append(f"has tiles of {rows} rows and no wgmma")
+    reads_pages = {"BLOCK_SIZE", "TILE_KEYS"} <= launch.constants.keys()
+    if TARGETS[target].backend == "cuda" and reads_pages and not compiled.instructions["cp.async"]:
+        finding.problems.append("waits for each tile of keys: no cp.async")
     return finding
 
 

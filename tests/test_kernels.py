@@ -176,6 +176,16 @@ def test_a_large_tile_without_wgmma_is_a_fault() -> None:
         assert kernels.examine(launch_of(no_product_kernel, x, TILE_ROWS=rows), target).problems == []
 
 
+def test_keys_that_are_waited_for_are_a_fault() -> None:
+    @triton.jit
+    def waiting_kernel(x_ptr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr):
+        tl.store(x_ptr + tl.arange(0, TILE_KEYS), BLOCK_SIZE)
+
+    launch = launch_of(waiting_kernel, tensor(16), BLOCK_SIZE=16, TILE_KEYS=16)
+    assert kernels.examine(launch, "sm_80").problems == ["waits for each tile of keys: no cp.async"]
+    assert kernels.examine(launch, "gfx942").problems == []  # which has no such instruction
+
+
 def test_what_does_not_compile_is_a_fault() -> None:
     kernel, arguments, options = BROKEN
     finding = kernels.examine(launch_of(kernel, *arguments, **options), "sm_90")

@@ -132,6 +132,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
             WIDTH=width,
             BLOCK=block,
             num_warps=_num_warps(block),
+            enable_fp_fusion=True,
         )
     return out
 
@@ -154,6 +155,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             WIDTH=width,
             BLOCK=block,
             num_warps=_num_warps(block),
+            enable_fp_fusion=True,
         )
     return out, residual
 
@@ -278,6 +280,12 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if out.numel() > 0:
         block = min(triton.next_power_of_2(size), GATE_BLOCK)
         silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=_num_warps(2 * block)
+            x,
+            out,
+            x.stride(0),
+            SIZE=size,
+            BLOCK=block,
+            num_warps=_num_warps(2 * block),
+            enable_fp_fusion=True,
         )
     return out

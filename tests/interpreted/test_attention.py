@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nanovllm.attention import triton as attention
 from nanovllm.attention.triton import Hardware, TritonBackend, choose_splits, choose_tiles
 from nanovllm.bench.gpu.cases import AttentionCase, attention_case
+from nanovllm.device import zeros
 
 KIB = 1024
 # Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
@@ -117,6 +118,20 @@ def test_padding_of_a_captured_batch_becomes_zeros(soft_cap) -> None:
         out = run(dataclasses.replace(case, kv_cache=case.kv_cache.clone()), hardware)
         assert case.error(out) < case.tolerance
         assert (out[2:] == 0).all()
+
+
+def test_offsets_need_more_than_31_bits() -> None:
+    """The pages lie at the end of a cache of over 2^31 elements, of which the operating system backs only what is used."""
+    case = attention_case(8, [(3, 40), (1, 60)], 2, 1, dtype=torch.float16)
+    small = case.kv_cache
+    num_blocks = 2**31 // small[0].numel() + 64
+    shift = num_blocks - len(small)
+    case.kv_cache = zeros((num_blocks, *small.shape[1:]), torch.float16, torch.device("cpu"))
+    case.kv_cache[shift:] = small
+    case.metadata.block_tables += shift
+    case.metadata.slot_mapping += shift * small.shape[3]
+    assert case.kv_cache.numel() > 2**31
+    assert case.error(run(case)) < case.tolerance
 
 
 def test_mixed_batches_split_their_long_decodes(monkeypatch) -> None:
