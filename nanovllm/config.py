@@ -148,13 +148,15 @@ class EngineConfig:
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
 
-    def settle(self, model_max_len: int, num_kv_blocks: int) -> None:
-        """Fill in what depends on the model and on the size of the pool: `max_model_len`, `token_budget` and
-        `max_request_tokens`, the most tokens that one request may ever have.
+    def settle(self, model_max_len: int, num_kv_blocks: int, on_gpu: bool = False) -> None:
+        """Fill in what depends on the model, on the device and on the size of the pool: `max_model_len`,
+        `async_scheduling`, `token_budget` and `max_request_tokens`, the most tokens that one request may ever have.
 
         Raises:
             ValueError: a limit that contradicts another.
         """
+        if self.async_scheduling is None:
+            self.async_scheduling = on_gpu
         if self.max_model_len is None:
             self.max_model_len = model_max_len
         elif self.max_model_len > model_max_len:

@@ -6,7 +6,8 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nanovllm.config import EngineConfig
@@ -47,7 +48,8 @@ class EngineCore:
         self.model_config = ModelConfig.from_pretrained(folder)
         self.runner = ModelRunner(config, self.model_config, folder)
         num_blocks = self.runner.num_blocks_that_fit()
-        config.settle(self.model_config.max_position_embeddings, num_blocks)
+        on_gpu = self.runner.device.type != "cpu"
+        config.settle(self.model_config.max_position_embeddings, num_blocks, on_gpu)
         num_host_blocks = 0
         if config.preemption_mode == "swap":
             num_host_blocks = int(config.swap_space * 2**30) // self.runner.bytes_per_block
@@ -63,13 +65,12 @@ class EngineCore:
         if self.trace is not None:
             self.trace.settings["model"] = config.model
         self._open_books(num_blocks, num_host_blocks)
-        if config.async_scheduling is None:
-            config.async_scheduling = self.runner.device.type != "cpu"
         self._under_way: StepUnderWay | None = None
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
+        self._last_results = 0.0  # when the last step's results came, in seconds since then
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Start with empty queues and an empty pool."""
@@ -130,11 +131,8 @@ class EngineCore:
         aborted = self.scheduler.abort(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
-        if aborted and not self.has_unfinished:
-            # No step may ever come, to take the results or to tell of the end.
-            self._take_results()
-            if self._recorder is not None:
-                self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
+        with self._all_or_nothing():
+            self._wind_up()
         return aborted
 
     def step(self) -> list[EngineOutput]:
@@ -148,8 +146,15 @@ class EngineCore:
         """
         if not self.scheduler.has_unfinished:
             return []
+        with self._all_or_nothing():
+            outputs = self._step()
+            self._wind_up()
+        return outputs
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
         try:
-            return self._step()
+            yield
         except BaseException:
             self._start_over()
             raise
@@ -168,9 +173,16 @@ class EngineCore:
         self.num_steps += 1
         outputs = self._take_results()
         self._under_way = launched
-        if not self.config.async_scheduling or not self.scheduler.has_unfinished:
+        if not self.config.async_scheduling:
             outputs += self._take_results()
         return outputs
+
+    def _wind_up(self) -> None:
+        """If nobody is left, no step may ever come, to take the results of the last one or to tell of the ends."""
+        if not self.has_unfinished:
+            self._take_results()
+            if self._recorder is not None:
+                self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
 
     def _take_results(self) -> list[EngineOutput]:
         """Wait for the step under way, if there is one, and take over what it sampled."""
@@ -180,8 +192,10 @@ class EngineCore:
         result = step.wait()
         outputs = self.scheduler.update(step.plan, result)
         if self._recorder is not None and step.record is not None:
-            duration = time.perf_counter() - self._started - step.start
-            self._recorder.finish(step.record, duration, result, outputs)
+            # A step that was launched early began when the device was done with the one before it.
+            step.record.start = max(step.start, self._last_results)
+            self._last_results = time.perf_counter() - self._started
+            self._recorder.finish(step.record, self._last_results - step.record.start, result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs

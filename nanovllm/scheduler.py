@@ -46,6 +46,7 @@ class Schedule:
         removed_ids: requests whose state the runner drops before the step (ended or preempted).
         swap_out, swap_in: block copies to make before the step, in this order.
         preempted, admitted, resumed: what happened to whom; for those who watch.
+        num_tokens: tokens that the step computes.
         blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
     """
 
@@ -57,11 +58,15 @@ class Schedule:
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     blocked_by: str = ""
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return sum(request.num_tokens for request in self.requests)
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(request.num_tokens for request in self.requests)
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Put a request's share into the step."""
+        self.requests.append(request)
+        self.num_tokens += request.num_tokens
 
     @property
     def empty(self) -> bool:
@@ -124,8 +129,8 @@ class Scheduler:
             ValueError: its id is in use, or it could not run even if it were alone.
         """
         limit = self.config.max_request_tokens
-        computed = (scheduled for plan in self._steps_under_way for scheduled in plan.requests)
-        if request.request_id in {*self.requests, *(scheduled.request_id for scheduled in computed)}:
+        computed = (scheduled.request_id for plan in self._steps_under_way for scheduled in plan.requests)
+        if request.request_id in self.requests or request.request_id in computed:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not 0 < request.num_tokens < limit:
             raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
@@ -286,7 +291,7 @@ class Scheduler:
             samples=request.num_missing_tokens == 0,
             last_is_pending=request.num_computed_tokens > request.num_tokens,
         )
-        plan.requests.append(scheduled)
+        plan.add(scheduled)
         request.num_sent_tokens = request.num_tokens
         request.num_pending_tokens += scheduled.samples
         self.manager.publish(request, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -119,3 +120,56 @@ def test_an_id_is_in_use_until_its_last_step_is_over(checkpoint: str) -> None:
         llm.engine.add_request("a", PROMPTS[1], params)
     llm.engine.step()
     llm.engine.add_request("a", PROMPTS[1], params)
+
+
+def test_steps_of_a_trace_follow_one_another(checkpoint: str) -> None:
+    """Although a step is launched before the last one has ended, it begins where that one ends."""
+    llm = engine(checkpoint, trace=True)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), use_tqdm=False)
+    steps = list(llm.trace or [])
+    assert len(steps) == 6 and all(step.duration > 0 for step in steps)
+    for before, after in pairwise(steps):
+        assert after.start >= before.start + before.duration - 1e-9
+
+
+def test_an_end_is_told_although_no_step_follows(checkpoint: str) -> None:
+    llm = engine(checkpoint, trace=True)
+    for name, count in (("a", 3), ("b", 50)):
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        llm.engine.add_request(name, PROMPTS[0], params)
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.abort_request("b")
+    llm.engine.step()  # takes what is under way: the last token of a
+    assert not llm.engine.has_unfinished
+    ends = {request_id: reason for step in llm.trace or [] for request_id, reason in step.finished.items()}
+    assert ends == {"a": "length", "b": "abort"}
+
+
+def test_an_abort_that_breaks_off_leaves_a_sound_engine(checkpoint: str) -> None:
+    llm = engine(checkpoint)
+    launch = llm.engine.core.runner.launch
+
+    def breaks(plan: Any) -> Any:
+        launch(plan)
+
+        def wait() -> Any:
+            raise KeyboardInterrupt
+
+        return wait
+
+    llm.engine.core.runner.launch = breaks  # type: ignore[method-assign]
+    llm.engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=50))
+    llm.engine.step()
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.abort_request("a")
+    llm.engine.core.runner.launch = launch  # type: ignore[method-assign]
+    llm.engine.add_request("a", PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
+    tokens = []
+    while llm.engine.has_unfinished:
+        for output in llm.engine.step():
+            tokens += output.outputs[0].token_ids
+    fresh = engine(checkpoint).generate(
+        PROMPTS[0], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False
+    )
+    assert tokens == fresh[0].outputs[0].token_ids

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 
 import torch
 
-# wgmma, cp.async and bfloat16 products begin with Ampere; what is older has other limits than the tiles were chosen for.
+# cp.async and bfloat16 products begin with Ampere; what is older has other limits than the tiles were chosen for.
 LEAST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 256
 
@@ -24,15 +25,23 @@ def why_no_triton(device: torch.device, head_dim: int, dtype: torch.dtype) -> st
         return "the package 'triton' is not installed (there is none for macOS and Windows)"
     if device.type == "cpu" and not is_interpreted():
         return "it needs a GPU (to run it in Triton's interpreter, set TRITON_INTERPRET=1)"
-    if (
-        device.type == "cuda"
-        and torch.version.cuda
-        and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY
-    ):
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
+    if device.type == "cuda" and (obstacle := _why_not_on(device)) is not None:
+        return obstacle
+    if head_dim % 2:
+        return f"heads of {head_dim} channels cannot be rotated in pairs"
     if head_dim > LARGEST_HEAD:
         return f"heads of {head_dim} channels do not fit into a tile; {LARGEST_HEAD} is the most"
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"no kernel for {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+def _why_not_on(device: torch.device) -> str | None:
+    if is_interpreted():
+        return "TRITON_INTERPRET=1 is for machines without a GPU; unset it"
+    if torch.version.cuda and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
+    if not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name):
+        return "it compiles a launcher with a C compiler, and there is none (install gcc, or set CC)"
     return None
