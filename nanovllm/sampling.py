@@ -379,11 +379,6 @@ def start_logprobs(
     return wait
 
 
-def gather_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """The same at once."""
-    return start_logprobs(logits, chosen, counts)()
-
-
 class Sampler:
     """Chooses the next token of each row; holds no state, so every rank that sees the same logits agrees."""
 

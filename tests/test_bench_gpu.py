@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm import ops
 from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
-from nanovllm.bench.gpu import attention, checks, command, parts, report, trace
+from nanovllm.bench.gpu import attention, checks, command, parts, report, tokens, trace
 from nanovllm.bench.gpu.cases import attention_case, oracle, relative_error
 from nanovllm.bench.gpu.parts import Outcome, Part, Runner
 from nanovllm.bench.gpu.results import Results
@@ -60,7 +61,9 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path) -> None:
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
     engines = {row["engine"]: row for row in found["end_to_end"]}
     assert len(engines) == 4 and all("seconds" in row for row in found["end_to_end"])
-    assert {row["engine"] for row in found["step_split"]} == {"nanovllm, graphs", "nanovllm, eager"}
+    splits = {(row["engine"], row["workload"]): row["running"] for row in found["step_split"]}
+    modes = ("nanovllm, graphs", "nanovllm, eager")
+    assert splits == {(mode, name): n for mode in modes for name, n in (("W1", 1), ("256 requests", 3))}
     assert len(found["targets"]) == 6 and all(target["reached"] is None for target in found["targets"])
     text = files[1].read_text()
     assert report.DRY_RUN in text and "| dry run |" in text
@@ -172,6 +175,29 @@ def test_an_error_that_is_no_number_has_not_passed() -> None:
     assert checks.verdict(1e-3, 1e-2)["passed"] is True and checks.verdict(1e-1, 1e-2)["passed"] is False
     for error in (math.nan, math.inf):
         assert checks.verdict(error, 1e-2) == {"error": None, "tolerance": 1e-2, "passed": False}
+
+
+@needs_triton
+def test_an_engine_that_does_without_the_checked_operators_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nanovllm.ops import triton
+
+    for chosen in (triton, ops.reference):
+        monkeypatch.setattr(ops, "_kernels", {torch.device("cuda"): chosen}.get)
+        assert checks.dispatch(triton, torch.device("cuda"))["passed"] is (chosen is triton)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_an_engine_that_does_not_start_costs_its_own_row_only(
+    dry_run: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: str, **options: Any) -> None:
+        raise RuntimeError("no engine today")
+
+    monkeypatch.setattr(tokens, "start_engine", refuse)
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))  # without the course model
+    reference, launching, course = tokens.tokens(Setting(dry_run, seconds=60))
+    assert reference["passed"] is False and "no engine today" in reference["reason"]
+    assert launching["passed"] is (None if dry_run else False) and course["passed"] is None
 
 
 @pytest.mark.parametrize(
@@ -343,6 +369,11 @@ def prefill(implementation: str, query_len: int, seconds: float) -> dict[str, An
     return row | {"implementation": implementation, "seconds": seconds}
 
 
+def step_split(workload: str, running: int, split: StepSplit) -> dict[str, Any]:
+    row = {"table": "step_split", "shape": "Llama-3.1-8B", "engine": "nanovllm, graphs", "steps": 2}
+    return row | {"workload": workload, "running": running} | vars(split)
+
+
 ROWS = [
     {"table": "limits", "name": "bytes_per_second", "value": 1e12},
     {"table": "limits", "name": "flops_per_second", "value": 1e13},
@@ -357,8 +388,8 @@ ROWS = [
     end_to_end("Llama-3.1-8B", "W1", "nanovllm, graphs", 2.0, weight_bytes=9 * 10**9, step_seconds=0.01),
     end_to_end("Llama-3.1-8B", "W1", "transformers generate", 5.0),
     end_to_end("Llama-3.2-1B", "256 requests", "nanovllm, graphs", 2e-3),
-    {"table": "step_split", "shape": "Llama-3.1-8B", "engine": "nanovllm, graphs", "steps": 2}
-    | vars(StepSplit(0.02, {"attention": 0.9}, 0.06, 0.04, [])),
+    step_split("W1", 1, StepSplit(0.02, {"attention": 0.9}, 0.06, 0.04, [])),
+    step_split("256 requests", 256, StepSplit(0.2, {"attention": 0.8}, 0.18, 0.02, [])),
     {"table": "checks", "name": "attention", "error": 1e-3, "tolerance": 1e-2, "passed": True},
 ]
 
@@ -376,7 +407,7 @@ def test_targets_take_the_worst_of_their_values() -> None:
         (pytest.approx(1.25), False),  # slower at 4k, faster at 8k
         (pytest.approx(90), True),
         (pytest.approx(50), False),
-        (pytest.approx(4), True),
+        (pytest.approx(4), True),  # of 4 for one request and 2 for many
     ]
     assert all(t.measured is not None and t.reached is None for t in results(ROWS, dry_run=True).targets())
     assert all((t.measured, t.reached) == (None, None) for t in results([]).targets())

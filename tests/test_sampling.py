@@ -23,9 +23,9 @@ from nanovllm.sampling import (
     Sampler,
     SamplingRow,
     draw,
-    gather_logprobs,
     nucleus_threshold,
     search_nucleus,
+    start_logprobs,
     top_k_threshold,
     truncate,
     uniform,
@@ -681,10 +681,10 @@ def test_logprobs_are_those_of_the_model(logits: list[float], row: SamplingRow, 
 
 def test_different_counts_in_one_batch_and_more_than_the_vocabulary() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 4)
-    entries = gather_logprobs(logits, torch.tensor([0, 2, 1, 0]), [0, 1, 2, 20])
+    entries = start_logprobs(logits, torch.tensor([0, 2, 1, 0]), [0, 1, 2, 20])()
     assert [entry.token_ids for entry in entries] == [[0], [2, 2], [1, 2, 1], [0, 2, 1, 0]]
     assert [entry.rank for entry in entries] == [3, 1, 2, 3]
-    [only] = gather_logprobs(logits[:1], torch.tensor([1]), [0])
+    [only] = start_logprobs(logits[:1], torch.tensor([1]), [0])()
     assert only.token_ids == [1] and only.logprobs == pytest.approx([-1.407606], abs=1e-5)
 
 

@@ -2,8 +2,8 @@
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
 loops for the CPU, compiled on first use; `triton` has those that a GPU gains from. Both hand to `reference` whatever
-they do not cover. Callers never choose: the device of the first tensor does, and `NANOVLLM_NATIVE=0` in the environment
-leaves only plain torch.
+they do not cover. Callers never choose: the device of the first tensor does. `NANOVLLM_NATIVE=0` in the environment
+leaves plain torch in place of the C++ loops; Triton's operators stay.
 
 A GPU answers later than it is asked, so its kernels cannot raise an error. What is an IndexError on a CPU is NaN there
 (`apply_rope`), or a failed assertion after which the process cannot use the GPU any more.
@@ -17,7 +17,6 @@ that a kernel which attends with one head reads one contiguous `[block_size, hea
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from types import ModuleType
 
@@ -48,7 +47,7 @@ def _kernels(device: torch.device) -> ModuleType:
     """The module whose functions serve tensors on this device; decided once in a process."""
     if device.type == "cpu" and native.is_available():
         return native
-    if device.type == "cuda" and os.environ.get("NANOVLLM_NATIVE") != "0":
+    if device.type == "cuda":
         # Which dtypes and sizes fit is for each operator to see.
         reason = why_no_triton(device, head_dim=0, dtype=torch.float32)
         if reason is None:

@@ -9,7 +9,7 @@ The kernels' threads are those of torch's own OpenMP runtime, as many as `torch.
 would keep a second set of threads spinning on the same cores.
 
 Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
-(~/.cache/nanovllm), and `NANOVLLM_NATIVE=0` leaves only plain torch.
+(~/.cache/nanovllm), and `NANOVLLM_NATIVE=0` leaves only plain torch on the CPU.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.ops import reference
+from nanovllm.ops import native, reference
 from nanovllm.ops import triton as ours
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -201,6 +201,11 @@ def test_who_serves_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCap
     assert choose(torch.device("cpu")) is not ours and choose(torch.device("meta")) is reference
     monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim, dtype: "the GPU is of glass")
     assert choose(gpu) is reference and "the GPU is of glass" in caplog.text
+
+
+def test_without_cpu_kernels_a_gpu_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_NATIVE", "0")
+    monkeypatch.setattr(native, "_library", native._library.__wrapped__)
     monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim, dtype: None)
-    assert choose(gpu) is reference
+    choose = ops._kernels.__wrapped__
+    assert choose(torch.device("cpu")) is reference and choose(torch.device("cuda")) is ours

@@ -12,6 +12,7 @@ import site
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def few_cases() -> Cases:
 
 
 def kernels(setting: Setting, share: str = "0/1", which: str = "all") -> Iterator[Row]:
-    """Check attention and the small operators.
+    """Check attention, the small operators, and that the engine uses them.
 
     Args:
         share: "i/n": every n-th check from the i-th on; the others are done by other processes.
@@ -102,6 +103,8 @@ def kernels(setting: Setting, share: str = "0/1", which: str = "all") -> Iterato
     obstacle = why_no_triton(device, 64, torch.float32)
     if obstacle is not None:
         raise Skip(obstacle)
+    from nanovllm.ops import triton as operators
+
     first, step = map(int, share.split("/"))
     checks: dict[str, Callable[[], Row]] = {}
     cases = few_cases() if setting.dry_run or which == "few" else all_cases()
@@ -109,7 +112,8 @@ def kernels(setting: Setting, share: str = "0/1", which: str = "all") -> Iterato
         checks[f"attention: {name}"] = functools.partial(_attention, seed, options, device)
     for dtype_name, dtype in DTYPES.items():
         for name, check in OPERATORS.items():
-            checks[f"{name}: {dtype_name}"] = functools.partial(check, dtype, device)
+            checks[f"{name}: {dtype_name}"] = functools.partial(check, operators, dtype, device)
+    checks["the engine's operators are Triton's"] = functools.partial(dispatch, operators, device)
     for name, run in itertools.islice(checks.items(), first, None, step):
         try:
             found = run()
@@ -153,36 +157,46 @@ def attention_error(case: AttentionCase) -> float:
 # ---------------------------------------------------------------- the small operators
 
 
-def _rms_norm(dtype: torch.dtype, device: torch.device) -> Row:
+def dispatch(operators: ModuleType, device: torch.device) -> Row:
+    """Whether these are the operators that the engine gets on the GPU."""
+    if device.type == "cpu":
+        return {"passed": None, "reason": "a dry run"}
+    chosen = ops._kernels(device)
+    passed = chosen is operators
+    return {"passed": passed} | ({} if passed else {"reason": f"it uses {chosen.__name__}"})
+
+
+def _rms_norm(operators: ModuleType, dtype: torch.dtype, device: torch.device) -> Row:
     x, weight = _draw(37, 2048, dtype=dtype, device=device), _draw(2048, dtype=dtype, device=device)
     return verdict(
-        relative_error(ops.rms_norm(x, weight, 1e-5), _exact_norm(x.double(), weight)), TOLERANCES[dtype]
+        relative_error(operators.rms_norm(x, weight, 1e-5), _exact_norm(x.double(), weight)),
+        TOLERANCES[dtype],
     )
 
 
-def _add_rms_norm(dtype: torch.dtype, device: torch.device) -> Row:
+def _add_rms_norm(operators: ModuleType, dtype: torch.dtype, device: torch.device) -> Row:
     x, residual = (_draw(37, 2048, dtype=dtype, device=device) for _ in range(2))
     weight = _draw(2048, dtype=dtype, device=device)
     total = x.double() + residual.double()
-    normed, stream = ops.add_rms_norm(x, residual, weight, 1e-5)
+    normed, stream = operators.add_rms_norm(x, residual, weight, 1e-5)
     errors = [relative_error(stream, total), relative_error(normed, _exact_norm(total, weight))]
     return verdict(float(torch.tensor(errors).max()), TOLERANCES[dtype])
 
 
-def _silu_and_mul(dtype: torch.dtype, device: torch.device) -> Row:
+def _silu_and_mul(operators: ModuleType, dtype: torch.dtype, device: torch.device) -> Row:
     x = _draw(37, 2 * 1536, dtype=dtype, device=device)
     gate, up = x.double().chunk(2, dim=-1)
     expected = gate * torch.sigmoid(gate) * up
-    return verdict(relative_error(ops.silu_and_mul(x), expected), TOLERANCES[dtype])
+    return verdict(relative_error(operators.silu_and_mul(x), expected), TOLERANCES[dtype])
 
 
-def _apply_rope(dtype: torch.dtype, device: torch.device) -> Row:
+def _apply_rope(operators: ModuleType, dtype: torch.dtype, device: torch.device) -> Row:
     # Views of one projection, as the model makes them.
     q, k, _ = _draw(37, 8, 128, dtype=dtype, device=device).split([4, 2, 2], dim=1)
     cos_sin = cos_sin_table(512, 128).to(device)
     positions = torch.arange(37, device=device) * 13
     expected = [rotated(rows, cos_sin[positions]) for rows in (q, k)]
-    errors = map(relative_error, ops.apply_rope(q, k, positions, cos_sin), expected)
+    errors = map(relative_error, operators.apply_rope(q, k, positions, cos_sin), expected)
     return verdict(float(torch.tensor(list(errors)).max()), TOLERANCES[dtype])
 
 

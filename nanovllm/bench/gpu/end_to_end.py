@@ -43,7 +43,7 @@ def workloads(setting: Setting) -> tuple[Workload, Workload, Workload]:
     """One stream, many requests, and what transformers runs instead of these; tiny ones in a dry run."""
     if not setting.dry_run:
         return STREAM, MANY, SOME
-    small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (2, 5)}
+    small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (5, 6)}
     stream = dataclasses.replace(STREAM, input_len=(4, 4), output_len=(6, 6))
     return stream, dataclasses.replace(MANY, **small), dataclasses.replace(SOME, **small)
 
@@ -60,7 +60,7 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
         mode: "graphs" or "eager".
         extent: "stream" leaves out all but the single stream.
     """
-    stream, *several = workloads(setting)
+    stream, many, some = workloads(setting)
     options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": TOKEN_BUDGET}
     if setting.dry_run:
         options = {"max_model_len": 64, "max_num_seqs": 8}
@@ -74,12 +74,13 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
         return run_requests(core, requests)[1]
 
     # Kernels are compiled for whole prompts, for mixed steps and for decodes.
-    run(shortened(several[0].requests(core.model_config.vocab_size)))
+    run(shortened(many.requests(core.model_config.vocab_size)))
     yield label | measured(stream, core.model_config, run, setting)
     yield label | _split(core, stream, setting)
     if extent == "all":
-        for workload in several:
-            yield label | measured(workload, core.model_config, run, setting)
+        yield label | measured(many, core.model_config, run, setting)
+        yield label | _split(core, many, setting)
+        yield label | measured(some, core.model_config, run, setting)
 
 
 def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
@@ -115,15 +116,24 @@ def measured(workload: Workload, model: ModelConfig, run: RunRequests, setting: 
     return row
 
 
-def _split(core: EngineCore, stream: Workload, setting: Setting) -> Row:
-    """Where the time of a decode step goes. The profiler itself costs time, on the host above all."""
+def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
+    """Where the time of a decode step goes while all requests run.
+
+    The profiler itself costs time, on the host above all.
+    """
     on_gpu = setting.device.type == "cuda"
     warm_up, steps = (1, 2) if setting.dry_run else (3, PROFILED_STEPS)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    add_requests(core, stream.requests(core.model_config.vocab_size))
-    core.step()  # the prompt
+    requests = workload.requests(core.model_config.vocab_size)
+    num_preemptions = core.stats.num_preemptions
+    add_requests(core, requests)
+    # A preemption says that the memory holds no more requests than those that run.
+    while core.stats.num_waiting and core.stats.num_preemptions == num_preemptions:
+        core.step()
+    while any(request.in_prefill for request in core.scheduler.running):
+        core.step()
     with tempfile.TemporaryDirectory() as work:
         path = pathlib.Path(work) / "trace.json"
         with torch.profiler.profile(
@@ -136,7 +146,10 @@ def _split(core: EngineCore, stream: Workload, setting: Setting) -> Row:
                 if on_gpu and index == warm_up + steps - 1:
                     torch.cuda.synchronize()
                 profile.step()
-        core.abort_request("0")
+        num_running = core.stats.num_running
+        for index in range(len(requests)):
+            core.abort_request(str(index))
         events = trace.read_trace(path)
     categories = trace.GPU_CATEGORIES if on_gpu else trace.CPU_CATEGORIES
-    return {"table": "step_split", "steps": steps} | dataclasses.asdict(trace.split_steps(events, categories))
+    row: Row = {"table": "step_split", "workload": workload.name, "running": num_running, "steps": steps}
+    return row | dataclasses.asdict(trace.split_steps(events, categories))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers as library
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from nanovllm.bench.gpu.end_to_end import (
     MAX_MODEL_LEN,
@@ -63,6 +63,8 @@ def _generate(model: Any, setting: Setting) -> RunRequests:
 
 
 def _continuous_batching(model: Any, setting: Setting) -> RunRequests:
+    from transformers import ContinuousBatchingConfig  # an older version lacks it, and can still generate
+
     config = GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=MAX_MODEL_LEN)
     # By default it takes what memory there is.
     small: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 64} if setting.dry_run else {}

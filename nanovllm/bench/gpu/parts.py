@@ -135,7 +135,7 @@ class Runner:
         environment = python_environment() | {"HF_HUB_OFFLINE": "1"}
         if self.dry_run:
             environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        else:  # the CPU is only a reference here, and its kernels would have to be compiled first
+        else:  # the CPU is only a reference here, and its C++ kernels would have to be compiled first
             environment["NANOVLLM_NATIVE"] = "0"
         with rows.open("wb") as output, log.open("wb") as errors:
             process = subprocess.Popen(

@@ -92,17 +92,21 @@ def _split(results: Results) -> Table:
     rows = []
     for row in found:
         shares = [*(row["shares"][kind] for kind in kinds), row["launch_gaps"], row["host_gaps"]]
-        cells = [row["shape"], row["engine"], number(row["seconds"] / row["steps"], 1e3)]
+        cells = [row["shape"], row["engine"], row["workload"], str(row["running"])]
+        cells.append(number(row["seconds"] / row["steps"], 1e3))
         rows.append(cells + [number(share, 100) for share in shares])
     columns = [
         "shape",
         "engine",
+        "workload",
+        "running",
         "step ms",
         *(f"{kind} %" for kind in kinds),
         "between kernels %",
         "host gap %",
     ]
-    return Table("Where the time of a decode step goes, W1, under torch's profiler", columns, rows)
+    title = "Where the time of a decode step goes, under torch's profiler"
+    return Table(title, columns, rows, num_labels=3)
 
 
 def _checks(results: Results) -> Table:
