@@ -94,19 +94,23 @@ class DecodeGraphs:
 
     Args:
         make_graph: makes an empty graph.
-        decode: computes the step of so many rows, from buffers that never move to one that never moves.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph], decode: Callable[[int], Tensor]) -> None:
-        self._make_graph, self._decode = make_graph, decode
+    def __init__(self, make_graph: Callable[[], Graph]) -> None:
+        self._make_graph = make_graph
         self._graphs: dict[int, Graph] = {}
         self._pool: Any = None
         self.sizes: list[int] = []
 
-    def capture(self, size: int) -> None:
-        """Record the step of `size` rows. Begin with the largest: the others then find all the memory they need."""
+    def capture(self, size: int, decode: Callable[[int], Tensor]) -> None:
+        """Record the step of `size` rows. Begin with the largest: the others then find all the memory they need.
+
+        Args:
+            decode: computes the step of so many rows, from buffers that never move to one that never moves. It is not
+                kept: the runner that owns these graphs would hold itself, and its memory on the GPU, for ever.
+        """
         graph = self._make_graph()
-        self._pool = graph.capture(partial(self._decode, size), self._pool)
+        self._pool = graph.capture(partial(decode, size), self._pool)
         self._graphs[size] = graph
         self.sizes = sorted(self._graphs)
 

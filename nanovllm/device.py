@@ -69,16 +69,16 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 @contextmanager
-def out_of_memory(what: str, options: str) -> Iterator[None]:
-    """Say which options to lower where the GPU's memory does not do.
+def out_of_memory(what: str, advice: str) -> Iterator[None]:
+    """Say what to do where the GPU's memory does not do.
 
     Raises:
-        ValueError: in place of torch's own error, which cannot know them.
+        ValueError: in place of torch's own error, which cannot know that.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"the GPU has not enough memory for {what}: lower {options}") from error
+        raise ValueError(f"the GPU has not enough memory for {what}: {advice}") from error
 
 
 @dataclass(frozen=True)

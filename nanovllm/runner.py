@@ -49,6 +49,9 @@ class ModelRunner:
         config: the engine's settings.
         model_config: the model's shape.
         folder: the checkpoint.
+
+    Raises:
+        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit into the GPU.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
@@ -58,10 +61,13 @@ class ModelRunner:
         self.dtype = choose_dtype(config.dtype, self.device)
         self.backend = get_backend(config.attention_backend, self.device, model_config.head_dim, self.dtype)
         max_positions = config.max_model_len or model_config.max_position_embeddings
-        self.model = load_model(
-            folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
-        )
-        self.model.pack_weights()
+        with out_of_memory(
+            "the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"
+        ):
+            self.model = load_model(
+                folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
+            )
+            self.model.pack_weights()
         self.sampler = Sampler()
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []
@@ -74,12 +80,14 @@ class ModelRunner:
             ValueError: the GPU has not enough memory.
         """
         config = self.config
-        with out_of_memory("the KV cache", "num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
+        with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
             self.kv_caches = self._make_caches(num_blocks, self.device)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
             self._make_buffers(config.token_budget, max_blocks)
+            if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
+                self._warm_up()
             self.graphs = None
             if self.make_graph is not None:
                 self.graphs = self._capture_graphs()
@@ -183,8 +191,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
-        """Start one step: move blocks, build the batch, run the model, sample. Nothing waits for a GPU: the next step
-        may be launched before this one has ended, with tokens that only the device knows (`last_is_pending`).
+        """Start one step: move blocks, build the batch, run the model, sample. The next step may be launched before this
+        one has ended, with tokens that only the device knows (`last_is_pending`). Nothing waits for a GPU, but for
+        blocks that are swapped and for an attention backend that reads lengths on the host ("torch").
 
         Returns:
             A function that waits for the results.
@@ -286,6 +295,24 @@ class ModelRunner:
         self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
         self._seq_lens.array[first:end] = 0
 
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Have every kernel compiled before somebody waits for it: a step of each kind that the backend names, of
+        padding only."""
+        most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
+        kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
+            self.model_config.num_heads, self.kv_caches[0], most, self.config.token_budget
+        )
+        self._pad(0, most)
+        self._upload(most, most)
+        for num_seqs, max_query_len, max_seq_len in kinds:
+            input_ids, positions, metadata = self._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+            with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
+                self.model(input_ids, positions)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the first batch will overwrite what is being uploaded
+        logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
+
     def _decode(self, size: int) -> Tensor:
         """Hidden states of the `size` requests in the buffers, one token each: what a graph records. So it makes
         everything of buffers that never move, and knows no length."""
@@ -304,13 +331,13 @@ class ModelRunner:
         self._hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
         self._pad(0, most)
         self._upload(most, most)
-        return DecodeGraphs(self.make_graph, self._decode)
+        return DecodeGraphs(self.make_graph)
 
     @torch.inference_mode()
     def _capture_graphs(self) -> DecodeGraphs:
         graphs, start = self._empty_graphs(), time.perf_counter()
         for size in reversed(self._graph_sizes()):
-            graphs.capture(size)
+            graphs.capture(size, self._decode)
         seconds, most = time.perf_counter() - start, graphs.sizes[-1]
         logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), most, seconds)
         return graphs
@@ -354,7 +381,7 @@ class ModelRunner:
         """Bytes that the KV pool may take if nobody says how many, once the weights are loaded."""
         if self.device.type != "cuda":
             return min(psutil.virtual_memory().available // 4, 4 * 2**30)
-        with out_of_memory("the largest step", "max_num_batched_tokens or max_num_seqs"):
+        with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
             profile = self._profile_memory()
         share = self.config.gpu_memory_utilization
         left = profile.left(share)
@@ -413,9 +440,9 @@ class ModelRunner:
         free = [self._free_and_total()[0]]
         graphs = self._empty_graphs()
         largest_two = sizes[:-3:-1]
-        self._decode(largest_two[-1])  # what this compiles and loads, no further graph does again
+        self._decode(largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
         for size in largest_two:
-            graphs.capture(size)
+            graphs.capture(size, self._decode)
             free.append(self._free_and_total()[0])
         largest, *others = (before - after for before, after in pairwise(free))
         return largest + sum(others) * (len(sizes) - 1)

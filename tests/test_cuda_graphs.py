@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import pathlib
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -70,9 +72,9 @@ def test_the_smallest_that_is_large_enough() -> None:
         def replay(self) -> None:
             recorded.append("replayed")
 
-    graphs = DecodeGraphs(Listed, torch.zeros)
+    graphs = DecodeGraphs(Listed)
     for size in (13, 8, 4):
-        graphs.capture(size)
+        graphs.capture(size, torch.zeros)
     assert recorded == [(13, None), (8, "pool"), (4, "pool")], "all share the memory of the first"
     assert [graphs.size_for(n) for n in (1, 4, 5, 8, 9, 13)] == [4, 4, 8, 8, 13, 13]
     graphs.replay(8)
@@ -437,9 +439,9 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", recording)
     make_graph = graph_maker(torch.device("cuda"), WatchedTorch(), False)
     assert make_graph is not None
-    graphs = DecodeGraphs(make_graph, lambda size: events.append(f"work {size}") or torch.zeros(size))
-    graphs.capture(2)
-    graphs.capture(1)
+    graphs = DecodeGraphs(make_graph)
+    for size in (2, 1):
+        graphs.capture(size, lambda size: events.append(f"work {size}") or torch.zeros(size))
     graphs.replay(2)
     rounds = [
         [
@@ -521,3 +523,32 @@ def test_gpu_cells_are_reported_as_skipped(lecture, available) -> None:
     else:
         assert done.returncode == 0, done.stdout
         assert "2 passed, 1 skipped" in done.stdout and "needs a GPU" in done.stdout
+
+
+class Forgetful:
+    """A graph that keeps nothing of what it records, as one on a GPU."""
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+        work()
+        return pool
+
+    def replay(self) -> None:
+        raise AssertionError("nobody replays it")
+
+
+def test_an_engine_with_graphs_gives_its_memory_back_at_once(folder, monkeypatch) -> None:
+    """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which the next engine
+    does not wait for."""
+    monkeypatch.setattr(Watched, "launches", [], raising=False)
+    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *arguments: WatchedTorch())
+    monkeypatch.setattr(nanovllm.runner, "graph_maker", lambda *arguments: Forgetful)
+    llm = make_llm(folder)
+    runner = weakref.ref(llm.engine.core.runner)
+    assert llm.engine.core.runner.graphs is not None
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert runner() is None
+    finally:
+        gc.enable()

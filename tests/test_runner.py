@@ -35,6 +35,7 @@ class BareRunner(ModelRunner):
     """A runner without weights: enough to build batches and to reckon with memory."""
 
     make_graph = None
+    backend = TorchBackend()
 
     def __init__(self, config: EngineConfig, device: str = "cpu") -> None:
         self.config = config

@@ -259,6 +259,31 @@ class TritonBackend:
     def __init__(self, hardware: Hardware | None = None) -> None:
         self.hardware = hardware
 
+    def step_kinds(
+        self, num_heads: int, kv_cache: Tensor, max_num_seqs: int, max_num_tokens: int
+    ) -> list[tuple[int, int, int]]:
+        """The kinds of steps that make Triton compile all that a step of such a size can need: for each number of parts,
+        for each choice of tiles, and with decodes left out or not.
+
+        Args:
+            kv_cache: of any layer.
+
+        Returns:
+            Number of sequences, `max_query_len` and `max_seq_len` of each kind; its lengths on the device do not matter.
+        """
+        hardware = self.hardware or Hardware.of(kv_cache.device)
+        num_kv_heads, _, head_dim = kv_cache.shape[2:]
+        group = num_heads // num_kv_heads
+        # The fewest sequences with each number of parts, and the shortest query with each choice of tiles.
+        splits = {choose_splits(n, num_kv_heads, hardware): n for n in range(max_num_seqs, 0, -1)}
+        tiles = {
+            choose_tiles(n * group, head_dim, kv_cache.dtype, hardware): n
+            for n in range(max_num_tokens, 1, -1)
+        }
+        batches = [(1, 1), (2, SHORT_CONTEXT + 1)][:max_num_seqs]
+        mixed = [(num_seqs, n, seq_len) for n in tiles.values() for num_seqs, seq_len in batches]
+        return [(n, 1, 1) for n in splits.values()] + mixed
+
     def forward(
         self,
         q: Tensor,
