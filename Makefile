@@ -54,15 +54,13 @@ figures: install  ## redraw figures/
 bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
 	$(BIN)/nanovllm bench $(ARGS)
 
-# Where there is no .venv it takes PYTHON as it is: a GPU's machine often has a torch of its own, and no network.
+# Where there is no .venv it begins with PYTHON: a GPU's machine often has a torch of its own, built for its driver.
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
-GPU_NEEDS := torch triton transformers tokenizers safetensors numpy psutil httpx rich tqdm filelock msgspec
 GPU_FILES = $(if $(findstring --dry-run,$(ARGS)),,--json figures/gpu.json --markdown figures/gpu.md)
 
 gpu:  ## prove and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
-	@$(GPU_PYTHON) -c 'import sys, importlib.util as u; m = [n for n in sys.argv[1:] if u.find_spec(n) is None]; \
-		sys.exit("$(GPU_PYTHON) lacks " + " ".join(m) + ": pip install them there, or make install" if m else 0)' $(GPU_NEEDS)
-	$(GPU_PYTHON) -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
+	@python=$$($(GPU_PYTHON) nanovllm/bench/gpu/environment.py) && \
+		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -20,7 +20,7 @@ import torch
 from nanovllm import ops
 from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
-from nanovllm.bench.gpu import attention, checks, command, parts, report, tokens, trace
+from nanovllm.bench.gpu import attention, checks, command, environment, parts, report, tokens, trace
 from nanovllm.bench.gpu.cases import attention_case, oracle, relative_error
 from nanovllm.bench.gpu.parts import Outcome, Part, Runner
 from nanovllm.bench.gpu.results import Results
@@ -104,9 +104,44 @@ def test_make_gpu_never_writes_a_dry_run_into_figures() -> None:
     for arguments, written in (("", True), ("--dry-run", False), ("--minutes 3 --dry-run", False)):
         text = subprocess.check_output(["make", "-n", "gpu", f"ARGS={arguments}"], cwd=ROOT, text=True)
         assert ("figures/gpu.json" in text) is written and ("figures/gpu.md" in text) is written
-    bare = ["make", "gpu", "VENV=/nowhere", f"PYTHON={sys.executable} -S"]
-    done = subprocess.run(bare, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and "lacks torch triton transformers" in done.stderr
+
+
+def prepare(
+    monkeypatch: pytest.MonkeyPatch, missing: set[str], in_venv: bool, error: Exception | None = None
+) -> tuple[int, list[tuple[str, ...]]]:
+    """What `environment.main` returns and runs on a machine that lacks some packages."""
+    ran: list[tuple[str, ...]] = []
+
+    def run(*words: str) -> None:
+        ran.append(words)
+        if error is not None:
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "_run", run)
+        patch.setattr(sys, "prefix", "/elsewhere" if in_venv else sys.base_prefix)
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else object())
+        return environment.main(), ran
+
+
+def test_make_gpu_installs_what_is_missing_and_nothing_else(monkeypatch, capsys) -> None:
+    assert prepare(monkeypatch, set(), in_venv=True) == (0, [])
+    assert capsys.readouterr().out == f"{sys.executable}\n"
+
+    code, [install] = prepare(monkeypatch, {"msgspec", "tqdm"}, in_venv=True)
+    assert code == 0 and install[0] == sys.executable and install[-2:] == ("tqdm", "msgspec")
+    assert "torch" not in install
+
+    code, [make, install] = prepare(monkeypatch, {"msgspec"}, in_venv=False)
+    python = str(ROOT / ".venv" / "bin" / "python")
+    assert code == 0 and make[0] == sys.executable and "--system-site-packages" in make
+    assert install[0] == python and install[-1] == "msgspec"
+    assert capsys.readouterr().out.splitlines()[-1] == python
+
+    error = subprocess.CalledProcessError(1, "pip")
+    assert prepare(monkeypatch, {"msgspec"}, in_venv=True, error=error)[0] == 2
+    captured = capsys.readouterr()
+    assert "lacks msgspec" in captured.err and "bring wheels of msgspec" in captured.err and not captured.out
 
 
 # ---------------------------------------------------------------- cases
