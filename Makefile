@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test lint build run figures bench gpu clean
+.PHONY: help install serve chat lab test lint browser build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,8 +35,14 @@ lint: install  ## style, types, and modules equal to their lectures
 	$(BIN)/mypy
 	$(BIN)/python -m nanovllm.course build --check
 
+# The system's Chromium or else playwright's own; only root can install the first.
+browser: install  ## Chromium, for the tests of pages and widgets
+	@test -x /usr/bin/chromium \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
+		|| $(BIN)/playwright install chromium
+
 # One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
-test: lint  ## everything: lint, tests, GPU kernels, lectures (about 15 minutes on two cores)
+test: lint browser  ## everything: lint, tests, GPU kernels, lectures (about 15 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 	$(BIN)/nanovllm kernels
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
