@@ -27,7 +27,7 @@ chat: install  ## talk to the course model in the terminal
 	$(BIN)/nanovllm chat $(ARGS)
 
 lab: install  ## open JupyterLab at the lectures
-	$(BIN)/jupyter lab notebooks $(ARGS)
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
 
 lint: install  ## style, types, and modules equal to their lectures
 	$(BIN)/ruff check .

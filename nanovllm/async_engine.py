@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from multiprocessing import resource_tracker
+from typing import Literal
 
 import msgspec
 import zmq
@@ -30,6 +31,7 @@ from nanovllm.processor import EngineLimits, InputProcessor, OutputProcessor, Pr
 from nanovllm.request import EngineOutput
 from nanovllm.request_stream import EngineObserver, RequestRefusedError, RequestStream, RequestTimes
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.step_stream import RequestTexts, StepBroadcast, StepStream
 from nanovllm.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanovllm")
@@ -58,15 +60,18 @@ class AsyncEngine:
         stats: where it stood after its latest step.
         error: why it ended; None while it lives.
         observer: who is told what happens.
+        broadcast: those who look on.
     """
 
     tokenizer: Tokenizer
     limits: EngineLimits
     input_processor: InputProcessor
     output_processor: OutputProcessor
+    broadcast: StepBroadcast
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
         self.config = config
+        self._show_text = show_text
         self.stats = EngineStats()
         self.error: str | None = None
         self.observer = EngineObserver()
@@ -87,8 +92,12 @@ class AsyncEngine:
     # ---------------------------------------------------------------- start
 
     @classmethod
-    async def start(cls, config: EngineConfig) -> AsyncEngine:
+    async def start(cls, config: EngineConfig, show_text: bool = False) -> AsyncEngine:
         """Start the engine's process and wait until it can take requests.
+
+        Args:
+            config: the settings.
+            show_text: whoever looks on may read prompts and answers.
 
         Raises:
             ValueError: no such model (`ModelNotFoundError`), or settings that do not fit (`EngineStartError`).
@@ -99,15 +108,21 @@ class AsyncEngine:
         tokenizer_folder = folder
         if config.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
-        engine = cls(config)
+        engine = cls(config, show_text)
+        name = config.served_model_name or config.model
         try:
-            engine._start_process(dataclasses.replace(config, model=str(folder)))
+            engine._start_process(dataclasses.replace(config, model=str(folder), served_model_name=name))
             # The tokenizer loads here while the other process imports torch and loads the weights.
             engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
-            engine.limits = await engine._wait_until_ready()
+            ready = await engine._wait_until_ready()
         except BaseException:
             await engine.shutdown()
             raise
+        assert ready.limits is not None, "the first report says that the engine is ready"
+        engine.limits = ready.limits
+        trace_settings = ready.trace_settings | {"model": name, "live": True}
+        texts = RequestTexts(engine.tokenizer) if show_text else None
+        engine.broadcast = StepBroadcast(trace_settings, engine._order, texts)
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._reader = asyncio.create_task(engine._read_reports())
@@ -131,19 +146,18 @@ class AsyncEngine:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
 
-    async def _wait_until_ready(self) -> EngineLimits:
+    async def _wait_until_ready(self) -> Report:
         while not await self._reports.poll(20):
             if self.error is not None:
                 raise EngineDeadError(self.error)
         report = msgspec.msgpack.decode(await self._reports.recv(), type=Report)
         if report.fatal:
             raise (EngineStartError if report.user_error else EngineDeadError)(report.fatal)
-        assert report.limits is not None, "the first report says that the engine is ready"
         # Both sides are connected, so nobody needs the sockets' names any more, and nothing is left behind even if
         # this process is killed.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready, self.stats = True, report.stats
-        return report.limits
+        return report
 
     # ---------------------------------------------------------------- requests
 
@@ -204,6 +218,8 @@ class AsyncEngine:
         ) as error:  # a number of over 64 bits; half of a surrogate pair
             raise ValueError(f"the request cannot be sent to the engine: {error}") from error
         self.output_processor.add(request_id, text, requests)
+        if self.broadcast.texts is not None:
+            self.broadcast.texts.expect(request_id, text, requests)
         times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
         stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
         self._num_sent += len(requests)
@@ -234,6 +250,14 @@ class AsyncEngine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests that come after this find none."""
         self._send(Command(order="reset_prefix_cache"))
+
+    def watch(self) -> StepStream:
+        """Look on: the lines of the engine's trace, as they come, in whole. Costs nothing while nobody does. The reader
+        closes the stream, unless it has come to its end, which is that of the engine."""
+        return self.broadcast.watch()
+
+    def _order(self, order: Literal["watch", "unwatch"]) -> None:
+        self._send(Command(order=order, show_tokens=self._show_text))
 
     def _forget(self, request_id: str) -> None:
         self.abort(request_id)
@@ -273,12 +297,15 @@ class AsyncEngine:
             if stream is not None:
                 stream.fail(RequestRefusedError(reason))
         self._deliver(report.outputs, report.time)
+        self.broadcast.put(report.steps)
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
         news, stopped = self.output_processor.process(outputs)
         if stopped:
             self._send(Command(abort=dict.fromkeys(stopped, "stop")))
         for output in news:
+            if self.broadcast.texts is not None:
+                self.broadcast.texts.add(output)
             stream = self._streams[output.request_id]
             self._note_times(stream.times, output, now)
             stream.put(output)
@@ -313,6 +340,8 @@ class AsyncEngine:
             return
         self.error = reason
         logger.error("the engine is dead: %s", reason)
+        if self._ready:
+            self.broadcast.end()
         self._fail_all(f"the engine is dead: {reason}")
 
     def _fail_all(self, reason: str) -> None:
@@ -320,12 +349,14 @@ class AsyncEngine:
             stream.fail(EngineDeadError(reason))
 
     async def drain(self, timeout: float) -> None:
-        """Wait until every request has ended, and abort those that have not after `timeout` seconds."""
+        """Wait until every request has ended, and abort those that have not after `timeout` seconds. Those who look on
+        see it to the end, and nobody waits for them."""
         deadline = time.monotonic() + timeout
         while self._streams and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for request_id in list(self._streams):
             self.abort(request_id)
+        self.broadcast.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Let requests end for so many seconds, abort the others, and end the process."""

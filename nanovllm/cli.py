@@ -45,6 +45,16 @@ COMMANDS = {
         "nanovllm.terminal_chat:add_arguments",
         "nanovllm.terminal_chat:run",
     ),
+    "trace": Command(
+        "sum up a recorded trace, or convert it",
+        "nanovllm.trace_cli:add_trace_arguments",
+        "nanovllm.trace_cli:run_trace",
+    ),
+    "replay": Command(
+        "watch a recorded trace in the browser",
+        "nanovllm.trace_cli:add_replay_arguments",
+        "nanovllm.trace_cli:run_replay",
+    ),
     "fetch": Command("download a model", "nanovllm.cli:add_fetch_arguments", "nanovllm.cli:run_fetch"),
     "bench": Command("measure speed", "nanovllm.bench:add_arguments", "nanovllm.bench:run"),
     "kernels": Command(
@@ -142,8 +152,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `serve`."""
     add_model_argument(parser)
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    group.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+    add_address_arguments(group)
     group.add_argument(
         "--api-key",
         action="append",
@@ -158,7 +167,32 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long running requests may go on after the first signal (default: %(default)s)",
     )
+    group.add_argument(
+        "--show-text",
+        action="store_true",
+        help="let everybody who watches (GET / and /trace) read the prompts and answers of all requests",
+    )
     EngineConfig.add_arguments(parser)
+
+
+def add_address_arguments(parser: argparse._ActionsContainer) -> None:
+    """Where to listen."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+
+
+def listen(arguments: argparse.Namespace) -> socket.socket:
+    """A socket at the address on a command line.
+
+    Raises:
+        UsageError: it is taken, or not ours.
+    """
+    from nanovllm.server.listen import bind
+
+    try:
+        return bind(arguments.host, arguments.port)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from error
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -166,12 +200,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     if "" in arguments.api_key:
         arguments.parser.error("--api-key must not be empty")
-    from nanovllm.server.listen import bind
-
-    try:
-        listener = bind(arguments.host, arguments.port)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from error
+    listener = listen(arguments)
     try:
         asyncio.run(_serve(config, listener, arguments))
     except asyncio.CancelledError:  # a signal came while the engine was starting
@@ -190,7 +219,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
     server, _, engine = await asyncio.gather(
         asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
         asyncio.to_thread(importlib.import_module, "transformers.utils.chat_template_utils"),
-        AsyncEngine.start(config),
+        AsyncEngine.start(config, arguments.show_text),
     )
     name = config.served_model_name or config.model
     await server.run_server(engine, listener, name, arguments.api_key, arguments.shutdown_timeout)

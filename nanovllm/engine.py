@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.hub import resolve_model
@@ -17,7 +18,7 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
-from nanovllm.recorder import StepRecorder
+from nanovllm.recorder import RecordSink, StepRecorder, trace_settings
 from nanovllm.request import EngineOutput, EngineRequest, Request
 from nanovllm.runner import ModelRunner
 from nanovllm.scheduler import Schedule, Scheduler, StepResult
@@ -63,7 +64,7 @@ class EngineCore:
         if trace is None and config.trace is not None:
             self.trace = Trace(config.trace)
         if self.trace is not None:
-            self.trace.settings["model"] = config.model
+            self.trace.settings["model"] = config.served_model_name or config.model
         self._open_books(num_blocks, num_host_blocks)
         self._under_way: StepUnderWay | None = None
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
@@ -108,6 +109,11 @@ class EngineCore:
         )
 
     @property
+    def trace_settings(self) -> dict[str, Any]:
+        """What those need to know who draw the engine's steps: sizes and policies."""
+        return trace_settings(self.scheduler)
+
+    @property
     def has_unfinished(self) -> bool:
         """True while some request has not ended."""
         return self.scheduler.has_unfinished
@@ -134,6 +140,23 @@ class EngineCore:
         with self._all_or_nothing():
             self._wind_up()
         return aborted
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step from now on; the first one carries a snapshot, and comes at once if there is
+        nothing to compute. A sink that watches already gets a fresh snapshot. Nothing is recorded while nobody looks."""
+        if self._recorder is None:
+            self._recorder = StepRecorder(None, self.scheduler)
+        self._recorder.watch(sink)
+        self._wind_up()
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        if self._recorder is not None:
+            self._recorder.unwatch(sink)
+            if not self._recorder.has_readers:
+                self._recorder = None
+                if self._under_way is not None:
+                    self._under_way.record = None
 
     def step(self) -> list[EngineOutput]:
         """Launch one step for the requests that the scheduler picks; returns the news. Without requests: nothing.
@@ -162,7 +185,7 @@ class EngineCore:
     def _step(self) -> list[EngineOutput]:
         if self._under_way is not None and self.scheduler.waits_for_tokens:
             return self._take_results()
-        start = time.perf_counter() - self._started
+        start = self._now()
         plan = self.scheduler.schedule()
         if plan.empty:
             if self._under_way is not None:
@@ -177,12 +200,16 @@ class EngineCore:
             outputs += self._take_results()
         return outputs
 
+    def _now(self) -> float:
+        """Seconds since the engine started. A trace is written in microseconds."""
+        return round(time.perf_counter() - self._started, 6)
+
     def _wind_up(self) -> None:
         """If nobody is left, no step may ever come, to take the results of the last one or to tell of the ends."""
         if not self.has_unfinished:
             self._take_results()
             if self._recorder is not None:
-                self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
+                self._recorder.flush(self.num_steps, self._now())
 
     def _take_results(self) -> list[EngineOutput]:
         """Wait for the step under way, if there is one, and take over what it sampled."""
@@ -191,11 +218,12 @@ class EngineCore:
             return []
         result = step.wait()
         outputs = self.scheduler.update(step.plan, result)
-        if self._recorder is not None and step.record is not None:
+        if self._recorder is not None:
             # A step that was launched early began when the device was done with the one before it.
-            step.record.start = max(step.start, self._last_results)
-            self._last_results = time.perf_counter() - self._started
-            self._recorder.finish(step.record, self._last_results - step.record.start, result, outputs)
+            start, self._last_results = max(step.start, self._last_results), self._now()
+            if step.record is not None:
+                step.record.start = start
+            self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs
@@ -213,10 +241,13 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.manager.pool.reset_cache()
+        if self._recorder is not None:
+            self._recorder.ask_for_snapshot()
+            self._wind_up()
 
     def close(self) -> None:
         """Finish the trace file, if there is one."""
         if self._recorder is not None:
-            self._recorder.flush(self.num_steps, time.perf_counter() - self._started)
+            self._recorder.flush(self.num_steps, self._now())
         if self.trace is not None:
             self.trace.close()

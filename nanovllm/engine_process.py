@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import zmq
@@ -24,6 +24,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.request import EngineOutput, EngineRequest
+from nanovllm.step_record import StepRecord
+from nanovllm.trace_format import TraceEncoder
 
 if TYPE_CHECKING:
     from nanovllm.engine import EngineCore
@@ -33,11 +35,17 @@ logger = logging.getLogger("nanovllm.engine")
 
 @dataclass
 class Command:
-    """What the front end tells the engine: queue these, end those (id to reason), or another order."""
+    """What the front end tells the engine: queue these, end those (id to reason), or another order.
+
+    Attributes:
+        order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot.
+        show_tokens: with "watch", whether sampled token ids may leave the engine's process.
+    """
 
     add: list[EngineRequest] = field(default_factory=list)
     abort: dict[str, str] = field(default_factory=dict)
-    order: Literal["", "reset_prefix_cache", "shutdown"] = ""
+    order: Literal["", "reset_prefix_cache", "watch", "unwatch", "shutdown"] = ""
+    show_tokens: bool = False
 
 
 @dataclass
@@ -48,7 +56,9 @@ class Report:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
         refused: sequence id to reason, for what the engine could not take.
+        steps: lines of the trace (see `trace_format`) while somebody watches, each with whether one can start to read there.
         limits: in the first report only: the engine is ready.
+        trace_settings: in the first report only: what the trace's header says.
         fatal: why the engine is about to end; empty while it lives.
         user_error: the fatal error is one that the user can mend, such as an unknown model.
     """
@@ -58,7 +68,9 @@ class Report:
     time: float = 0.0
     num_taken: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    steps: list[tuple[bytes, bool]] = field(default_factory=list)
     limits: EngineLimits | None = None
+    trace_settings: dict[str, Any] = field(default_factory=dict)
     fatal: str = ""
     user_error: bool = False
 
@@ -82,6 +94,8 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
+        self._steps: list[tuple[bytes, bool]] = []
+        self._encoder: TraceEncoder | None = None  # while somebody watches
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
         self._poller.register(commands, zmq.POLLIN)
@@ -90,7 +104,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
-        self.report(Report(limits=self.core.limits))
+        self.report(Report(limits=self.core.limits, trace_settings=self.core.trace_settings))
         while self._take_commands(wait=not self.core.has_unfinished):
             # Without requests this step computes nothing; the report then says what an abort has freed.
             self.report(Report(self.core.step()))
@@ -101,6 +115,7 @@ class EngineLoop:
         report.time = time.monotonic()
         report.num_taken = self._num_taken
         report.refused, self._refused = self._refused, {}
+        report.steps, self._steps = self._steps, []
         self.reports.send(msgspec.msgpack.encode(report))
 
     def _take_commands(self, wait: bool) -> bool:
@@ -124,7 +139,19 @@ class EngineLoop:
             self.core.abort_request(sequence_id, reason)
         if command.order == "reset_prefix_cache":
             self.core.reset_prefix_cache()
+        elif command.order == "watch":
+            if self._encoder is None:
+                self._encoder = TraceEncoder(self.core.trace_settings, hide_tokens=not command.show_tokens)
+            self.core.watch(self._note)
+        elif command.order == "unwatch":
+            self.core.unwatch(self._note)
+            self._encoder = None
         return command.order != "shutdown"
+
+    def _note(self, record: StepRecord) -> None:
+        """A step is over: its line goes out with the next report."""
+        assert self._encoder is not None
+        self._steps.append((self._encoder.encode(record), record.snapshot is not None))
 
 
 def run_engine(config: EngineConfig, command_address: str, report_address: str) -> None:

@@ -361,6 +361,7 @@ def test_markdown_and_json_say_the_same() -> None:
         (["latency", "--engine", "vllm"], "needs --vllm-python"),
         (["latency", "--engine", "vllm", "--vllm-python", "/nowhere"], "not an executable"),
         (["serve", "--engine", "hf"], "has no server"),
+        (["latency", "--engine", "nanovllm-watched"], "is a server"),
         (["latency", "--workload", "W9"], "unknown workload 'W9'"),
         (["latency", "--workload", "W2"], "belongs to `bench throughput`"),
         (["latency", "--workload", "W1", "--input-len", "3"], "exclude each other"),
@@ -394,7 +395,7 @@ def test_from_the_command_line_to_the_files(
     # Measuring them takes seconds, and has a test of its own.
     for module in ("nanovllm.bench", "nanovllm.bench.suite"):
         monkeypatch.setattr(f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
-    engines = ["nanovllm"] if benchmark == "serve" else ["nanovllm", "hf"]
+    engines = ["nanovllm", "nanovllm-watched" if benchmark == "serve" else "hf"]
     words = ["bench", benchmark, "--model", str(checkpoint), "--engine", ",".join(engines), "--repeats", "1"]
     words += ["--input-len", "12", "--output-len", "5", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
     words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3"]

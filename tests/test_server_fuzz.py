@@ -24,7 +24,7 @@ def test_the_description_holds_and_nothing_breaks_the_server(
     ]
     command += ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance"]
     command += ["--checks", "response_schema_conformance", "--phases", "examples,fuzzing", "--no-color"]
-    command += ["--suppress-health-check", "all"]
+    command += ["--suppress-health-check", "all", "--exclude-path", "/trace"]  # which never ends
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
     wait_until(server.is_idle)

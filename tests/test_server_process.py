@@ -39,7 +39,7 @@ def test_only_who_has_a_key_comes_in(guarded: ServerProcess) -> None:
         response = guarded.post("/v1/completions", body, headers={"Authorization": header.encode("latin-1")})
         assert response.status_code == 401, header
         assert response.json()["error"]["code"] == "invalid_api_key"
-    for path in ("/v1/models", "/tokenize", "/detokenize", "//health", "/health/", "/v1/nothing"):
+    for path in ("/v1/models", "/tokenize", "/detokenize", "/trace", "/health/", "/v1/nothing"):
         assert guarded.get(path).status_code == 401, path
     for path in ("/health", "/version", "/metrics"):
         assert guarded.get(path).status_code == 200

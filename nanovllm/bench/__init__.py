@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import rich.console
 
-from nanovllm.bench.engines import ENGINES, SERVING_ENGINES, EngineSettings
+from nanovllm.bench.engines import ENGINES, OFFLINE_ENGINES, SERVING_ENGINES, EngineSettings
 from nanovllm.bench.machine import measure_limits, usable_cores
 from nanovllm.bench.workloads import NAMED, Mode, Workload, custom_workload
 from nanovllm.config import EngineConfig
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         action="append",
         metavar="NAMES",
-        help="nanovllm, hf (transformers) or vllm; several, with commas or by repeating the flag, run in turn, and the "
+        help="nanovllm, nanovllm-watched (its server while somebody reads /trace), hf (transformers) or vllm; several, with commas or by repeating the flag, run in turn, and the "
         "first is compared with the others (default: nanovllm)",
     )
     group.add_argument("--vllm-python", metavar="PATH", help="interpreter of the environment that has vLLM")
@@ -269,10 +269,12 @@ def _check(arguments: argparse.Namespace, names: list[str], workloads: list[Work
     num_threads = num_cores if arguments.threads is None else arguments.threads
     if not 1 <= num_threads <= num_cores:
         raise BenchError(f"--threads must be from 1 to {num_cores}, the cores there are, got {num_threads}")
-    if all(w.mode == "serve" for w in workloads):
-        for name in names:
-            if name not in SERVING_ENGINES:
-                raise BenchError(f"engine {name!r} has no server; it can do latency and throughput")
+    modes = {"serve" if w.mode == "serve" else "offline" for w in workloads}
+    for name in names:
+        if modes == {"serve"} and name not in SERVING_ENGINES:
+            raise BenchError(f"engine {name!r} has no server; it can do latency and throughput")
+        if modes == {"offline"} and name not in OFFLINE_ENGINES:
+            raise BenchError(f"engine {name!r} is a server; it can do `bench serve`")
     if "vllm" in names:
         python = arguments.vllm_python
         if python is None:

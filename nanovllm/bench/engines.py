@@ -29,9 +29,10 @@ from nanovllm.bench.metrics import Timeline
 from nanovllm.bench.workloads import BenchRequest, Workload
 from nanovllm.config import parse_bytes
 
-ENGINES = ("nanovllm", "hf", "vllm")
+ENGINES = ("nanovllm", "nanovllm-watched", "hf", "vllm")
 #: `generate` of transformers is a function, not a server.
-SERVING_ENGINES = ("nanovllm", "vllm")
+SERVING_ENGINES = ("nanovllm", "nanovllm-watched", "vllm")
+OFFLINE_ENGINES = ("nanovllm", "hf", "vllm")
 
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
@@ -52,7 +53,7 @@ class EngineSettings:
     """How to start an engine.
 
     Attributes:
-        name: one of `ENGINES`.
+        name: one of `ENGINES`; "nanovllm-watched" is nanovllm's server with a reader of its steps.
         model: folder of the checkpoint.
         options: settings under nanovllm's names, the ones that differ from its defaults.
         num_threads: cores that it may compute on.
@@ -290,6 +291,33 @@ class Server(EngineProcess):
             return http.get("/health").status_code == 200
         except httpx.TransportError:  # not listening yet
             return False
+
+
+class WatchedServer(Server):
+    """nanovllm's server while somebody looks on: what does the live page's stream cost?"""
+
+    def _first_token(self) -> dict[str, str]:
+        versions = super()._first_token()
+        script = str(pathlib.Path(__file__).with_name("watcher.py"))
+        self._watcher = subprocess.Popen(
+            [sys.executable, script, f"{self.url}/trace"], stdout=subprocess.PIPE, text=True
+        )
+        assert self._watcher.stdout is not None
+        if self._watcher.stdout.readline() != "watching\n":
+            raise self._failed("does not let itself be watched")
+        return versions
+
+    def _end(self) -> None:
+        super()._end()  # which ends the stream
+        if hasattr(self, "_watcher"):
+            num_lines, _ = self._watcher.communicate()
+            if int(num_lines or 0) < 2:
+                raise self._failed("was watched, and showed no step")
+
+
+def server_class(name: str) -> type[Server]:
+    """How an engine of this name is served."""
+    return WatchedServer if name == "nanovllm-watched" else Server
 
 
 def command_line_flags(options: dict[str, Any]) -> list[str]:

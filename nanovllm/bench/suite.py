@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.bench.engines import (
+    OFFLINE_ENGINES,
     SERVING_ENGINES,
     EngineFailed,
     EngineProcess,
     EngineSettings,
     OfflineEngine,
-    Server,
     Started,
+    server_class,
 )
 from nanovllm.bench.machine import Limits, Noise, NoiseMeter, best, measure_limits
 from nanovllm.bench.metrics import Comparison, Figures, compare, figures, intruder_figures
@@ -174,10 +175,11 @@ class Suite:
         kind = "server" if workload.mode == "serve" else "offline"
         running: list[EngineProcess] = []
         for settings in self.engines:
-            if kind == "server" and settings.name not in SERVING_ENGINES:
+            if settings.name not in (SERVING_ENGINES if kind == "server" else OFFLINE_ENGINES):
                 continue
             settings = dataclasses.replace(settings, options=settings.options | workload.options)
-            engine = stack.enter_context((Server if kind == "server" else OfflineEngine)(settings))
+            make = server_class(settings.name) if kind == "server" else OfflineEngine
+            engine = stack.enter_context(make(settings))
             self.say(f"{settings.name}: first token {engine.started.seconds:.1f} s after its start ({kind})")
             results.launches.append(Launch(number, settings.name, kind, engine.started))
             self._warm_up(engine, workload)

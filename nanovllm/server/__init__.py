@@ -8,6 +8,7 @@ completions   /v1/completions
 chat          /v1/chat/completions
 middleware    who may ask, and how much
 metrics       /metrics
+page          the page that shows the engine at work, its files, and recorded traces
 app           the routes
 run           the process: socket, signals, shutdown
 """

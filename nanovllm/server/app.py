@@ -21,6 +21,7 @@ from nanovllm.server.errors import APIError, blaming_client, install_error_handl
 from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware
+from nanovllm.server.page import TRACE_MEDIA_TYPE, TRACE_RESPONSES, LineStream, page_routes
 from nanovllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -44,6 +45,7 @@ def create_app(engine: AsyncEngine, model: str, api_keys: Sequence[str] = ()) ->
     add_token_routes(app, Endpoint(engine, model))
     add_information_routes(app, engine, model)
     add_state_routes(app, engine, Metrics(engine, model))
+    add_page_routes(app, engine)
     app.add_middleware(BodyLimitMiddleware)
     app.add_middleware(APIKeyMiddleware, keys=api_keys)  # the last one added is asked first
 
@@ -148,3 +150,18 @@ def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> Non
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    """The page that shows the engine at work, and what it draws."""
+    app.router.routes += page_routes()
+
+    class TraceResponse(Response):
+        media_type = TRACE_MEDIA_TYPE
+
+    @app.get("/trace", response_class=TraceResponse, responses=responses.documented(None) | TRACE_RESPONSES)
+    async def trace() -> Response:
+        if not engine.is_alive:
+            raise EngineDeadError(engine.error or "the engine is shutting down")
+        stream = engine.watch()
+        return LineStream(stream, stream.close)

@@ -25,14 +25,20 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) -> str:
-    """Where the server is, with a curl line that works."""
+def url_of(listener: socket.socket) -> str:
+    """Where a browser on this machine finds what listens there, without a slash at the end."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) -> str:
+    """Where the server is, with a curl line that works."""
+    url = url_of(listener)
     key = ' -H "Authorization: Bearer <key>"' if api_keys else ""
     return (
-        f"\n{model} is served at {url}/v1, described at {url}/docs. Try:\n\n"
+        f"\n{model} is served at {url}/v1, described at {url}/docs.\n"
+        f"Chat with it, and watch it work: {url}/\n\nOr try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
     )

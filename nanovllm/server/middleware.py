@@ -13,11 +13,12 @@ from nanovllm.server.errors import ErrorResponse
 MAX_BODY_BYTES = 10 * 2**20
 # So much of a body that was refused is read all the same: most clients listen only after they have sent everything.
 MAX_DISCARDED_BYTES = 20 * MAX_BODY_BYTES
-OPEN_PATHS = frozenset(("/health", "/version", "/metrics", "/docs", "/openapi.json"))
+OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
+OPEN_FOLDER = "/web/"  # the page's files: it asks for the key itself
 
 
 class APIKeyMiddleware:
-    """Lets only those in who bring one of the keys; what is not in `OPEN_PATHS` is protected.
+    """Lets only those in who bring one of the keys; what is not in `OPEN_PATHS` or `OPEN_FOLDER` is protected.
 
     Args:
         app: the application behind this.
@@ -30,7 +31,9 @@ class APIKeyMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401, or pass the request on."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
+        path = scope.get("path", "")
+        is_open = scope["type"] != "http" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        if is_open or self._is_known(scope):
             return await self.app(scope, receive, send)
         refusal = ErrorResponse(
             401,

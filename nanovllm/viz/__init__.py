@@ -5,22 +5,8 @@ The visual language, the same in every figure, animation and page:
 *   **A request has one colour everywhere**, by its order of appearance: six colours that people with the common forms
     of colour blindness can tell apart (Okabe and Ito, 2008), then the same six darker, then again from the start.
     Colour never carries meaning alone: rows are labelled, and what happens to a token is shown by its mark.
-*   **A kind of token has one mark**, in the colour of its request:
-
-    ==============  =====================================================================================
-    prefill         solid fill: known tokens (of a prompt, or lost in a preemption) are computed
-    decode          pale fill with a solid edge: one new token
-    cached          diagonal hatching: found in the prefix cache, not computed
-    stalled         thin solid line: it holds blocks, yet has no share in this step
-    waiting         thin grey dotted line: it holds nothing
-    swapped         thick dashed line: its blocks are in host memory
-    transferred     dots: keys and values that came from another engine (later lectures)
-    drafted         dashed outline: proposed and not yet accepted (later lectures)
-    first token     black triangle above the end of the step that sampled it: arrival to triangle is the TTFT
-    preempted       black cross
-    finished        black bar; an aborted request ends in a hollow square
-    ==============  =====================================================================================
-
+*   **What happens to a token or a request has one mark**, in the request's colour: `style.MEANINGS` has a sentence for each,
+    `draw_language` draws them all, and figures/README.md shows them.
 *   **A block is a square of `block_size` cells** (a strip of them where blocks are listed), filled from the top left as
     tokens are written. The pool is a grid of blocks in the order of their ids. A shared block is striped in the colours of
     its holders and carries its reference count; a free block is empty; a free block whose content can still be found is
@@ -30,10 +16,15 @@ The visual language, the same in every figure, animation and page:
 *   The x axis counts steps, computed tokens (a step is as wide as the tokens it computes, a stand-in for time that is the
     same on every machine), or time as recorded. Drawing the same record twice gives the same bytes.
 
+Stills are drawn by the `draw_...` functions, GIF files by `animate`; `play` shows a trace in a notebook, `what_if` one that
+changes with its settings, and the live page of `nanovllm serve` is made of the same scripts, in `viz/web`.
+
 What a picture shows can be had as data, to be asserted on: `timeline_spans`, `timeline_events`, `request_metrics`,
-`pool_state`, `pool_state_at`. `simulate` makes traces with the real scheduler and block tables, without a model.
+`pool_state`, `pool_state_at`, `pool_states`. `simulate` makes traces with the real scheduler and block tables, without a model.
 """
 
+from nanovllm.viz.animation.animate import animate
+from nanovllm.viz.attention import draw_attention
 from nanovllm.viz.data import (
     Event,
     PoolState,
@@ -41,6 +32,7 @@ from nanovllm.viz.data import (
     percentile,
     pool_state,
     pool_state_at,
+    pool_states,
     request_ids,
     request_metrics,
     share_kind,
@@ -48,7 +40,9 @@ from nanovllm.viz.data import (
     timeline_events,
     timeline_spans,
 )
+from nanovllm.viz.language import draw_language
 from nanovllm.viz.memory import draw_block_tables, draw_memory, draw_pool
+from nanovllm.viz.player import Player, play
 from nanovllm.viz.simulate import SimulatedRequest, simulate
 from nanovllm.viz.style import (
     INK,
@@ -62,19 +56,25 @@ from nanovllm.viz.style import (
     use_style,
 )
 from nanovllm.viz.timeline import compare, draw_budget, draw_queues, draw_timeline, draw_usage, overview
+from nanovllm.viz.what_if import WhatIf, what_if
 
 __all__ = [
     "INK",
     "MUTED",
     "PALETTE",
     "Event",
+    "Player",
     "PoolState",
     "RequestColors",
     "SimulatedRequest",
     "Span",
+    "WhatIf",
+    "animate",
     "compare",
+    "draw_attention",
     "draw_block_tables",
     "draw_budget",
+    "draw_language",
     "draw_memory",
     "draw_pool",
     "draw_queues",
@@ -84,8 +84,10 @@ __all__ = [
     "legend",
     "overview",
     "percentile",
+    "play",
     "pool_state",
     "pool_state_at",
+    "pool_states",
     "request_color",
     "request_ids",
     "request_metrics",
@@ -96,4 +98,5 @@ __all__ = [
     "timeline_events",
     "timeline_spans",
     "use_style",
+    "what_if",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm.trace import StepRecord, Trace, TracedRequest
+from nanovllm.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 StepScale = Literal["step", "tokens", "time"] | Callable[[StepRecord], float]
 
@@ -132,7 +132,9 @@ def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
     """First tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
     events: list[Event] = []
     started: set[str] = set()
+    ended: set[str] = set()
     for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
+        ended -= step.arrived.keys()
         for request_id, mode in step.preempted.items():
             events.append(Event(request_id, "preempted", begin, step.step, mode))
         for share in step.requests:
@@ -141,10 +143,13 @@ def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
                 events.append(Event(share.request_id, "first token", end, step.step))
         busy = {share.request_id for share in step.requests}
         for request_id, reason in step.finished.items():
+            if request_id in ended:
+                continue  # said again, for those who began to read in between
             if request_id in busy:
                 events.append(Event(request_id, "finished", end, step.step, reason))
             else:  # ended between the last step and this one
                 events.append(Event(request_id, "aborted", begin, step.step, reason))
+        ended |= step.finished.keys()
     return events
 
 
@@ -287,30 +292,82 @@ def pool_state_at(trace: Trace, step: int) -> PoolState:
     A trace does not say which free blocks can still be found; those that were full when they were given up, and have not
     been handed out since, are taken to be.
     """
-    size = trace.settings["block_size"]
-    caching = trace.settings.get("enable_prefix_caching", True)
-    state = PoolState(trace.settings["num_blocks"], size)
-    ended: set[str] = set()
+    replay = _PoolReplay(trace)
     for record in trace:
         if record.step > step:
             break
-        between = [r for r in record.finished if r not in {s.request_id for s in record.requests}]
-        for request_id in [*ended, *between, *record.preempted]:
-            _release(state, request_id, caching)
+        replay.apply(record)
+    return replay.state()
+
+
+def pool_states(trace: Trace) -> Iterator[PoolState]:
+    """The pool right after each record's step had been scheduled, one state a record: as `pool_state_at`, for those who
+    want them all."""
+    replay = _PoolReplay(trace)
+    for record in trace:
+        replay.apply(record)
+        yield replay.state()
+
+
+class _PoolReplay:
+    """Follows tables and reference counts from record to record. A table is replaced, never changed, so that states
+    can share it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.block_size = trace.settings["block_size"]
+        self.caching = trace.settings.get("enable_prefix_caching", True)
+        self.tables: dict[str, list[int]] = {}
+        self.num_tokens: dict[str, int] = {}
+        self.ref_counts = [0] * trace.settings["num_blocks"]
+        self.cached: set[int] = set()
+        self.ended: set[str] = set()  # they ended in an earlier record and may still hold their blocks
+        self.appeared = request_ids(trace)
+
+    def state(self) -> PoolState:
+        """A copy of where it stands."""
+        return PoolState(
+            len(self.ref_counts), self.block_size, dict(self.tables), dict(self.num_tokens), set(self.cached),
+            list(self.ref_counts), self.appeared,
+        )  # fmt: skip
+
+    def apply(self, record: StepRecord) -> None:
+        """Go on to the state after the record's step had been scheduled."""
+        computed, held = {share.request_id for share in record.requests}, set(record.running)
+        # A step can be scheduled before the results of the one before it are there: whoever ended with those still holds
+        # its blocks, and may even be computed once more.
+        over = [r for r in self.ended if r not in held or r in record.arrived]
+        for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted]:
+            self._release(request_id)
+        self.ended.difference_update(over)
         for share in record.requests:
             whole = share.request_id in record.admitted or share.request_id in record.resumed
-            table = [] if whole else state.tables.get(share.request_id, [])
-            state.tables[share.request_id] = table + list(share.new_block_ids)
-            state.num_tokens[share.request_id] = share.start + share.num_tokens
-        ended = {r for r in record.finished if r not in between}
-        state.cached -= {b for table in state.tables.values() for b in table}
-    return PoolState(
-        state.num_blocks, size, state.tables, state.num_tokens, state.cached, appeared=request_ids(trace)
-    )
+            self._extend(share.request_id, share.new_block_ids, whole)
+            if share.request_id not in self.ended:
+                self.num_tokens[share.request_id] = share.start + share.num_tokens
+        if record.snapshot is not None:
+            self._restore(record.snapshot)
+        self.ended.update(r for r in record.finished if r in self.tables)
 
+    def _extend(self, request_id: str, block_ids: list[int], whole: bool) -> None:
+        before = [] if whole else self.tables.get(request_id, [])
+        self.tables[request_id] = before + block_ids
+        self.cached.difference_update(block_ids)
+        for block_id in block_ids:
+            self.ref_counts[block_id] += 1
 
-def _release(state: PoolState, request_id: str, caching: bool) -> None:
-    table = state.tables.pop(request_id, [])
-    full = state.num_tokens.pop(request_id, 0) // state.block_size
-    if caching:
-        state.cached |= set(table[:full])
+    def _release(self, request_id: str) -> None:
+        table = self.tables.pop(request_id, [])
+        full = self.num_tokens.pop(request_id, 0) // self.block_size
+        for i, block_id in enumerate(table):
+            self.ref_counts[block_id] -= 1
+            if self.caching and i < full and not self.ref_counts[block_id]:
+                self.cached.add(block_id)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
+        self.cached = set(snapshot.cached)
+        self.ended &= self.tables.keys()
+        self.ref_counts = [0] * len(self.ref_counts)
+        for table in self.tables.values():
+            for block_id in table:
+                self.ref_counts[block_id] += 1

@@ -100,7 +100,7 @@ def _draw_physical(
     if count:
         across = cell_columns(state.block_size) if width == height else state.block_size
         cells = state.num_blocks * state.block_size <= _MOST_CELLS
-        _draw_block(ax, x, y, width, height, state.filled(block_id), state.block_size, across, owners, cells)
+        draw_block(ax, x, y, width, height, state.filled(block_id), state.block_size, across, owners, cells)
     else:
         kind, color = ("cached", MUTED) if block_id in state.cached else ("free", FAINT)
         look = style.mark_style(kind, color) | {"linewidth": 1.0}
@@ -125,7 +125,7 @@ def cell_columns(block_size: int) -> int:
     )
 
 
-def _draw_block(
+def draw_block(
     ax: Axes,
     x: float,
     y: float,
@@ -233,9 +233,9 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         middle = y + len(table) / 2
         ax.text(-0.75, middle, request_id, ha="right", va="center", fontweight="bold")
         for i, block_id in enumerate(table):
-            filled = _filled_of(state, request_id, i)
+            filled = filled_of(state, request_id, i)
             owners = [colors[request_id]]
-            _draw_block(ax, 0, y, _STRIP_WIDTH, _STRIP_HEIGHT, filled, size, size, owners)
+            draw_block(ax, 0, y, _STRIP_WIDTH, _STRIP_HEIGHT, filled, size, size, owners)
             ax.text(-0.2, y + _STRIP_HEIGHT / 2, str(i), ha="right", va="center", fontsize=9, color=MUTED)
             start = (_STRIP_WIDTH + 0.08, y + _STRIP_HEIGHT / 2)
             end = (right - 0.62, pool_top + block_id + _STRIP_HEIGHT / 2)
@@ -265,14 +265,14 @@ def _draw_rows(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         ax.text(-0.2, row + _SIZE / 2, request_id, ha="right", va="center", fontsize=9)
         for i, block_id in enumerate(table):
             x, y = i % _ROW_LENGTH, row + i // _ROW_LENGTH
-            filled, owners = _filled_of(state, request_id, i), [colors[request_id]]
-            _draw_block(ax, x, y, _SIZE, _SIZE, filled, state.block_size, across, owners)
+            filled, owners = filled_of(state, request_id, i), [colors[request_id]]
+            draw_block(ax, x, y, _SIZE, _SIZE, filled, state.block_size, across, owners)
             _badge(ax, x + _SIZE / 2, y + _SIZE / 2, str(block_id))
         row += math.ceil(len(table) / _ROW_LENGTH)
     ax.set(xlim=(-1.4, _ROW_LENGTH), ylim=(row, -0.1), aspect="equal", anchor="W")
 
 
-def _filled_of(state: PoolState, request_id: str, index: int) -> int:
+def filled_of(state: PoolState, request_id: str, index: int) -> int:
     """Tokens in the request's `index`-th block."""
     everything = len(state.tables[request_id]) * state.block_size
     written = state.num_tokens.get(request_id, everything)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -19,11 +20,14 @@ from matplotlib.patches import Patch
 
 # M. Okabe and K. Ito, "Color Universal Design", 2008: blue, orange, green, purple, sky, vermilion. Its yellow is
 # left out: lines and pale fills of it vanish on white.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-INK = "#222222"
-MUTED = "#767676"
-FAINT = "#D9D9D9"
-BACKGROUND = "#FFFFFF"
+# The player in the browser reads the same file.
+_LANGUAGE = json.loads((pathlib.Path(__file__).parent / "web" / "style.json").read_text(encoding="utf-8"))
+PALETTE: tuple[str, ...] = tuple(_LANGUAGE["palette"])
+INK: str = _LANGUAGE["ink"]
+MUTED: str = _LANGUAGE["muted"]
+FAINT: str = _LANGUAGE["faint"]
+BACKGROUND: str = _LANGUAGE["background"]
+MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # a sentence a mark
 MAX_WIDTH = 9.0  # inches
 
 _STYLE: dict[str, Any] = {
@@ -181,10 +185,8 @@ def event_style(kind: str) -> dict[str, Any]:
     }[kind]
 
 
-_PATCHES = ("prefill", "decode", "cached", "transferred", "drafted", "free")
-_LINES = ("stalled", "waiting", "swapped")
-_EVENTS = ("first token", "preempted", "finished", "aborted")
-MARKS = _PATCHES + _LINES + _EVENTS
+PATCHES, LINES, EVENTS = (tuple(_LANGUAGE["marks"][form]) for form in ("patches", "lines", "events"))
+MARKS = PATCHES + LINES + EVENTS
 
 
 def legend(
@@ -201,17 +203,18 @@ def legend(
     figure = where if isinstance(where, Figure) else where.get_figure(root=True)
     assert isinstance(figure, Figure)
     wanted = set(kinds)
-    handles = [_legend_handle(kind, names.get(kind, kind)) for kind in MARKS if kind in wanted]
+    handles = [legend_handle(kind, names.get(kind, kind)) for kind in MARKS if kind in wanted]
     handles += list(extra)
     rows = -(-len(handles) // 8) or 1
     columns = max(1, -(-len(handles) // rows))  # rows of equal length
     return figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
 
 
-def _legend_handle(kind: str, label: str) -> Patch | Line2D:
-    if kind in _PATCHES:
+def legend_handle(kind: str, label: str) -> Patch | Line2D:
+    """What stands for a mark in a legend."""
+    if kind in PATCHES:
         return Patch(label=label, **mark_style(kind, FAINT if kind == "free" else MUTED))
-    if kind in _LINES:
+    if kind in LINES:
         return Line2D([], [], label=label, **line_style(kind, MUTED))
     centred = {"marker": "v", "markersize": 7} if kind == "first token" else {}
     return Line2D([], [], label=label, **event_style(kind) | centred)

@@ -1,0 +1,368 @@
+// The player: controls, canvases and a panel that tells the story of what is pointed at. It knows nothing of how a
+// picture is drawn (views.js) or of what the records mean (history.js); it knows where the reader is and what is selected.
+import { VIEWS, LIGHT, DARK } from "./views.js";
+import { StoryPanel, describeStep, makeElement } from "./story.js";
+
+const SPEEDS = [0.5, 1, 2, 4, 8, 16, 32, 64]; // steps a second
+const CALM_INTERVAL = 500; // milliseconds between pictures of a live page, where the reader asked for reduced motion
+
+const ICONS = {
+  back: "M11.5 3v10L4.5 8z",
+  play: "M4 2.5v11L13.5 8z",
+  pause: "M4 3h3v10H4zM9 3h3v10H9z",
+  forward: "M4.5 3v10L11.5 8z",
+};
+
+function makeIcon(name) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 16 16");
+  svg.setAttribute("aria-hidden", "true");
+  const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  path.setAttribute("d", ICONS[name]);
+  svg.append(path);
+  return svg;
+}
+
+/** Whether the page is dark: as JupyterLab says, or else as the reader's system does. */
+function pageIsDark() {
+  const lab = document.body.dataset.jpThemeLight;
+  return lab === undefined ? matchMedia("(prefers-color-scheme: dark)").matches : lab === "false";
+}
+
+/**
+ * Make a player in an element.
+ *
+ * Options: `views`: names from VIEWS, top to bottom; `live`: records keep coming, and the player follows the latest until
+ * it is paused; `theme`: "light", "dark" or "auto"; `speed`: steps a second; `onStep(index)`: called when the reader moves;
+ * `settings`: further things for the views' scene.
+ */
+export function createPlayer(root, options = {}) {
+  return new TracePlayer(root, options);
+}
+
+export class TracePlayer {
+  constructor(root, options) {
+    const { views = ["tables", "timeline"], live = false, theme = "auto", speed = 2, onStep, settings } = options;
+    const unknown = views.filter((name) => !(name in VIEWS)).join(", ");
+    if (unknown) throw new Error(`no such view: ${unknown}; there are ${Object.keys(VIEWS).join(", ")}`);
+    this.live = live;
+    this.speed = speed;
+    this.onStep = onStep ?? (() => {});
+    this.settings = settings ?? {};
+    this.themeOption = theme;
+    this.history = null;
+    this.index = 0;
+    this.selection = null;
+    this.hover = null;
+    this.following = live;
+    this.playing = false;
+    this.frame = 0;
+    this.stale = false; // whether the pictures show something else than they should
+    this.lastPlayed = 0;
+    this.lastDrawn = -Infinity;
+    this.ending = new AbortController(); // takes all listeners away at once
+    this._build(root, views);
+    this._listen();
+    this._applyTheme();
+    this._showControls();
+  }
+
+  /** Show another history, from its beginning or, live, at its end. */
+  setHistory(history) {
+    this.pause();
+    this.history = history;
+    this.index = this.live ? Math.max(history.first, history.length - 1) : history.first;
+    this.following = this.live;
+    this.selection = this.hover = null;
+    for (const view of this.views) view.height = 0;
+    this._showControls();
+    this._redraw();
+  }
+
+  /** Say that records were appended to the history (or old ones dropped). */
+  changed() {
+    if (!this.history) return;
+    if (this.following) this.index = Math.max(this.history.first, this.history.length - 1);
+    this.index = Math.max(this.index, this.history.first);
+    this._redraw();
+  }
+
+  /** Go to a record by its index, which is brought into the range that there is. */
+  seek(index) {
+    if (!this._hasRecords()) return;
+    const wanted = Math.min(Math.max(Math.round(index), this.history.first), this.history.length - 1);
+    if (wanted === this.index) return;
+    this.index = wanted;
+    this._redraw();
+    this.onStep(wanted);
+  }
+
+  /** Run on at `speed` steps a second; from the end, start over. */
+  play() {
+    if (!this._hasRecords()) return;
+    if (this.index === this.history.length - 1) this.seek(this.history.first);
+    this.playing = true;
+    this.following = false;
+    this.lastPlayed = performance.now();
+    this._redraw();
+  }
+
+  /** Stop playing, or following what is live. */
+  pause() {
+    this.playing = this.following = false;
+    this._redraw();
+  }
+
+  /** Keep to the latest record. */
+  follow() {
+    this.playing = false;
+    this.following = true;
+    this.changed();
+  }
+
+  /** Select a request ({kind: "request", id}) or block ({kind: "block", id}) in all views; null for nothing. */
+  select(selection) {
+    this.selection = selection;
+    this._redraw();
+  }
+
+  /** Take everything off the page. */
+  destroy() {
+    this.ending.abort();
+    this.resizes.disconnect();
+    this.themes.disconnect();
+    cancelAnimationFrame(this.frame);
+    this.element.remove();
+  }
+
+  _hasRecords() {
+    return this.history !== null && this.history.length > this.history.first;
+  }
+
+  // ---------------------------------------------------------------- what is on the page
+
+  _build(root, names) {
+    const button = (name, label, title) => {
+      const made = makeElement("button", { type: "button", class: `nv-button nv-${name}`, "aria-label": label, title });
+      made.append(makeIcon(name));
+      return made;
+    };
+    this.backButton = button("back", "Step back", "Step back (left arrow)");
+    this.playButton = button("play", "Play", "Play or pause (space)");
+    this.forwardButton = button("forward", "Step forward", "Step forward (right arrow)");
+    const range = { type: "range", min: 0, max: 0, step: 1, value: 0 };
+    this.slider = makeElement("input", { ...range, class: "nv-slider", "aria-label": "Step" });
+    this.position = makeElement("span", { class: "nv-position" });
+    const inWords = { title: "Steps a second", "aria-label": "Speed, in steps a second" };
+    this.speedSelect = makeElement("select", { class: "nv-speed", ...inWords });
+    for (const speed of [...new Set([...SPEEDS, this.speed])].sort((a, b) => a - b)) {
+      this.speedSelect.append(makeElement("option", { value: speed }, `${speed}/s`));
+    }
+    this.speedSelect.value = String(this.speed);
+    const live = { type: "button", class: "nv-button nv-live", title: "Keep to the latest step" };
+    this.liveButton = makeElement("button", live, "live");
+    this.liveButton.hidden = !this.live;
+    const speed = makeElement("label", { class: "nv-speed-label" });
+    speed.append(makeElement("span", {}, "Speed "), this.speedSelect);
+    const controls = makeElement("div", { class: "nv-controls", role: "group", "aria-label": "Player" });
+    const buttons = makeElement("span", { class: "nv-buttons" });
+    buttons.append(this.backButton, this.playButton, this.forwardButton);
+    controls.append(buttons, this.slider, this.position, speed, this.liveButton);
+
+    this.views = names.map((name) => this._buildView(name));
+    this.pictures = makeElement("div", { class: "nv-pictures" });
+    this.pictures.append(...this.views.map((view) => view.figure));
+    this.story = new StoryPanel((selection) => this.select(selection), (index) => this.seek(index));
+    const body = makeElement("div", { class: "nv-body" });
+    body.append(this.pictures, this.story.element);
+    // JupyterLab's shortcuts (arrows move between cells) do not apply in here.
+    this.element = makeElement("div", { class: "nv-player", "data-lm-suppress-shortcuts": "true" });
+    this.element.append(controls, body);
+    root.append(this.element);
+  }
+
+  _buildView(name) {
+    const figure = makeElement("figure", { class: "nv-view", "data-view": name });
+    const canvas = makeElement("canvas", { role: "img", class: "nv-canvas" });
+    figure.append(makeElement("figcaption", {}, VIEWS[name].title), canvas);
+    return { name, canvas, figure, drawing: VIEWS[name], regions: [], height: 0, width: 0 };
+  }
+
+  _showControls() {
+    const any = this._hasRecords();
+    for (const control of [this.backButton, this.playButton, this.forwardButton, this.slider]) control.disabled = !any;
+    this.position.textContent = any ? this._positionText() : "no step yet";
+    this.playButton.replaceChildren(makeIcon(this.playing ? "pause" : "play"));
+    this.playButton.setAttribute("aria-label", this.playing ? "Pause" : "Play");
+    this.liveButton.setAttribute("aria-pressed", String(this.following));
+    if (!any) return;
+    this.backButton.disabled = this.index <= this.history.first;
+    this.forwardButton.disabled = this.index >= this.history.length - 1;
+    this.slider.min = this.history.first;
+    this.slider.max = this.history.length - 1;
+    this.slider.value = this.index;
+    this.slider.setAttribute("aria-valuetext", this._positionText());
+  }
+
+  _positionText() {
+    const last = this.history.record(this.history.length - 1);
+    return `step ${this.history.record(this.index).step} of ${last.step}`;
+  }
+
+  // ---------------------------------------------------------------- what the reader does
+
+  _listen() {
+    const on = (target, kind, action) => target.addEventListener(kind, action, { signal: this.ending.signal });
+    on(this.backButton, "click", () => this._stepBy(-1));
+    on(this.forwardButton, "click", () => this._stepBy(1));
+    on(this.playButton, "click", () => this._togglePlay());
+    on(this.liveButton, "click", () => (this.following ? this.pause() : this.follow()));
+    on(this.slider, "input", () => this._scrub(Number(this.slider.value)));
+    on(this.speedSelect, "change", () => (this.speed = Number(this.speedSelect.value)));
+    on(this.element, "keydown", (event) => this._key(event));
+    for (const view of this.views) {
+      on(view.canvas, "pointermove", (event) => this._point(view, event));
+      on(view.canvas, "pointerleave", () => this._setHover(null));
+      on(view.canvas, "click", (event) => this._click(view, event));
+    }
+    on(matchMedia("(prefers-color-scheme: dark)"), "change", () => this._applyTheme());
+    this.themes = new MutationObserver(() => this._applyTheme());
+    this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
+    this.resizes = new ResizeObserver(() => this._fit());
+    this.resizes.observe(this.pictures);
+  }
+
+  _fit() {
+    if (this.views.some((view) => Math.floor(view.figure.clientWidth) !== view.width)) this._redraw();
+  }
+
+  _applyTheme() {
+    const dark = this.themeOption === "auto" ? pageIsDark() : this.themeOption === "dark";
+    this.theme = dark ? DARK : LIGHT;
+    this.element.dataset.theme = dark ? "dark" : "light";
+    for (const name of ["ink", "muted", "faint", "background"]) {
+      this.element.style.setProperty(`--nv-${name}`, this.theme[name]);
+    }
+    this._redraw();
+  }
+
+  _stepBy(count) {
+    this.pause();
+    this.seek(this.index + count);
+  }
+
+  _scrub(index) {
+    this.pause();
+    this.seek(index);
+  }
+
+  _togglePlay() {
+    if (this.playing) this.pause();
+    else this.play();
+  }
+
+  _key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || !this._hasRecords()) return;
+    const own = event.target.tagName; // a button presses itself on space; a slider and a list move by arrows
+    const actions = {
+      Escape: () => this.select(null),
+      " ": own !== "BUTTON" && own !== "SELECT" && (() => this._togglePlay()),
+      ArrowLeft: own !== "SELECT" && (() => this._stepBy(-1)),
+      ArrowRight: own !== "SELECT" && (() => this._stepBy(1)),
+      Home: own !== "SELECT" && (() => this._scrub(this.history.first)),
+      End: own !== "SELECT" && (() => (this.live ? this.follow() : this._scrub(this.history.length - 1))),
+    };
+    if (!actions[event.key]) return;
+    event.preventDefault();
+    actions[event.key]();
+  }
+
+  _point(view, event) {
+    this._setHover(this._regionAt(view, event));
+  }
+
+  _setHover(region) {
+    if (sameRegion(region, this.hover)) return;
+    this.hover = region;
+    this.element.classList.toggle("nv-pointing", region !== null);
+    this._redraw();
+  }
+
+  _click(view, event) {
+    const region = this._regionAt(view, event);
+    if (region?.kind === "step") this._scrub(region.index);
+    else this.select(sameRegion(region, this.selection) ? null : region);
+  }
+
+  _regionAt(view, event) {
+    const box = view.canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const hit = view.regions.findLast((r) => x >= r.x && x < r.x + r.width && y >= r.y && y < r.y + r.height);
+    return hit ? { kind: hit.kind, id: hit.id, index: hit.index } : null;
+  }
+
+  // ---------------------------------------------------------------- drawing, at most once a frame of the screen
+
+  _redraw() {
+    this.stale = true;
+    this._nextFrame();
+  }
+
+  _nextFrame() {
+    this.frame ||= requestAnimationFrame((now) => this._onFrame(now));
+  }
+
+  _onFrame(now) {
+    this.frame = 0;
+    if (this.playing) this._advance(now);
+    const calm = this.following && matchMedia("(prefers-reduced-motion: reduce)").matches;
+    if (calm && now - this.lastDrawn < CALM_INTERVAL) this._nextFrame();
+    else if (this.stale) this._draw(now);
+  }
+
+  _draw(now) {
+    this.stale = false;
+    this.lastDrawn = now;
+    this._showControls();
+    if (!this.history) return;
+    for (const view of this.views) this._drawView(view);
+    this.story.show(this.history, this.index, this.hover ?? this.selection, this.theme, this._hasRecords());
+  }
+
+  _advance(now) {
+    const steps = Math.floor(((now - this.lastPlayed) * this.speed) / 1000);
+    if (steps > 0) {
+      this.lastPlayed += (steps * 1000) / this.speed;
+      this.seek(this.index + steps);
+    }
+    if (this.index >= this.history.length - 1) this.pause();
+    else this._nextFrame();
+  }
+
+  _drawView(view) {
+    const width = Math.floor(view.figure.clientWidth);
+    if (width !== view.width) view.height = 0;
+    view.width = width;
+    if (width === 0) return; // hidden; the observer tells when it is shown again
+    // A picture grows, and never shrinks: what lies below must not jump while it plays.
+    view.height = Math.max(view.height, Math.ceil(view.drawing.height(this.history, width, this.index)));
+    const ratio = devicePixelRatio || 1;
+    const [columns, rows] = [Math.round(width * ratio), Math.round(view.height * ratio)];
+    if (view.canvas.width !== columns || view.canvas.height !== rows) {
+      Object.assign(view.canvas, { width: columns, height: rows });
+      Object.assign(view.canvas.style, { width: `${width}px`, height: `${view.height}px` });
+    }
+    const context = view.canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, width, view.height);
+    const { history, index, selection, hover, theme, following, settings } = this;
+    const scene = { history, index, selection, hover, theme, follow: following, settings };
+    view.regions = view.drawing.draw(context, { width, height: view.height }, scene);
+    const words = this._hasRecords() ? describeStep(history, index) : "nothing has been recorded yet";
+    view.canvas.setAttribute("aria-label", `${view.drawing.title}, ${words}`);
+  }
+}
+
+function sameRegion(one, other) {
+  return one?.kind === other?.kind && one?.id === other?.id && one?.index === other?.index;
+}

@@ -1,0 +1,225 @@
+// One step of the engine as the reader of a trace sees it, and the state of the pool of blocks that steps
+// lead to.
+
+const NOTHING = Object.freeze([]);
+const NO_ENTRIES = new Map();
+// In `firstSampled`: nothing was sampled. (-1: a token that the reader may not know.)
+export const NO_TOKEN = -2;
+
+// One step. `ids`, `starts`, `counts`, `decodes` and `firstSampled` hold the shares column by column, since
+// twenty thousand steps of 64 shares would not fit as objects; `requests` makes objects of one step's shares
+// for those who read few steps.
+export class StepRecord {
+  constructor(step, start, duration, size) {
+    this.step = step;
+    this.start = start;
+    this.duration = duration;
+    this.ids = size ? new Array(size) : NOTHING;
+    this.starts = new Int32Array(size);
+    this.counts = new Int32Array(size);
+    this.decodes = new Uint8Array(size); // 1: one token beyond the prompt
+    this.firstSampled = new Int32Array(size).fill(NO_TOKEN);
+    this.moreSampled = NO_ENTRIES; // row -> all sampled ids, where a share sampled several
+    this.newBlocks = NO_ENTRIES; // row -> blocks appended to the table
+    this.numTokens = 0; // computed in the step
+  }
+
+  get size() {
+    return this.ids.length;
+  }
+
+  // Number of tokens that the share in this row sampled.
+  numSampled(row) {
+    if (this.firstSampled[row] === NO_TOKEN) return 0;
+    return this.moreSampled.has(row) ? this.moreSampled.get(row).length : 1;
+  }
+
+  addShare(row, newBlocks, sampled) {
+    const added = (map, value) => (map === NO_ENTRIES ? new Map() : map).set(row, value);
+    if (newBlocks.length) this.newBlocks = added(this.newBlocks, newBlocks);
+    if (sampled.length) this.firstSampled[row] = sampled[0];
+    if (sampled.length > 1) this.moreSampled = added(this.moreSampled, sampled);
+  }
+
+  get requests() {
+    return Array.from(this.ids, (id, row) => this.share(row));
+  }
+
+  share(row) {
+    const token = this.firstSampled[row];
+    const sampled = this.moreSampled.get(row) ?? (token === NO_TOKEN ? NOTHING : [token]);
+    const newBlocks = this.newBlocks.get(row) ?? NOTHING;
+    const kind = this.decodes[row] ? "decode" : "prefill";
+    const [id, start, numTokens] = [this.ids[row], this.starts[row], this.counts[row]];
+    return { id, start, numTokens, newBlocks, sampled, kind };
+  }
+}
+
+// The pool right after a step was scheduled. `tables` (id -> block ids) and `numTokens` (id -> tokens
+// written) describe the requests that hold blocks; `hits`, `allocated`, `evicted` and `released` are the
+// blocks to which it happened in this very step: found in the prefix cache, handed out, handed out although
+// their content could still be found, given up by the last holder.
+export class PoolState {
+  #ended = new Set(); // their step is over, but their blocks are given up only with the next one
+  #holders = null;
+  #filled = null;
+
+  constructor(numBlocks, blockSize, caching) {
+    this.numBlocks = numBlocks;
+    this.blockSize = blockSize;
+    this.caching = caching;
+    this.tables = new Map();
+    this.numTokens = new Map();
+    this.refCounts = new Int32Array(numBlocks);
+    this.cached = new Uint8Array(numBlocks); // 1: free, and its content can still be found
+    this.#forgetStep();
+  }
+
+  #forgetStep() {
+    this.hits = new Set();
+    this.allocated = new Set();
+    this.evicted = new Set();
+    this.released = new Set();
+    this.#holders = this.#filled = null;
+  }
+
+  copy() {
+    const copy = new PoolState(0, this.blockSize, this.caching);
+    copy.numBlocks = this.numBlocks;
+    copy.tables = new Map(this.tables); // the tables themselves are never changed, only replaced
+    copy.numTokens = new Map(this.numTokens);
+    copy.refCounts = this.refCounts.slice();
+    copy.cached = this.cached.slice();
+    for (const name of ["hits", "allocated", "evicted", "released"]) copy[name] = new Set(this[name]);
+    copy.#ended = new Set(this.#ended);
+    return copy;
+  }
+
+  // Go on to the state after the next record.
+  advance(record) {
+    this.#forgetStep();
+    if (record.numBlocks > this.refCounts.length) this.#grow(record.numBlocks);
+    // A step can be scheduled before the results of the one before it are there: who ended with those still
+    // holds its blocks, and may even be computed once more.
+    for (const id of this.#ended) {
+      if (record.arrived.includes(id) || !record.running.includes(id)) this.#release(id);
+    }
+    for (const id of record.finished.keys()) if (!record.ids.includes(id)) this.#release(id);
+    for (const id of record.preempted.keys()) this.#release(id);
+    for (let row = 0; row < record.size; row++) this.#take(record, row);
+    if (record.snapshot) this.#replace(record.snapshot);
+    for (const id of record.finished.keys()) if (this.tables.has(id)) this.#ended.add(id);
+    for (const block of this.released) if (this.refCounts[block]) this.released.delete(block);
+    for (const block of this.allocated) this.cached[block] = 0;
+    for (const block of this.hits) this.cached[block] = 0;
+  }
+
+  #grow(numBlocks) {
+    const refCounts = new Int32Array(numBlocks);
+    const cached = new Uint8Array(numBlocks);
+    refCounts.set(this.refCounts);
+    cached.set(this.cached);
+    Object.assign(this, { numBlocks, refCounts, cached });
+  }
+
+  #take(record, row) {
+    const id = record.ids[row];
+    const blocks = record.newBlocks.get(row);
+    if (!this.#ended.has(id)) this.numTokens.set(id, record.starts[row] + record.counts[row]);
+    const admitted = record.admitted.get(id);
+    const resumed = record.resumed.includes(id);
+    const whole = admitted !== undefined || resumed;
+    if (!whole && !blocks) {
+      if (!this.tables.has(id)) this.tables.set(id, NOTHING);
+      return;
+    }
+    if (whole) this.#drop(this.tables.get(id) ?? NOTHING);
+    const before = whole ? NOTHING : (this.tables.get(id) ?? NOTHING);
+    const copied = resumed ? new Set(record.swapIn.map(([, to]) => to)) : null;
+    const numFound = Math.floor((resumed ? record.starts[row] : (admitted ?? 0)) / this.blockSize);
+    (blocks ?? NOTHING).forEach((block, i) => {
+      this.refCounts[block] += 1;
+      if (whole && i < numFound && !copied?.has(block)) this.hits.add(block);
+      else {
+        this.allocated.add(block);
+        if (this.cached[block]) this.evicted.add(block);
+      }
+    });
+    this.tables.set(id, before.length ? before.concat(blocks) : (blocks ?? NOTHING));
+  }
+
+  #drop(table) {
+    for (const block of table) {
+      this.refCounts[block] -= 1;
+      if (this.refCounts[block] === 0) this.released.add(block);
+    }
+  }
+
+  #release(id) {
+    this.#ended.delete(id);
+    const table = this.tables.get(id);
+    if (!table) return;
+    const numFull = this.caching ? Math.floor((this.numTokens.get(id) ?? 0) / this.blockSize) : 0;
+    this.tables.delete(id);
+    this.numTokens.delete(id);
+    this.#drop(table);
+    for (const block of table.slice(0, numFull)) if (!this.refCounts[block]) this.cached[block] = 1;
+  }
+
+  #replace({ tables, numTokens, cached }) {
+    const before = this.refCounts;
+    this.tables = new Map(tables);
+    this.numTokens = new Map(numTokens);
+    this.refCounts = new Int32Array(this.numBlocks);
+    for (const table of tables.values()) for (const block of table) this.refCounts[block] += 1;
+    this.cached = new Uint8Array(this.numBlocks);
+    for (const block of cached) this.cached[block] = 1;
+    for (const id of this.#ended) if (!tables.has(id)) this.#ended.delete(id);
+    this.released = new Set();
+    before.forEach((count, block) => count && !this.refCounts[block] && this.released.add(block));
+  }
+
+  // Requests whose table holds the block.
+  holders(block) {
+    if (!this.#holders) this.#index();
+    return this.#holders[block] ?? NOTHING;
+  }
+
+  // Tokens in the block: 0 to the block size. A free block that can still be found is full.
+  filled(block) {
+    if (!this.#filled) this.#index();
+    return this.#filled[block];
+  }
+
+  refCount(block) {
+    return this.refCounts[block];
+  }
+
+  isCached(block) {
+    return this.cached[block] === 1 && this.refCounts[block] === 0;
+  }
+
+  // Blocks that some request holds.
+  get numHeld() {
+    let held = 0;
+    for (const count of this.refCounts) if (count) held += 1;
+    return held;
+  }
+
+  #index() {
+    this.#holders = new Array(this.numBlocks);
+    this.#filled = new Int32Array(this.numBlocks);
+    for (let block = 0; block < this.numBlocks; block++) {
+      if (this.isCached(block)) this.#filled[block] = this.blockSize;
+    }
+    for (const [id, table] of this.tables) {
+      let left = this.numTokens.get(id) ?? table.length * this.blockSize;
+      for (const block of table) {
+        const before = this.#holders[block];
+        this.#holders[block] = before ? [...before, id] : [id];
+        this.#filled[block] = Math.max(this.#filled[block], Math.min(this.blockSize, Math.max(0, left)));
+        left -= this.blockSize;
+      }
+    }
+  }
+}

@@ -1,0 +1,270 @@
+// The story of a step, a request or a block in words: what the player shows beside its pictures.
+import { requestColor } from "./views.js";
+
+const WAITING_REASONS = {
+  "kv blocks": "too few blocks are free",
+  max_num_seqs: "as many requests run as are allowed (max_num_seqs)",
+  max_num_batched_tokens: "the step's token budget is spent",
+  preemption: "this step threw somebody out, and whoever got in now would be next",
+  "static batch": "a static batch takes nobody until all of it has ended",
+};
+const ENDINGS = { stop: "it stopped by itself", length: "it reached its length", abort: "aborted" };
+const PREEMPTIONS = {
+  recompute: "its blocks are given up and computed again later",
+  swap: "its blocks move to host memory",
+};
+
+/** A new element with attributes and a text. */
+export function makeElement(tag, attributes = {}, text = "") {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (value !== undefined) made.setAttribute(name, value);
+  if (text) made.textContent = text;
+  return made;
+}
+
+/** "1 token", "2 tokens". */
+function countOf(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+/** A finish reason; there is none for a request that ended unseen. */
+function inWords(reason) {
+  return ENDINGS[reason] ?? reason ?? "before this step";
+}
+
+/** A time span in the units of the trace. */
+function inTime(history, span) {
+  const unit = history.settings.time_unit;
+  if (unit) return countOf(Number(span.toPrecision(3)), unit.replace(/s$/, ""));
+  return span < 1 ? `${Number((span * 1000).toPrecision(3))} ms` : `${Number(span.toPrecision(3))} s`;
+}
+
+/** Tokens that the step computes, "32 prefill, 5 decode". */
+function tokensByKind(record) {
+  const decode = record.decodes.reduce((sum, each) => sum + each, 0);
+  return `${record.numTokens - decode} prefill, ${decode} decode`;
+}
+
+/** One step in a sentence, for readers who do not see the pictures. */
+export function describeStep(history, index) {
+  const record = history.record(index);
+  const parts = [
+    `step ${record.step}: ${countOf(record.size, "request")} computed`,
+    `${tokensByKind(record)} of ${record.tokenBudget} tokens`,
+    `${record.waiting.length} waiting`,
+    `${record.numFree} of ${countOf(record.numBlocks, "block")} free`,
+  ];
+  if (record.preempted.size) parts.push(`${record.preempted.size} preempted`);
+  return parts.join(", ");
+}
+
+export class StoryPanel {
+  /** `select(selection)` and `seek(index)` are called when the reader presses a name or a step. */
+  constructor(select, seek) {
+    this.select = select;
+    this.seek = seek;
+    this.content = makeElement("div", { class: "nv-story-content" });
+    this.element = makeElement("aside", { class: "nv-story", tabindex: -1,"aria-label": "Story of what is selected" });
+    this.element.append(this.content);
+    this.actions = new WeakMap(); // of the buttons
+    // The panel is made anew with every picture: a press must count although its button may be gone at the release.
+    this.content.addEventListener("pointerdown", (event) => event.button === 0 && this._press(event));
+    this.content.addEventListener("click", (event) => event.detail === 0 && this._press(event)); // by keyboard
+  }
+
+  _press(event) {
+    const button = event.target.closest("button");
+    if (!button) return;
+    event.preventDefault();
+    this.actions.get(button)();
+  }
+
+  /** Tell of a region {kind, id or index}, or, without one, of the step at the index. */
+  show(history, index, region, theme) {
+    Object.assign(this, { history, index, theme });
+    this.parts = [];
+    if (history.length === history.first) this._tellNothing();
+    else if (region?.kind === "request" && history.requests.has(region.id)) this._tellRequest(region.id);
+    else if (region?.kind === "block") this._tellBlock(region.id);
+    else this._tellStep(region?.kind === "step" ? region.index : index);
+    const focused = [...this.content.querySelectorAll("button")].indexOf(document.activeElement);
+    this.content.replaceChildren(...this.parts);
+    if (focused < 0) return;
+    const buttons = this.content.querySelectorAll("button");
+    (buttons[Math.min(focused, buttons.length - 1)] ?? this.element).focus({ preventScroll: true });
+  }
+
+  _tellNothing() {
+    this._title("Nothing yet");
+    this._say("The steps of the engine appear here as soon as there are any.");
+  }
+
+  // ---------------------------------------------------------------- a step
+
+  _tellStep(index) {
+    const { history } = this;
+    const record = history.record(index);
+    this._title(`Step ${record.step}`);
+    this._facts([
+      ["computes", `${record.numTokens} of at most ${countOf(record.tokenBudget, "token")}`],
+      ["that is", record.numTokens && tokensByKind(record)],
+      ["lasts", record.duration && inTime(history, record.duration)],
+      ["blocks", `${record.numBlocks - record.numFree} of ${record.numBlocks} held`],
+      ["arrived", this._chips(record.arrived)],
+      ["admitted", this._chips(record.admitted.keys(), (id) => this._cachedNote(record.admitted.get(id)))],
+      ["resumed", this._chips(record.resumed)],
+      ["preempted", this._chips(record.preempted.keys(), (id) => PREEMPTIONS[record.preempted.get(id)])],
+      ["finished", this._chips(record.finished.keys(), (id) => inWords(record.finished.get(id)))],
+      ["batch", this._chips(record.ids)],
+      ["waiting", record.waiting.length && this._chips(record.waiting)],
+      ["swapped", record.swapped.length && this._chips(record.swapped)],
+    ]);
+    const reason = WAITING_REASONS[record.blockedBy] ?? record.blockedBy;
+    if (reason) this._say(`The first in the queue waits: ${reason}.`);
+  }
+
+  _cachedNote(cached) {
+    return cached ? `with ${countOf(cached, "token")} from the prefix cache` : "";
+  }
+
+  // ---------------------------------------------------------------- a request
+
+  _tellRequest(id) {
+    const { history, index } = this;
+    const story = history.requestStory(id, index);
+    this._title(story.label, requestColor(story.number, this.theme));
+    this._facts([
+      ["now", this._stateOf(story)],
+      ["prompt", countOf(story.promptTokens, "token")],
+      ["from cache", story.cachedTokens > 0 && `${countOf(story.cachedTokens, "token")} of it`],
+      ["output", countOf(story.outputTokens, "token")],
+      ["computed", story.computedTokens && countOf(story.computedTokens, "token")],
+      ["first token", this._firstToken(story)],
+      ["preempted", story.numPreemptions && countOf(story.numPreemptions, "time")],
+      ["blocks", story.blocks.length && this._blocks(story.blocks)],
+    ]);
+    this._list(story.events.map((event) => this._stepLink(event)));
+    if (story.prompt) this._quote("Prompt", story.prompt);
+    if (story.text) this._quote("Answer", story.text);
+  }
+
+  _stateOf({ id, queue, reason }) {
+    const record = this.history.record(this.index);
+    const row = record.ids.indexOf(id);
+    if (row >= 0) {
+      const { start, numTokens } = record.share(row);
+      const where = numTokens === 1 ? `position ${start}` : `positions ${start} to ${start + numTokens - 1}`;
+      return `computes ${countOf(numTokens, "token")}: ${where}`;
+    }
+    return {
+      "to come": "has not arrived",
+      waiting: "waits",
+      swapped: "its blocks are in host memory",
+      running: "holds its blocks, and has no share in this step",
+      ended: `has ended: ${inWords(reason)}`,
+    }[queue];
+  }
+
+  _firstToken({ timeToFirstToken, firstToken, arrived }) {
+    if (timeToFirstToken === undefined) return "";
+    const steps = countOf(firstToken - arrived + 1, "step");
+    const isStep = this.history.settings.time_unit && timeToFirstToken === firstToken - arrived + 1;
+    return isStep ? `after ${steps}` : `after ${steps}, ${inTime(this.history, timeToFirstToken)}`;
+  }
+
+  // ---------------------------------------------------------------- a block
+
+  _tellBlock(block) {
+    const { history, index } = this;
+    const story = history.blockStory(block, index);
+    const size = history.settings.block_size;
+    this._title(`Block ${block}`);
+    this._facts([
+      ["held by", story.holders.length ? this._chips(story.holders) : "nobody"],
+      ["filled", (story.holders.length || story.cached) && `${story.filled} of ${countOf(size, "token")}`],
+      ["shared", story.refCount > 1 && `by ${story.refCount} requests`],
+      ["cached", story.cached && !story.holders.length && "free, but its content can still be found"],
+    ]);
+    this._list(story.history.map((line) => makeElement("span", {}, line)));
+  }
+
+  // ---------------------------------------------------------------- pieces
+
+  _title(text, color) {
+    const title = makeElement("h3", { class: "nv-story-title" });
+    if (color) title.append(this._dot(color));
+    title.append(text);
+    this.parts.push(title);
+  }
+
+  _say(text) {
+    this.parts.push(makeElement("p", {}, text));
+  }
+
+  _facts(pairs) {
+    const list = makeElement("dl");
+    for (const [name, value] of pairs.filter(([, each]) => each)) {
+      const definition = makeElement("dd");
+      definition.append(value);
+      list.append(makeElement("dt", {}, name), definition);
+    }
+    this.parts.push(list);
+  }
+
+  _list(items) {
+    if (!items.length) return;
+    const list = makeElement("ol", { class: "nv-story-events" });
+    for (const item of items) {
+      const entry = makeElement("li");
+      entry.append(item);
+      list.append(entry);
+    }
+    this.parts.push(list);
+  }
+
+  _quote(title, text) {
+    this.parts.push(makeElement("h4", {}, title), makeElement("blockquote", {}, text));
+  }
+
+  _dot(color) {
+    const dot = makeElement("span", { class: "nv-dot" });
+    dot.style.background = color;
+    return dot;
+  }
+
+  _link(label, action, color) {
+    const button = makeElement("button", { type: "button", class: "nv-link" });
+    if (color) button.append(this._dot(color));
+    button.append(label);
+    this.actions.set(button, action);
+    return button;
+  }
+
+  _chips(ids, note = () => "") {
+    const line = makeElement("span", { class: "nv-chips" });
+    for (const id of ids) {
+      const request = this.history.requests.get(id);
+      if (!request) continue; // so long ago that it is forgotten
+      const color = requestColor(request.number, this.theme);
+      const link = this._link(request.label, () => this.select({ kind: "request", id }), color);
+      const words = note(id);
+      const item = words ? makeElement("span", { class: "nv-noted" }) : link;
+      if (words) item.append(link, ` ${words}`);
+      line.append(item);
+    }
+    return line.childNodes.length ? line : "";
+  }
+
+  _blocks(table) {
+    const line = makeElement("span", { class: "nv-chips" });
+    for (const block of table) line.append(this._link(String(block), () => this.select({ kind: "block", id: block })));
+    return line;
+  }
+
+  _stepLink({ index, step, what }) {
+    const line = makeElement("span");
+    const name = `step ${step}`;
+    line.append(index >= this.history.first ? this._link(name, () => this.seek(index)) : name, `: ${what}`);
+    return line;
+  }
+}

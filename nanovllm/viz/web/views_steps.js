@@ -1,0 +1,229 @@
+// Views of single steps and of what is summed up over steps: the token budget, the queues, the use of the
+// pool.
+import {
+  MARGIN, drawEvent, drawLimit, drawTokens, makeView, mixColors, outlineFocus, writeText,
+} from "./views_style.js";
+import { drawAxis, stepWindow, veilFuture } from "./views_timeline.js";
+
+const AXIS_HEIGHT = 22;
+
+// Tokens of a step by kind.
+function countKinds(record) {
+  let decode = 0;
+  for (let row = 0; row < record.size; row++) decode += record.decodes[row];
+  return { prefill: record.numTokens - decode, decode };
+}
+
+export const BUDGET_VIEW = makeView({
+  title: "Token budget",
+  nothing: "How each step spends its token budget",
+  marks: ["prefill", "decode", "token budget"],
+  height: () => 62 + 96 + AXIS_HEIGHT,
+  draw(ctx, { width, height }, scene) {
+    const regions = drawBudgetHistory(ctx, scene, width, 66, height - AXIS_HEIGHT);
+    return [...regions, ...drawBudgetBar(ctx, scene, width)];
+  },
+});
+
+// The current step: its budget as a bar, filled in the order in which tokens are packed.
+function drawBudgetBar(ctx, scene, width) {
+  const { history, index, theme } = scene;
+  const record = history.record(index);
+  const { prefill, decode } = countKinds(record);
+  const words = `step ${record.step}: ${prefill} prefill + ${decode} decode of ${record.tokenBudget} tokens`;
+  writeText(ctx, words, 4, 12, { color: theme.ink, width: width - 8 });
+  const plot = width - 8;
+  const scale = plot / Math.max(1, record.tokenBudget, record.numTokens);
+  ctx.strokeStyle = theme.ink;
+  ctx.lineWidth = 1.3;
+  ctx.setLineDash([5, 3]);
+  ctx.strokeRect(4.5, 26.5, plot - 1, 27);
+  ctx.setLineDash([]);
+  const regions = [];
+  let x = 4;
+  for (let row = 0; row < record.size; row++) {
+    const { number, label } = history.requests.get(record.ids[row]);
+    const wide = record.counts[row] * scale;
+    const kind = record.decodes[row] ? "decode" : "prefill";
+    drawTokens(ctx, theme, kind, x, 27, Math.max(0.6, wide - (wide > 4 ? 1 : 0)), 26, number);
+    if (wide > 24) {
+      const color = kind === "decode" ? theme.ink : theme.inkOn(theme.fill(number));
+      const text = wide > 60 ? `${label}: ${record.counts[row]}` : String(record.counts[row]);
+      writeText(ctx, text, x + wide / 2, 40.5, { color, align: "center", width: wide - 4 });
+    }
+    regions.push({ x, y: 27, width: wide, height: 26, kind: "request", id: record.ids[row] });
+    x += wide;
+  }
+  for (const region of regions) outlineFocus(ctx, scene, "request", region.id, region);
+  return regions;
+}
+
+function drawBudgetHistory(ctx, scene, width, top, bottom) {
+  const { history, index, theme, follow } = scene;
+  const window = stepWindow(history, width, index, follow);
+  const regions = [];
+  let [highest, budget] = [1, 0];
+  for (let at = window.from; at < window.to; at++) {
+    highest = Math.max(highest, history.record(at).numTokens);
+    budget = Math.max(budget, history.record(at).tokenBudget);
+  }
+  const full = budget && highest > 0.4 * budget; // else the budget's line would press the bars flat
+  const scale = (bottom - top - 8) / (full ? Math.max(budget, highest) : highest);
+  for (let at = window.from; at < window.to; at++) {
+    drawStack(ctx, theme, history, history.record(at), window.x(at), bottom, window.cell, scale);
+  }
+  drawScale(ctx, theme, full ? Math.max(budget, highest) : highest, "tokens", top + 8, bottom);
+  veilFuture(ctx, theme, scene, window, top, bottom);
+  if (full) drawLimit(ctx, theme, MARGIN.left, window.right, bottom - budget * scale);
+  drawAxis(ctx, theme, scene, window, top, bottom, regions);
+  return regions;
+}
+
+function drawStack(ctx, theme, history, record, x, bottom, cell, scale) {
+  let y = bottom;
+  const wide = cell > 6 ? cell - 1 : cell;
+  for (let row = 0; row < record.size; row++) {
+    const { number } = history.requests.get(record.ids[row]);
+    const high = record.counts[row] * scale;
+    ctx.fillStyle = record.decodes[row] ? theme.pale(number) : theme.fill(number);
+    ctx.fillRect(x, y - high, wide, high);
+    if (record.decodes[row] && high > 4) {
+      ctx.fillStyle = theme.rim(number);
+      ctx.fillRect(x, y - high, wide, 1);
+    }
+    y -= high;
+  }
+}
+
+// The ends of the y axis, and what it counts.
+function drawScale(ctx, theme, most, what, top, bottom) {
+  const right = MARGIN.left - 6;
+  const look = { color: theme.muted, size: 11, align: "right", width: right - 2 };
+  writeText(ctx, String(most), right, top, look);
+  writeText(ctx, what, right, (top + bottom) / 2, look);
+  writeText(ctx, "0", right, bottom - 5, look);
+}
+
+// ---------------------------------------------------------------- use of the pool
+
+export const USAGE_VIEW = makeView({
+  title: "Blocks in use",
+  nothing: "How many blocks requests hold, step by step",
+  marks: ["size of the pool", "preempted"],
+  legend: ({ seen }) => (seen.has("preempted") ? ["size of the pool", "preempted"] : ["size of the pool"]),
+  height: () => 112 + AXIS_HEIGHT,
+  draw(ctx, { width, height }, scene) {
+    const { history, index, theme, follow } = scene;
+    const [top, bottom] = [12, height - AXIS_HEIGHT];
+    const window = stepWindow(history, width, index, follow);
+    const most = history.record(window.to - 1).numBlocks || 1;
+    const y = (blocks) => bottom - ((bottom - top) * blocks) / most;
+    drawHeld(ctx, theme, history, window, y, bottom);
+    drawScale(ctx, theme, most, "blocks", top, bottom);
+    for (let at = window.from; at < window.to; at++) {
+      const { preempted, numBlocks, numFree } = history.record(at);
+      if (preempted.size) drawEvent(ctx, theme, "preempted", window.x(at), y(numBlocks - numFree), 7);
+    }
+    veilFuture(ctx, theme, scene, window, 0, bottom);
+    drawLimit(ctx, theme, MARGIN.left, window.right, top);
+    const regions = [];
+    drawAxis(ctx, theme, scene, window, 4, bottom, regions);
+    return regions;
+  },
+});
+
+function drawHeld(ctx, theme, history, window, y, bottom) {
+  const color = theme.rim(0);
+  const path = new Path2D();
+  path.moveTo(window.x(window.from), bottom);
+  for (let at = window.from; at < window.to; at++) {
+    const record = history.record(at);
+    const level = y(record.numBlocks - record.numFree);
+    path.lineTo(window.x(at), level);
+    path.lineTo(window.x(at + 1), level);
+  }
+  const area = new Path2D(path);
+  area.lineTo(window.right, bottom);
+  area.closePath();
+  ctx.fillStyle = mixColors(theme.fill(0), theme.background, 0.72);
+  ctx.fill(area);
+  ctx.strokeStyle = color;
+  ctx.lineWidth = 1.6;
+  ctx.stroke(path);
+}
+
+// ---------------------------------------------------------------- queues
+
+const QUEUES = ["waiting", "running", "swapped"];
+const CHIP = 22;
+
+// Why the first waiting request has to wait.
+export const BLOCKED_BY = {
+  "kv blocks": "too few blocks are free",
+  max_num_seqs: "as many requests run as are allowed",
+  max_num_batched_tokens: "the token budget of this step is spent",
+  preemption: "a request was thrown out in this step",
+  "static batch": "the batch that runs takes nobody in",
+};
+
+export const QUEUES_VIEW = makeView({
+  title: "Queues",
+  nothing: "Who waits, who runs and who was swapped out",
+  height: () => QUEUES.length * 32 + 30,
+  draw(ctx, { width }, scene) {
+    const { theme } = scene;
+    const record = scene.history.record(scene.index);
+    const regions = [];
+    QUEUES.forEach((name, i) => drawQueue(ctx, scene, name, record[name], 20 + i * 32, width, regions));
+    const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
+    const words = reason ? `The first in line waits: ${reason}.` : "Nobody has to wait.";
+    const color = reason ? theme.ink : theme.muted;
+    writeText(ctx, words, 4, QUEUES.length * 32 + 18, { color, width: width - 8 });
+    return regions;
+  },
+});
+
+// A queue as a row of chips, first in line first: with their names if they fit, else as squares, else as many
+// as fit.
+function drawQueue(ctx, scene, name, ids, y, width, regions) {
+  const { history, theme } = scene;
+  const color = ids.length ? theme.ink : theme.muted;
+  writeText(ctx, `${name} ${ids.length || ""}`, 4, y, { color, width: MARGIN.left - 8 });
+  const room = width - MARGIN.left - 4;
+  const chipOf = (id) => Math.min(110, ctx.measureText(labelOf(history, id)).width + 16);
+  const named = ids.length * 34 <= room ? ids.map(chipOf) : [];
+  const fits = named.length && named.reduce((sum, wide) => sum + wide + 4, 0) <= room;
+  const pitch = ids.length * 15 <= room ? 15 : 7;
+  const most = fits ? ids.length : Math.floor((room - (ids.length * pitch > room ? 40 : 0)) / pitch);
+  let x = MARGIN.left;
+  ids.slice(0, most).forEach((id, i) => {
+    const wide = fits ? named[i] : pitch - (pitch > 8 ? 3 : 1);
+    drawChip(ctx, scene, id, x, y, wide, fits, name);
+    regions.push({ x, y: y - CHIP / 2, width: wide, height: CHIP, kind: "request", id });
+    x += wide + (fits ? 4 : pitch > 8 ? 3 : 1);
+  });
+  if (ids.length > most) writeText(ctx, `+${ids.length - most}`, x + 4, y, { color: theme.ink });
+  if (!ids.length) writeText(ctx, "nobody", MARGIN.left, y, { color: theme.muted });
+}
+
+function labelOf(history, id) {
+  return history.requests.get(id)?.label ?? id;
+}
+
+function drawChip(ctx, { history, theme, hover, selection }, id, x, y, width, named, queue) {
+  const { number } = history.requests.get(id);
+  const running = queue === "running";
+  ctx.beginPath();
+  ctx.roundRect(x + 0.5, y - CHIP / 2 + 0.5, width - 1, CHIP - 1, width > 12 ? 5 : 2);
+  ctx.fillStyle = running ? theme.fill(number) : theme.background;
+  ctx.fill();
+  const marked = [hover, selection].some((each) => each?.kind === "request" && each.id === id);
+  ctx.strokeStyle = marked ? theme.ink : theme.rim(number);
+  ctx.lineWidth = marked ? 2.5 : queue === "swapped" ? 2.5 : 1.3;
+  ctx.setLineDash(queue === "waiting" ? [2, 2] : queue === "swapped" ? [5, 3] : []);
+  ctx.stroke();
+  ctx.setLineDash([]);
+  if (!named) return;
+  const color = running ? theme.inkOn(theme.fill(number)) : theme.ink;
+  writeText(ctx, labelOf(history, id), x + width / 2, y, { color, align: "center", width: width - 8 });
+}

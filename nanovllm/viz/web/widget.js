@@ -1,0 +1,69 @@
+// The player as a notebook widget (anywidget): carries the trace from the kernel and the reader's step both ways.
+import { History, TraceReader } from "./history.js";
+import { createPlayer } from "./player.js";
+import { makeElement } from "./story.js";
+
+// All of a trace file's lines as a history.
+export function readHistory(bytes) {
+  const reader = new TraceReader();
+  let history = null;
+  for (const line of new TextDecoder().decode(bytes).split("\n")) {
+    if (!line) continue;
+    const { header, record } = reader.readLine(line);
+    if (header) history = new History(header.settings);
+    else history.append(record);
+  }
+  if (!history) throw new Error("an empty trace");
+  return history;
+}
+
+// Index of the last record whose step is not after this one: of those with one number, it is the one that computes.
+function indexOfStep(history, step) {
+  let [low, high] = [history.first, history.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (history.record(middle).step <= step) low = middle + 1;
+    else high = middle;
+  }
+  return Math.max(history.first, low - 1);
+}
+
+export function renderWidget({ model, el }) {
+  const options = { views: model.get("views"), theme: model.get("theme"), speed: model.get("speed") };
+  const failure = makeElement("p", { class: "nv-failure", role: "alert" });
+  let history = null;
+  const onStep = (index) => {
+    const { step } = history.record(index);
+    if (step === model.get("step")) return; // the kernel has said so itself
+    model.set("step", step);
+    model.save_changes();
+  };
+  const player = createPlayer(el, { ...options, onStep });
+  const seek = () => {
+    if (!history?.length) return;
+    const index = indexOfStep(history, model.get("step"));
+    if (index === player.index) return;
+    player.pause();
+    player.seek(index);
+  };
+  const load = () => {
+    failure.remove();
+    try {
+      history = readHistory(model.get("lines"));
+    } catch (error) {
+      failure.textContent = `This trace cannot be shown: ${error.message}`;
+      el.append(failure);
+      return;
+    }
+    player.setHistory(history);
+    seek();
+  };
+  load();
+  model.on("change:lines", load);
+  model.on("change:step", seek);
+  return () => {
+    model.off("change:lines", load);
+    model.off("change:step", seek);
+    player.destroy();
+  };
+}
