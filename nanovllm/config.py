@@ -104,7 +104,9 @@ class EngineConfig:
         False, "on a GPU, launch every kernel of a decode step from Python instead of replaying a CUDA graph"
     )
     max_num_waiting: int = _option(4096, "waiting requests beyond which the server answers 429")
-    trace: str | None = _option(None, "write a record of every step to this file, as lines of JSON (.gz: compressed)")
+    trace: str | None = _option(
+        None, "write a record of every step to this file, as lines of JSON (.gz: compressed)"
+    )
     check_invariants: bool = _option(
         False, "check the engine's bookkeeping after every step (slow; for tests)"
     )

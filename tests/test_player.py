@@ -64,6 +64,11 @@ def position(page: Any) -> str:
     return page.locator(".nv-position").inner_text()
 
 
+def wait_for_position(page: Any, text: str) -> None:
+    """A live picture is drawn when there is time for it."""
+    page.wait_for_function("text => document.querySelector('.nv-position').textContent === text", arg=text)
+
+
 def picture(page: Any, view: str) -> str:
     settle(page)
     return page.evaluate("(view) => document.querySelector(`[data-view=${view}] canvas`).toDataURL()", view)
@@ -275,8 +280,7 @@ def test_live_follows_until_it_is_paused(page: Any, trace: Trace) -> None:
     append = "(to) => { while (history_.length < to) history_.append(whole.record(history_.length)); player.changed(); }"
     assert page.evaluate("player.index") == 4
     page.evaluate(append, 9)
-    settle(page)
-    assert position(page) == "step 8 of 8"
+    wait_for_position(page, "step 8 of 8")
     live = page.get_by_role("button", name="live")
     assert live.get_attribute("aria-pressed") == "true"
     page.get_by_role("button", name="Step back").click()
@@ -294,8 +298,7 @@ def test_an_empty_live_page_says_so_and_begins_with_the_first_record(page: Any, 
     assert page.get_by_role("button", name="Play").is_disabled()
     page.keyboard.press("ArrowRight")
     page.evaluate("history_.append(whole.record(0)); player.changed()")
-    settle(page)
-    assert position(page) == "step 0 of 0"
+    wait_for_position(page, "step 0 of 0")
 
 
 def test_records_that_were_dropped_cannot_be_looked_at(page: Any, trace: Trace) -> None:

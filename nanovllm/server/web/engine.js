@@ -10,7 +10,7 @@ import { DARK, LIGHT, requestColor } from "./views.js";
 const KEEP = 20_000; // steps of a live engine that one can scrub back over: some minutes
 const FIRST_WAIT = 0.5; // seconds until the stream is asked for again, doubled each time up to
 const LONGEST_WAIT = 10;
-const REDRAW_EVERY = 100; // milliseconds: the browser may share its processors with the engine
+const REDRAW_EVERY = 200; // milliseconds: figures that change more often cannot be read
 const REST_AFTER = 400; // milliseconds without news
 const VIEWS = ["pool", "tables", "queues", "budget", "timeline", "usage"];
 

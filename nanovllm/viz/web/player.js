@@ -5,6 +5,9 @@ import { StoryPanel, describeStep, makeElement } from "./story.js";
 
 const SPEEDS = [0.5, 1, 2, 4, 8, 16, 32, 64]; // steps a second
 const CALM_INTERVAL = 500; // milliseconds between pictures of a live page, where the reader asked for reduced motion
+// The browser may share its processors with the engine that it shows: drawing takes at most this share of one of them.
+const LIVE_SHARE = 0.03;
+const LONGEST_INTERVAL = 1000; // milliseconds
 
 const ICONS = {
   back: "M11.5 3v10L4.5 8z",
@@ -60,6 +63,8 @@ export class TracePlayer {
     this.stale = false; // whether the pictures show something else than they should
     this.lastPlayed = 0;
     this.lastDrawn = -Infinity;
+    this.drawingTime = 0; // milliseconds that a live picture takes, on average
+    this.later = null; // the timer of the next live picture
     this.ending = new AbortController(); // takes all listeners away at once
     this._build(root, views);
     this._listen();
@@ -74,7 +79,7 @@ export class TracePlayer {
     this.index = this.live ? Math.max(history.first, history.length - 1) : history.first;
     this.following = this.live;
     this.selection = this.hover = null;
-    for (const view of this.views) view.height = 0;
+    for (const view of this.views) view.width = 0;
     this._showControls();
     this._redraw();
   }
@@ -84,7 +89,8 @@ export class TracePlayer {
     if (!this.history) return;
     if (this.following) this.index = Math.max(this.history.first, this.history.length - 1);
     this.index = Math.max(this.index, this.history.first);
-    this._redraw();
+    if (this.following) this._redrawInTime();
+    else this._redraw();
   }
 
   /** Go to a record by its index, which is brought into the range that there is. */
@@ -118,6 +124,7 @@ export class TracePlayer {
     this.playing = false;
     this.following = true;
     this.changed();
+    this._redraw();
   }
 
   /** Select a request ({kind: "request", id}) or block ({kind: "block", id}) in all views; null for nothing. */
@@ -130,6 +137,8 @@ export class TracePlayer {
   destroy() {
     this.ending.abort();
     this.resizes.disconnect();
+    this.sights.disconnect();
+    clearTimeout(this.later);
     this.themes.disconnect();
     cancelAnimationFrame(this.frame);
     this.element.remove();
@@ -185,15 +194,18 @@ export class TracePlayer {
     const figure = makeElement("figure", { class: "nv-view", "data-view": name });
     const canvas = makeElement("canvas", { role: "img", class: "nv-canvas" });
     figure.append(makeElement("figcaption", {}, VIEWS[name].title), canvas);
-    return { name, canvas, figure, drawing: VIEWS[name], regions: [], height: 0, width: 0 };
+    return { name, canvas, figure, drawing: VIEWS[name], regions: [], height: 0, width: 0, visible: true };
   }
 
   _showControls() {
     const any = this._hasRecords();
     for (const control of [this.backButton, this.playButton, this.forwardButton, this.slider]) control.disabled = !any;
     this.position.textContent = any ? this._positionText() : "no step yet";
-    this.playButton.replaceChildren(makeIcon(this.playing ? "pause" : "play"));
-    this.playButton.setAttribute("aria-label", this.playing ? "Pause" : "Play");
+    const action = this.playing ? "Pause" : "Play";
+    if (this.playButton.ariaLabel !== action) {
+      this.playButton.replaceChildren(makeIcon(action.toLowerCase()));
+      this.playButton.ariaLabel = action;
+    }
     this.liveButton.setAttribute("aria-pressed", String(this.following));
     if (!any) return;
     this.backButton.disabled = this.index <= this.history.first;
@@ -230,10 +242,24 @@ export class TracePlayer {
     this.themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light"] });
     this.resizes = new ResizeObserver(() => this._fit());
     this.resizes.observe(this.pictures);
+    this.sights = new IntersectionObserver((changes) => this._see(changes));
+    for (const view of this.views) this.sights.observe(view.figure);
   }
 
   _fit() {
-    if (this.views.some((view) => Math.floor(view.figure.clientWidth) !== view.width)) this._redraw();
+    if (!this.views.every((view) => this._hasItsWidth(view))) this._redraw();
+  }
+
+  _hasItsWidth(view) {
+    return Math.floor(view.figure.clientWidth) === view.width;
+  }
+
+  /** Pictures that nobody can see are not drawn; once they can be seen, they are. */
+  _see(changes) {
+    for (const { target, isIntersecting } of changes) {
+      this.views.find((view) => view.figure === target).visible = isIntersecting;
+    }
+    this._redraw();
   }
 
   _applyTheme() {
@@ -315,9 +341,19 @@ export class TracePlayer {
   _onFrame(now) {
     this.frame = 0;
     if (this.playing) this._advance(now);
-    const calm = this.following && matchMedia("(prefers-reduced-motion: reduce)").matches;
-    if (calm && now - this.lastDrawn < CALM_INTERVAL) this._nextFrame();
-    else if (this.stale) this._draw(now);
+    if (this.stale) this._draw(now);
+  }
+
+  /** Draw as soon as that keeps to `LIVE_SHARE`. */
+  _redrawInTime() {
+    this.stale = true;
+    const calm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    const interval = Math.max(Math.min(this.drawingTime / LIVE_SHARE, LONGEST_INTERVAL), calm ? CALM_INTERVAL : 0);
+    const draw = () => {
+      this.later = null;
+      this._nextFrame();
+    };
+    this.later ??= setTimeout(draw, this.lastDrawn + interval - performance.now());
   }
 
   _draw(now) {
@@ -325,8 +361,10 @@ export class TracePlayer {
     this.lastDrawn = now;
     this._showControls();
     if (!this.history) return;
-    for (const view of this.views) this._drawView(view);
+    const begin = performance.now();
+    for (const view of this.views) if (view.visible || !this._hasItsWidth(view)) this._drawView(view);
     this.story.show(this.history, this.index, this.hover ?? this.selection, this.theme, this._hasRecords());
+    this.drawingTime += (performance.now() - begin - this.drawingTime) / 4;
   }
 
   _advance(now) {
