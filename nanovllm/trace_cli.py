@@ -54,7 +54,7 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--view",
         default="tables",
-        help="what the animation shows: tables, scheduler, timeline or attention (default: %(default)s)",
+        help="what the animation shows: tables, pool, scheduler, timeline, attention or batch (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",

@@ -25,7 +25,7 @@ def _told(lines: Sequence[tuple[str, int, str, str]], num_blocks: int) -> tuple[
 
 
 def block_tables() -> bytes:
-    """What a block table is: three requests in a pool of eight blocks."""
+    """What a block table is: three requests in a pool of seven blocks."""
     trace, words = _told(
         [
             ("A", 0, f"{_SYSTEM} on cats", "Soft paws at noon , a tail that curls on warm stone"),
