@@ -42,7 +42,7 @@ browser: install  ## Chromium, for the tests of pages and widgets
 		|| $(BIN)/playwright install chromium
 
 # One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
-test: lint browser  ## everything: lint, tests, GPU kernels, lectures (about 15 minutes on two cores)
+test: lint browser  ## everything: lint, tests, GPU kernels, lectures (about 20 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 	$(BIN)/nanovllm kernels
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
