@@ -84,10 +84,10 @@ class AsyncEngine:
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
+        # Neither side ever waits for the other. Commands under way are bounded by the requests; reports, and the lines
+        # of steps in them, by how soon this side reads them.
         for socket in (self._commands, self._reports):
-            socket.set_hwm(
-                0
-            )  # neither side ever waits for the other: what is under way is bounded by the requests
+            socket.set_hwm(0)
 
     # ---------------------------------------------------------------- start
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import importlib
 import importlib.util
+import ipaddress
 import signal
 import socket
 import sys
@@ -51,7 +52,7 @@ COMMANDS = {
         "nanovllm.trace_cli:run_trace",
     ),
     "replay": Command(
-        "watch a recorded trace in the browser",
+        "show a recorded trace in the browser, to all who can reach the port",
         "nanovllm.trace_cli:add_replay_arguments",
         "nanovllm.trace_cli:run_replay",
     ),
@@ -201,6 +202,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
     if "" in arguments.api_key:
         arguments.parser.error("--api-key must not be empty")
     listener = listen(arguments)
+    host = listener.getsockname()[0]
+    if arguments.show_text and not arguments.api_key and not ipaddress.ip_address(host).is_loopback:
+        warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
+        print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     try:
         asyncio.run(_serve(config, listener, arguments))
     except asyncio.CancelledError:  # a signal came while the engine was starting

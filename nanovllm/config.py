@@ -105,7 +105,8 @@ class EngineConfig:
     )
     max_num_waiting: int = _option(4096, "waiting requests beyond which the server answers 429")
     trace: str | None = _option(
-        None, "write a record of every step to this file, as lines of JSON (.gz: compressed)"
+        None,
+        "write a record of every step, with the token ids of all answers, to this file, as lines of JSON (.gz: compressed)",
     )
     check_invariants: bool = _option(
         False, "check the engine's bookkeeping after every step (slow; for tests)"

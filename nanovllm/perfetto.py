@@ -28,7 +28,6 @@ def write_events(trace: Trace, path: str | pathlib.Path) -> None:
     """Write a trace as Chrome trace events: a track for the steps, one for each request (what it computed when, its first
     token, its preemptions and its end), and counters for tokens, blocks and queues."""
     tracks: dict[str, int] = {}
-    started: set[str] = set()
     events = []
     for step in trace.steps:
         if step.requests:
@@ -39,8 +38,7 @@ def write_events(trace: Trace, path: str | pathlib.Path) -> None:
         for share in step.requests:
             track = tracks.setdefault(share.request_id, len(tracks) + 1)
             events.append(_share_slice(share, track, step))
-            if share.sampled and share.request_id not in started:
-                started.add(share.request_id)
+            if share.samples_first_token:
                 events.append(_instant("first token", track, step.start + step.duration))
         for request_id, mode in step.preempted.items():
             track = tracks.setdefault(request_id, len(tracks) + 1)
@@ -61,11 +59,10 @@ def _slice(name: str, track: int, step: StepRecord, arguments: dict[str, Any]) -
 
 
 def _share_slice(share: TracedRequest, track: int, step: StepRecord) -> dict[str, Any]:
-    decodes = share.num_tokens == 1 and share.start >= share.num_prompt_tokens
     arguments: dict[str, Any] = {"start": share.start, "blocks": share.new_block_ids}
     if step.admitted.get(share.request_id):
         arguments["cached"] = step.admitted[share.request_id]
-    event = _slice(f"{'decode' if decodes else 'prefill'} {share.num_tokens}", track, step, arguments)
+    event = _slice(f"{share.kind} {share.num_tokens}", track, step, arguments)
     return event | {"cname": REQUEST_COLORS[(track - 1) % len(REQUEST_COLORS)]}
 
 

@@ -22,6 +22,17 @@ class TracedRequest:
     new_block_ids: list[int]
     sampled: list[int] = field(default_factory=list)
 
+    @property
+    def kind(self) -> str:
+        """ "decode" if the share is one token beyond the prompt, else "prefill": tokens that are known and were not
+        computed, or whose blocks were lost."""
+        return "decode" if self.num_tokens == 1 and self.start >= self.num_prompt_tokens else "prefill"
+
+    @property
+    def samples_first_token(self) -> bool:
+        """Whether the request's output began here: after the prompt's last token, and whenever the reader came."""
+        return bool(self.sampled) and self.start + self.num_tokens == self.num_prompt_tokens
+
 
 @dataclass
 class Snapshot:

@@ -17,7 +17,9 @@ from nanovllm.trace_format import header_line
 CHUNK_SECONDS = 0.05
 # Who has not read so much is shown where the engine is now, not what it did meanwhile.
 MAX_BACKLOG_BYTES = 4 * 2**20
-MAX_PROMPT_TOKENS = 2000
+# Whoever comes gets the prompts and answers of all running requests at once, and meanwhile nobody is served.
+MAX_PROMPT_TOKENS = 500
+MAX_CHARACTERS = 2000
 
 StepLines = Sequence[tuple[bytes, bool]]  # a line, and whether one can start to read there
 
@@ -32,7 +34,7 @@ class StepStream:
         self._on_close = on_close
         self._header = header
         self._lines: list[bytes] = []
-        self._size = 0
+        self._size = 0  # of these lines, but for one to start at: no other is shorter
         self._has_start = False
         self._ended = False
         self._news = asyncio.Event()
@@ -51,14 +53,17 @@ class StepStream:
         """
         if not self._has_start and start is None:
             return True
-        self._lines.append(line if self._has_start else start or line)
-        self._size += len(self._lines[-1])
-        self._has_start = self._size <= MAX_BACKLOG_BYTES or len(self._lines) == 1
         if self._has_start:
-            self._news.set()
-        else:
+            self._lines.append(line)
+            self._size += len(line)
+            self._has_start = self._size <= MAX_BACKLOG_BYTES
+        if not self._has_start:
             self._lines, self._size = [], 0
-        return self._has_start
+            if start is None:
+                return False
+            self._lines, self._has_start = [start], True
+        self._news.set()
+        return True
 
     def end(self) -> None:
         """Nothing more will come."""
@@ -173,7 +178,9 @@ class RequestTexts:
         self._ended = [key for key in self._ended if key[0] != request_id]  # an earlier one of this id
         for index, request in enumerate(requests):
             self._sequence_ids[request_id, index] = request.request_id
-            self._prompts[request.request_id] = request.prompt_token_ids if prompt is None else prompt
+            self._prompts[request.request_id] = (
+                request.prompt_token_ids if prompt is None else _beginning(prompt)
+            )
             self._said[request.request_id] = ""
 
     def add(self, output: RequestOutput) -> None:
@@ -181,7 +188,7 @@ class RequestTexts:
         for piece in output.outputs:
             key = (output.request_id, piece.index)
             sequence_id = self._sequence_ids[key]
-            self._said[sequence_id] += piece.text
+            self._said[sequence_id] = _end(self._said[sequence_id] + piece.text)
             self._new[sequence_id] = self._new.get(sequence_id, "") + piece.text
             if piece.finished:
                 self._ended.append(key)
@@ -194,29 +201,31 @@ class RequestTexts:
             is_last: no other line tells of what has come since the line before.
 
         Returns:
-            The line for those who read on: new prompts, new text. And the line for those who start here: all prompts and
-            all text so far; None if nobody can.
+            The line for those who read on: prompts of requests that begin to run, new text. And the line for those who
+            start here: the prompts of all that run, and the text so far; None if nobody can.
         """
         content = msgspec.json.decode(line)
-        named = [(number, sequence_id) for number, sequence_id, _ in content.get("named", [])]
-        fresh = [(number, s) for number, s in named if s not in self._numbers]
         self._numbers = {} if is_start else self._numbers
-        self._numbers |= {sequence_id: number for number, sequence_id in named}
+        self._numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
+        # Thousands may wait: a prompt is told when its request runs.
+        begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
         new = self._new if is_last else {}
-        shown = _line_with(content, self._prompts_of(fresh), self._numbered(new))
+        shown = _line_with(content, self._prompts_of(begun), self._numbered(new))
         if not is_start:
             return shown, None
-        return shown, _line_with(content, self._prompts_of(named), self._numbered(self._said))
+        running = begun | {number for number, _ in content["snapshot"]["tables"]}
+        return shown, _line_with(content, self._prompts_of(running), self._numbered(self._said))
 
-    def _prompts_of(self, named: list[tuple[int, str]]) -> list[tuple[int, str]]:
-        return [(number, self._prompt(s)) for number, s in named if s in self._prompts]
+    def _prompts_of(self, numbers: set[int]) -> list[tuple[int, str]]:
+        if not numbers:
+            return []
+        return [(n, self._prompt(s)) for s, n in self._numbers.items() if n in numbers and s in self._prompts]
 
     def _prompt(self, sequence_id: str) -> str:
         prompt = self._prompts[sequence_id]
         if not isinstance(prompt, str):
-            more = " …" if len(prompt) > MAX_PROMPT_TOKENS else ""
-            prompt = self._tokenizer.decode(prompt[:MAX_PROMPT_TOKENS], skip_special_tokens=False) + more
-            self._prompts[sequence_id] = prompt
+            text = self._tokenizer.decode(prompt[:MAX_PROMPT_TOKENS], skip_special_tokens=False)
+            prompt = self._prompts[sequence_id] = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
         return prompt
 
     def _numbered(self, texts: dict[str, str]) -> list[tuple[int, str]]:
@@ -230,6 +239,14 @@ class RequestTexts:
             for texts in (self._prompts, self._said, self._numbers):
                 texts.pop(sequence_id, None)  # type: ignore[attr-defined]
         self._ended = []
+
+
+def _beginning(text: str, is_cut: bool = False) -> str:
+    return text[:MAX_CHARACTERS] + " …" if is_cut or len(text) > MAX_CHARACTERS else text
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else "… " + text[2 - MAX_CHARACTERS :]
 
 
 def _line_with(content: dict[str, Any], prompts: list[Any], text: list[Any]) -> bytes:

@@ -7,15 +7,21 @@ import asyncio
 import contextlib
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from nanovllm.cli import UsageError, add_address_arguments, listen
 from nanovllm.trace import Trace, TraceError, check_lines
-from nanovllm.trace_format import header_line
+from nanovllm.trace_format import header_line, require_sizes
+from nanovllm.trace_metrics import percentile, request_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from starlette.applications import Starlette
+
+# Those of `nanovllm.viz.animation.animate`, the default first; said here because that needs matplotlib.
+VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +33,11 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextlib.contextmanager
-def mistakes() -> Iterator[None]:
+def mistakes(path: pathlib.Path) -> Iterator[None]:
     """A file that cannot be used is the user's to mend.
+
+    Args:
+        path: the file, which not every error names.
 
     Raises:
         UsageError: names the file, and what is wrong with it.
@@ -38,7 +47,7 @@ def mistakes() -> Iterator[None]:
     except TraceError as error:
         raise UsageError(str(error)) from error
     except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from error
+        raise UsageError(f"{error.filename or path}: {error.strerror or error}") from error
 
 
 # ---------------------------------------------------------------- trace
@@ -52,15 +61,13 @@ def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gif", type=pathlib.Path, metavar="FILE", help="write an animation")
     parser.add_argument(
-        "--view",
-        default="tables",
-        help="what the animation shows: tables, pool, scheduler, timeline, attention or batch (default: %(default)s)",
+        "--view", choices=VIEWS, help=f"what the animation shows: {', '.join(VIEWS)} (default: {VIEWS[0]})"
     )
     parser.add_argument(
         "--steps",
         type=step_range,
         metavar="A:B",
-        help="which steps it shows: from A to B - 1 (default: the first)",
+        help="which steps it shows: from A to B - 1 (default: the first 60)",
     )
 
 
@@ -78,16 +85,26 @@ def step_range(text: str) -> tuple[int, int | None]:
 
 
 def run_trace(arguments: argparse.Namespace) -> int:
-    """Convert a trace, or print its summary."""
-    with mistakes():
+    """Convert a trace, or print its summary.
+
+    Raises:
+        UsageError: flags that do not go together, or a file that cannot be used.
+    """
+    if arguments.gif is None and (arguments.view or arguments.steps):
+        raise UsageError("--view and --steps say what an animation shows: they need --gif FILE")
+    with mistakes(arguments.trace):
         trace = Trace.load(arguments.trace, arguments.partial)
-        if arguments.perfetto is not None:
-            trace.to_perfetto(arguments.perfetto)
-            print(f"{arguments.perfetto}: open it in https://ui.perfetto.dev")
         if arguments.gif is not None:
-            content = animation(trace, arguments.view, arguments.steps)
+            require_sizes(trace.settings, arguments.trace)
+    if arguments.perfetto is not None:
+        with mistakes(arguments.perfetto):
+            trace.to_perfetto(arguments.perfetto)
+        print(f"{arguments.perfetto}: open it in https://ui.perfetto.dev")
+    if arguments.gif is not None:
+        content = animation(trace, arguments.view or VIEWS[0], arguments.steps)
+        with mistakes(arguments.gif):
             arguments.gif.write_bytes(content)
-            print(f"{arguments.gif}: {len(content) / 1e6:.1f} MB")
+        print(f"{arguments.gif}: {len(content) / 1e6:.1f} MB")
     if arguments.perfetto is None and arguments.gif is None:
         from rich.console import Console
 
@@ -99,7 +116,7 @@ def animation(trace: Trace, view: str, steps: tuple[int, int | None] | None) -> 
     """A GIF.
 
     Raises:
-        UsageError: nothing can be drawn here, or there is no such view, or there are no such steps.
+        UsageError: nothing can be drawn here, or there are no such steps.
     """
     try:
         from nanovllm.viz.animation.animate import animate
@@ -142,7 +159,7 @@ def summary(trace: Trace) -> dict[str, str]:
     peak = max(
         (1 - record.num_free_blocks / record.num_blocks for record in steps if record.num_blocks), default=0.0
     )
-    ttft = sorted(_first_token_times(trace).values())
+    ttft = [each["ttft"] for each in request_metrics(trace, "time").values() if each["ttft"] is not None]
     reasons: dict[str, str] = {request_id: r for record in trace for request_id, r in record.finished.items()}
     counts = [f"{list(reasons.values()).count(r)} {r}" for r in sorted(set(reasons.values()))]
     requests = {share.request_id for record in steps for share in record.requests}
@@ -158,8 +175,8 @@ def summary(trace: Trace) -> dict[str, str]:
         "generated per " + ("second" if unit == "s" else "unit"): (
             f"{num_generated / (end - begin):,.1f}" if end > begin else "-"
         ),
-        "time to first token, p50": f"{_percentile(ttft, 50):.3f} {unit}" if ttft else "-",
-        "time to first token, p99": f"{_percentile(ttft, 99):.3f} {unit}" if ttft else "-",
+        "time to first token, p50": f"{percentile(ttft, 50):.3f} {unit}" if ttft else "-",
+        "time to first token, p99": f"{percentile(ttft, 99):.3f} {unit}" if ttft else "-",
         "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"
         + (f" ({hit / queried:.0%})" if queried else ""),
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
@@ -169,35 +186,20 @@ def summary(trace: Trace) -> dict[str, str]:
 
 
 def _prefix_hits(trace: Trace) -> tuple[int, int]:
-    """Tokens that were looked for in the prefix cache when requests were admitted first, and those that were found."""
+    """Tokens that were looked for in the prefix cache, and those that were found: at every admission, those after a
+    preemption included, as the engine's own counters have it."""
     queried = hit = 0
-    seen: set[str] = set()
+    num_outputs: Counter[str] = Counter()
     for record in trace:
-        seen -= record.arrived.keys()
+        for request_id in record.arrived:
+            num_outputs[request_id] = 0
         for share in record.requests:
-            if share.request_id in record.admitted and share.request_id not in seen:
-                seen.add(share.request_id)
-                queried += share.num_prompt_tokens
+            if share.request_id in record.admitted:
+                known = share.num_prompt_tokens + num_outputs[share.request_id]
+                queried += max(known, share.start + share.num_tokens)  # its beginning may not be in the trace
                 hit += record.admitted[share.request_id]
+            num_outputs[share.request_id] += len(share.sampled)
     return queried, hit
-
-
-def _first_token_times(trace: Trace) -> dict[str, float]:
-    """From the beginning of the first step after a request came to the end of the one that sampled its first token."""
-    arrived: dict[str, float] = {}
-    times: dict[str, float] = {}
-    for record in trace:
-        arrived |= dict.fromkeys(record.arrived, record.start)
-        for share in record.requests:
-            if share.sampled and share.request_id in arrived:
-                end = record.start + record.duration
-                times.setdefault(share.request_id, end - arrived[share.request_id])
-    return times
-
-
-def _percentile(ordered: list[float], percent: int) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 # ---------------------------------------------------------------- replay
@@ -211,13 +213,24 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Serve the page on a recorded trace until a signal comes."""
-    with mistakes():
-        settings, lines = check_lines(arguments.trace, arguments.partial)
+    app, num_records = replay_page(arguments.trace, arguments.partial)
     listener = listen(arguments)
     from nanovllm.server.listen import url_of
-    from nanovllm.server.page import ReplayServer, create_replay
+    from nanovllm.server.page import ReplayServer
 
-    app = create_replay(header_line(settings | {"live": False}), lines)
-    banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
+    banner = f"{arguments.trace}: watch its {num_records:,} records at {url_of(listener)}/ (Ctrl-C ends this)"
     asyncio.run(ReplayServer(app, banner).serve([listener]))
     return 0
+
+
+def replay_page(path: pathlib.Path, partial: bool = False) -> tuple[Starlette, int]:
+    """The page on a recorded trace, and how many records that has.
+
+    Raises:
+        UsageError: a file that cannot be used.
+    """
+    from nanovllm.server.page import create_replay
+
+    with mistakes(path):
+        settings, lines = check_lines(path, partial)
+    return create_replay(header_line(settings | {"live": False}), lines), len(lines)

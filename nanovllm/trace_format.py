@@ -20,6 +20,7 @@ SAME_AS_BEFORE = (
     "waiting", "running", "swapped", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
 )  # fmt: skip
 HIDDEN_TOKEN = -1
+COUNTS = {"block_size": "tokens", "num_blocks": "blocks", "token_budget": "tokens"}  # of the settings
 
 
 class TraceError(ValueError):
@@ -93,7 +94,22 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
         raise TraceError(
             f"{source} is a trace of version {version}, and this nanovllm reads version {FORMAT_VERSION}: record it again"
         )
+    for name in COUNTS:
+        value = settings.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise TraceError(f"{source}: its {name} is {value!r}, which is no number of {COUNTS[name]}")
     return settings
+
+
+def require_sizes(settings: Mapping[str, Any], source: object) -> None:
+    """For those who draw the pool.
+
+    Raises:
+        TraceError: nothing says how large it is.
+    """
+    for name in ("block_size", "num_blocks"):
+        if name not in settings:
+            raise TraceError(f"{source} cannot be drawn: its first line does not say {name}")
 
 
 class TraceEncoder:
@@ -125,6 +141,7 @@ class TraceEncoder:
         for request_id, length in record.arrived.items():
             if snapshot is None or request_id not in snapshot.prompt_lens:
                 self._name(request_id, length)  # anew, even if an earlier request had this id
+        self._ended -= record.arrived.keys()
         line = StepLine(
             record.step,
             record.start,
@@ -156,7 +173,9 @@ class TraceEncoder:
     def _forget_ended(self, record: StepRecord) -> None:
         """A request that has ended may be computed once more, for nothing; after that nobody speaks of it again."""
         if self._ended:
-            spoken_of = {share.request_id for share in record.requests} | record.finished.keys()
+            # With asynchronous scheduling it still runs in the record after its end, even if it has no share there.
+            spoken_of = {*record.waiting, *record.running, *record.swapped, *record.finished}
+            spoken_of.update(share.request_id for share in record.requests)
             for request_id in self._ended - spoken_of:
                 self._known.pop(request_id, None)
             self._ended &= spoken_of
@@ -175,14 +194,19 @@ class TraceEncoder:
                 self._name(request_id, length)
 
     def _name(self, request_id: str, length: int) -> int:
-        number, self._next_number = self._next_number, self._next_number + 1
+        number = self._name_once(request_id, length)
         self._known[request_id] = (number, length)
+        return number
+
+    def _name_once(self, request_id: str, length: int) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
         self._named.append((number, request_id, length))
         return number
 
     def _number(self, request_id: str) -> int:
         known = self._known.get(request_id)
-        return known[0] if known is not None else self._name(request_id, 0)
+        # One who ended long ago, and is mentioned once more: nobody would say when to forget it.
+        return known[0] if known is not None else self._name_once(request_id, 0)
 
     def _numbers(self, request_ids: Iterable[str]) -> list[int]:
         return [self._number(request_id) for request_id in request_ids]
@@ -214,6 +238,7 @@ class TraceDecoder:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._decoder = msgspec.json.Decoder(StepLine)
+        self._pool_size: int | None = settings.get("num_blocks")
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
         self._before: dict[str, Any] = {
             "waiting": [],
@@ -282,12 +307,15 @@ class TraceDecoder:
         lists = isinstance(new_block_ids, list) and isinstance(sampled, list)
         if isinstance(number, list) or isinstance(start, list) or isinstance(token, list) or not lists:
             raise ValueError(f"not a share: {share}")
+        self._check_blocks(new_block_ids)
         request_id, length = self._names[number]
         return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled)
 
     def _snapshot(self, line: StepLine) -> Snapshot | None:
         if line.snapshot is None:
             return None
+        for block_ids in (line.snapshot.cached, *(table for _, table in line.snapshot.tables)):
+            self._check_blocks(block_ids)
         queued = {*self._before["waiting"], *self._before["running"], *self._before["swapped"]}
         return Snapshot(
             self._by_id(line.snapshot.tables),
@@ -295,3 +323,9 @@ class TraceDecoder:
             line.snapshot.cached,
             {request_id: length for _, request_id, length in line.named if request_id in queued},
         )
+
+    def _check_blocks(self, block_ids: list[int]) -> None:
+        if block_ids and self._pool_size is not None:
+            wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._pool_size]
+            if wrong:
+                raise ValueError(f"there is no block {wrong[0]} in a pool of {self._pool_size}")

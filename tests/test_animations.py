@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,6 +20,7 @@ from nanovllm.viz.animation.memory import tables_scene
 from nanovllm.viz.animation.moments import Moment, moments
 from nanovllm.viz.animation.pool import pool_scene
 from nanovllm.viz.animation.stage import HEIGHT, WIDTH, new_frame, pace, several
+from nanovllm.viz.data import PoolState, pool_states
 
 FOLDER = pathlib.Path(__file__).parent.parent / "figures"
 ANIMATIONS = sorted(name for name in FIGURES if name.endswith(".gif"))
@@ -168,6 +169,19 @@ def test_long_stories_are_abridged_but_no_step_is_lost() -> None:
     assert {m.step for m in story} == set(all_steps(trace))
     assert sum(moment.seconds for moment in story) <= 12.0
     assert any(moment.topic == "preempted" and moment.seconds > 1 for moment in story)
+
+
+def test_what_comes_after_the_last_step_wanted_is_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, followed = crowded_trace(), []
+
+    def watched(trace: Trace) -> Iterator[PoolState]:
+        for state in pool_states(trace):
+            followed.append(state)
+            yield state
+
+    monkeypatch.setattr("nanovllm.viz.animation.moments.pool_states", watched)
+    assert moments(trace, [0, 3], most=1e9)[-1].step == 3
+    assert len(followed) <= 5 < len(trace)
 
 
 def test_captions_can_be_replaced() -> None:

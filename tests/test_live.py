@@ -8,8 +8,10 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,16 +20,22 @@ import pytest
 import pytest_asyncio
 from starlette.testclient import TestClient
 
-from nanovllm import SamplingParams, step_stream
+from nanovllm import SamplingParams, cli, step_stream, trace_cli
 from nanovllm.async_engine import AsyncEngine
+from nanovllm.bench import engines
+from nanovllm.bench.engines import WatchedServer
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine_process import Report
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.request import EngineRequest
+from nanovllm.scheduler import Scheduler
 from nanovllm.server import page
-from nanovllm.step_stream import StepBroadcast
-from nanovllm.trace import StepRecord, Trace
-from nanovllm.trace_format import HIDDEN_TOKEN, TraceDecoder, header_line, parse_header
+from nanovllm.step_stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
+from nanovllm.trace import Snapshot, StepRecord, Trace
+from nanovllm.trace_format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line, parse_header
 from nanovllm.viz import SimulatedRequest, simulate
+from nanovllm.viz.animation.animate import VIEWS
 from nanovllm.viz.data import pool_states
 from tests.server_process import ServerProcess, wait_until
 
@@ -249,7 +257,7 @@ async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(
     read = await anext(fast)
     for i in range(1000):
         shared.put([(b"%09d\n" % i, False)])
-        assert slow._size <= 1000 and sum(map(len, slow._lines)) == slow._size
+        assert sum(map(len, slow._lines)) <= 1000 + len(b"start\n")
         if i % 50 == 0:
             read += await anext(fast)
     assert orders == ["watch"] * 3, "it is resynchronised once: until then it waits"
@@ -257,12 +265,76 @@ async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(
     read += await anext(fast)
     assert read.splitlines()[1:] == [b"start", *(b"%09d" % i for i in range(1000)), b"again", b"on"]
     assert (await anext(slow)).splitlines()[1:] == [b"again", b"on"]
-    shared.put([(b"x" * 5000 + b"\n", True)])  # larger than what may wait, but there is no other way to start
-    assert len(await anext(slow)) == 5001 and orders == ["watch"] * 3
+    # Larger than what may wait, but there is no other way to start; and one can go on from there.
+    shared.put([(b"x" * 5000 + b"\n", True), (b"on\n", False)])
+    assert len(await anext(slow)) == 5001 + 3 and orders == ["watch"] * 3
     slow.close()
     assert orders[3:] == []
     fast.close()
     assert orders[3:] == ["unwatch"]
+
+
+class Words:
+    """A tokenizer whose tokens are words of four characters; it counts those that it writes out."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return "".join(f"{token:3d} " for token in token_ids)
+
+
+def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -> None:
+    words = Words()
+    texts = RequestTexts(words)  # type: ignore[arg-type]
+    ids = [f"r{i}" for i in range(500)]
+    long = list(range(9_000))
+    for i, request_id in enumerate(ids):
+        request = EngineRequest(request_id, long, GREEDY)
+        texts.expect(request_id, "a text " * 9_000 if i == 1 else None, [request])
+    for piece in ("the beginning ", "and so on " * 9_000, "the end"):
+        texts.add(RequestOutput("r0", None, [], [CompletionOutput(0, piece)], False))
+    record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
+    record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
+    encoder = TraceEncoder({})
+    on, start = texts.write(encoder.encode(record), is_start=True, is_last=False)
+    assert start is not None and len(start) < 30_000 and words.num_decoded <= MAX_PROMPT_TOKENS
+    shown = TraceDecoder({}).decode(start)
+    assert list(shown.prompts) == ["r0", "r1"] and shown.prompts["r1"].startswith("a text a text")
+    assert all(
+        len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in shown.prompts.values()
+    )
+    assert len(shown.text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", shown.text["r0"])
+    decoder = TraceDecoder({})
+    assert not decoder.decode(on).prompts, "who reads on knows them"
+    begins = StepRecord(
+        2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:]
+    )
+    line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True)
+    assert list(decoder.decode(line).prompts) == ["r2", "r3"]
+
+
+class Unwatchable(WatchedServer):
+    """A process that lives, and lets nobody look on."""
+
+    def _command(self) -> list[str]:
+        super()._command()  # which chooses an address, where nobody will answer
+        return [sys.executable, "-c", "input()"]
+
+
+def test_a_bench_that_cannot_be_watched_says_so(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs are kept after a failure
+    monkeypatch.setattr(engines.Server, "_first_token", lambda self: {})
+    settings = engines.EngineSettings("nanovllm-watched", tmp_path, {}, 1)
+    with pytest.raises(engines.EngineFailed, match="does not let itself be watched"), Unwatchable(settings):
+        pass
+    monkeypatch.setattr(WatchedServer, "_first_token", lambda self: {})
+    with pytest.raises(ZeroDivisionError), Unwatchable(settings):
+        raise ZeroDivisionError
+    with pytest.raises(engines.EngineFailed, match="showed no step"), Unwatchable(settings):
+        pass
 
 
 # ---------------------------------------------------------------- over HTTP
@@ -329,9 +401,38 @@ def test_every_file_of_the_page_is_served(folder: pathlib.Path) -> None:
 def test_the_page_itself() -> None:
     response = client().get("/")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
-    assert "script" not in response.headers["content-security-policy"], "only scripts from files of our own"
+    policy = response.headers["content-security-policy"]
+    assert "script" not in policy and "unsafe" not in policy, "only scripts and styles from files of our own"
+    assert "frame-ancestors 'none'" in policy
     scripts = re.findall(r'(?:src|href)="/?web/([\w.]+)"', response.text)
     assert scripts and all(client().get(f"/web/{name}").status_code == 200 for name in scripts)
+
+
+def test_a_long_trace_arrives_whole() -> None:
+    lines = [b"%d" % i for i in range(2 * page.CHUNK_LINES + 1)]
+    app = page.create_replay(header_line({}), lines)
+    assert TestClient(app).get("/trace").content == header_line({}) + b"".join(line + b"\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_open"),
+    [
+        (["--show-text", "--host", "0.0.0.0"], True),
+        (["--show-text", "--host", "localhost"], False),
+        (["--show-text", "--host", "0.0.0.0", "--api-key", "open sesame"], False),
+        (["--host", "0.0.0.0"], False),
+    ],
+)
+def test_one_is_told_when_everybody_can_read(
+    words: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(config: EngineConfig, listener: socket.socket, arguments: Any) -> None:
+        listener.close()
+
+    monkeypatch.setattr(cli, "_serve", serve)
+    assert main(["serve", "--port", "0", *words]) == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == error.count("all who can reach 0.0.0.0 can read all prompts") == is_open
 
 
 @pytest.mark.parametrize(
@@ -393,8 +494,8 @@ def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFi
     assert rows["requests"] == "8" and rows["ended"] == "8 length"
     assert rows["tokens generated"] == str(8 * 12)
     assert rows["preemptions"] == str(sum(len(step.preempted) for step in trace)) != "0"
-    found = [step.admitted.get(f"r{i}") for i in (3, 5, 7) for step in trace if f"r{i}" in step.admitted]
-    assert rows["prompt tokens from the prefix cache"].startswith(str(found[0]) if len(found) == 1 else "")
+    found = sum(tokens for step in trace for tokens in step.admitted.values())
+    assert rows["prompt tokens from the prefix cache"].startswith(f"{found} of ") and found
     assert rows["KV blocks held at most"] == "100% of 20"
 
 
@@ -414,6 +515,29 @@ def test_a_trace_becomes_a_picture_and_events(recorded: pathlib.Path, tmp_path: 
     )
 
 
+def test_the_views_are_those_that_can_be_drawn() -> None:
+    assert list(trace_cli.VIEWS) == list(VIEWS)
+
+
+def test_prefix_hits_are_those_that_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedulers: list[Scheduler] = []
+    initialize = Scheduler.__init__
+
+    def watched(self: Scheduler, *arguments: Any) -> None:
+        initialize(self, *arguments)
+        schedulers.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", watched)
+    requests = [SimulatedRequest(3 * i, list(range(40)) if i % 2 else 30, 12) for i in range(8)]
+    trace = simulate(requests, num_kv_blocks=20, block_size=4, max_num_batched_tokens=64)
+    (scheduler,) = schedulers
+    admissions = [request_id for record in trace for request_id in record.admitted]
+    assert len(admissions) > len(set(admissions)), "somebody is meant to be admitted twice"
+    counted = f"{scheduler.num_hit_tokens:,} of {scheduler.num_queried_tokens:,} "
+    assert trace_cli.summary(trace)["prompt tokens from the prefix cache"].startswith(counted)
+    assert scheduler.num_hit_tokens > 0
+
+
 MISTAKES = [
     (["trace", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
     (["replay", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
@@ -423,10 +547,15 @@ MISTAKES = [
     (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ whole steps.*--partial"),
     (["replay", "{cut}"], r"cut.jsonl, line \d+: .*cut off"),
     (["replay", "{damaged}"], r"damaged.jsonl, line 2: not a step record"),
+    (["replay", "{sizeless}"], r"sizeless.jsonl cannot be drawn: its first line does not say block_size"),
+    (["trace", "{sizeless}", "--gif", "{folder}/a.gif"], r"sizeless.jsonl cannot be drawn"),
+    (["trace", "{trace}", "--view", "pool"], "--view and --steps .* need --gif"),
+    (["trace", "{trace}", "--steps", "0:3"], "--view and --steps .* need --gif"),
+    (["trace", "{trace}", "--perfetto", "/dev/full"], "error: /dev/full: [A-Z]"),
     (["trace", "{trace}", "--steps", "3"], "two step numbers such as 10:20"),
     (["trace", "{trace}", "--steps", "5:5"], "two step numbers such as 10:20"),
     (["trace", "{trace}", "--gif", "{folder}/a.gif", "--steps", "900:901"], "none of these steps"),
-    (["trace", "{trace}", "--gif", "{folder}/a.gif", "--view", "tarot"], "no such view: 'tarot'"),
+    (["trace", "{folder}/none.jsonl", "--gif", "{folder}/a.gif", "--view", "tarot"], "--view.*'tarot'"),
     (["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"], "none/a.gif: No such file"),
 ]
 
@@ -441,10 +570,11 @@ def test_mistakes_are_told_in_a_line(
     tmp_path: pathlib.Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("foreign", "cut", "damaged")}
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("foreign", "cut", "damaged", "sizeless")}
     files["foreign"].write_text("step,start\n")
     files["cut"].write_bytes(recorded.read_bytes()[:-30])
-    files["damaged"].write_text('{"nanovllm_trace": 2, "settings": {}}\n{"step": "one"}\n')
+    files["damaged"].write_bytes(header_line({"block_size": 4, "num_blocks": 4}) + b'{"step": "one"}\n')
+    files["sizeless"].write_bytes(header_line({"model": "tiny"}))
     places = {"folder": tmp_path, "trace": recorded} | files
     try:
         code = main([word.format(**places) for word in words])

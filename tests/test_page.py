@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from nanovllm.config import COURSE_MODEL
 from nanovllm.hub import resolve_model
@@ -299,6 +299,53 @@ def test_the_key_is_asked_for(
         expect(page.locator("#connection")).to_have_text("live")
         expect(page.locator("#key-dialog")).to_be_hidden()
     expect(page.locator("#connection")).to_contain_text("Trying again")
+
+
+def test_a_trace_that_cannot_be_read_is_not_asked_for_again(live: Page, noise: list[str]) -> None:
+    noise.append("line 2 of the trace")
+    settings = {"block_size": 16, "num_blocks": 8, "token_budget": 64, "live": True}
+    lines = [{"nanovllm_trace": 2, "settings": settings}, {"step": 0, "requests": [[7, 0, 1]]}]
+    asked = []
+
+    def answer(route: Route) -> None:
+        asked.append(route)
+        route.fulfill(body="".join(json.dumps(line) + "\n" for line in lines))
+
+    live.route("**/trace", answer)
+    live.clock.install()
+    live.reload()
+    expect(live.locator("#connection")).to_have_text(
+        "This trace cannot be shown: line 2 of the trace: request 7 was not named by any line before"
+    )
+    live.clock.run_for(60_000)
+    assert len(asked) == 1
+
+
+def test_a_browser_that_cannot_read_the_scripts_says_so(live: Page, noise: list[str]) -> None:
+    expect(live.locator("#no-script")).to_have_count(0)
+    noise.append("SyntaxError|Unexpected identifier")
+    live.route("**/web/views.js", lambda route: route.fulfill(content_type="text/javascript", body="a b"))
+    live.reload()
+    expect(live.locator("#no-script")).to_be_visible()
+
+
+def test_a_conversation_too_long_to_be_kept_is_shown_all_the_same(live: Page) -> None:
+    warnings = []
+    live.on("console", lambda message: warnings.append(message.text) if message.type == "warning" else None)
+    live.evaluate("sessionStorage.setItem('full', 'x'.repeat(5 * 2 ** 20 - 1000))")
+    send(live, "Count: " + "x" * 900, max_tokens="3", temperature="0")
+    expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
+    expect(live.get_by_role("button", name="Send")).to_be_visible()
+    assert any("keeps no more of this conversation" in warning for warning in warnings)
+
+
+def test_a_burst_is_stopped_while_its_prompts_are_made(live: Page) -> None:
+    live.route("**/tokenize", lambda route: None)  # never answered
+    live.get_by_role("button", name="Fire a burst").click()
+    expect(live.locator("#load-state")).to_contain_text("waiting")
+    live.get_by_role("button", name="Stop them").click()
+    expect(live.locator("#load-state")).to_have_text("0 done · 16 stopped")
+    expect(live.get_by_role("button", name="Fire a burst")).to_be_visible()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import pathlib
 import random
@@ -20,8 +21,8 @@ from nanovllm.recorder import trace_settings
 from nanovllm.request import EngineRequest
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import Schedule, Scheduler
-from nanovllm.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError
-from nanovllm.trace_format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder
+from nanovllm.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, check_lines
+from nanovllm.trace_format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line
 from nanovllm.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.viz.data import pool_states
 from tests.oracle import make_checkpoint
@@ -159,6 +160,36 @@ def test_an_encoder_remembers_only_those_who_live() -> None:
         assert len(encoder._known) <= 3
 
 
+def test_one_who_has_ended_keeps_its_number_while_it_is_in_a_queue(checkpoint: str) -> None:
+    """With asynchronous scheduling a request still runs in the record after its end, without a share if its length is known."""
+    config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, async_scheduling=True)
+    trace = Trace()
+    core = EngineCore(config, trace)
+    for i in range(6):
+        core.add_request(EngineRequest(f"r{i}", [5, 6, 7], SamplingParams(max_tokens=2 + i, ignore_eos=True)))
+    while core.has_unfinished:
+        core.step()
+    late = [
+        request_id
+        for before, record in itertools.pairwise(trace)
+        for request_id in before.finished.keys() & set(record.running)
+        if request_id not in {share.request_id for share in record.requests}
+    ]
+    assert late, "nobody runs after its end: this tests nothing"
+    encoder = TraceEncoder(trace.settings)
+    named = [name for step in trace for name in json.loads(encoder.encode(step)).get("named", [])]
+    assert sorted(named) == [[i, f"r{i}", 3] for i in range(6)]
+
+
+def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
+    encoder = TraceEncoder({})
+    for step in range(50):
+        encoder.encode(
+            StepRecord(step, float(step), 0.0, 8, [], finished={"a": "stop"}, running=[f"r{step}"])
+        )
+    assert not encoder._known
+
+
 def test_tokens_can_be_hidden() -> None:
     trace = crowd(1)
     encoder, decoder = TraceEncoder({}, hide_tokens=True), TraceDecoder({})
@@ -237,13 +268,46 @@ def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
         ('{"step": 0, "start": 0, "requests": [[0, 1]]}', "3 or 5 entries, not 2"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}', "not a share"),
         ('{"step": 0, "start": 0} and more', "malformed"),
+        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, [4], [5]]]}', "no block 4"),
+        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, [-1], []]]}', "no block -1"),
+        (
+            '{"step": 0, "start": 0, "snapshot": {"tables": [], "num_tokens": [], "cached": [9]}}',
+            "no block 9",
+        ),
+        (
+            '{"step": 0, "start": 0, "named": [[0, "a", 1]], '
+            '"snapshot": {"tables": [[0, [1, 4]]], "num_tokens": [], "cached": []}}',
+            "no block 4",
+        ),
     ],
 )
 def test_a_damaged_line_is_named(line: str, reason: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text(f'{{"nanovllm_trace": 2, "settings": {{}}}}\n{line}\n')
-    with pytest.raises(TraceError, match=rf"{path}, line 2: not a step record \(.*{reason}"):
+    settings = '{"block_size": 4, "num_blocks": 4}'
+    path.write_text(f'{{"nanovllm_trace": 2, "settings": {settings}}}\n{line}\n')
+    for read in (Trace.load, check_lines):
+        with pytest.raises(TraceError, match=rf"{path}, line 2: not a step record \(.*{reason}"):
+            read(path)
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_blocks", "token_budget"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "16", [16]], ids=repr)
+def test_a_size_that_is_none(name: str, value: object, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(header_line({"block_size": 4, "num_blocks": 4} | {name: value}))
+    with pytest.raises(TraceError, match=f"{path}: its {name} is .*, which is no number of"):
         Trace.load(path)
+
+
+@pytest.mark.parametrize("name", ["block_size", "num_blocks"])
+def test_without_its_size_a_pool_cannot_be_shown(name: str, tmp_path: pathlib.Path) -> None:
+    settings = {"block_size": 4, "num_blocks": 4}
+    del settings[name]
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(header_line(settings))
+    assert Trace.load(path).settings == settings
+    with pytest.raises(TraceError, match=f"{path} cannot be drawn: its first line does not say {name}"):
+        check_lines(path)
 
 
 # ---------------------------------------------------------------- what the records say of the pool

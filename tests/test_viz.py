@@ -246,6 +246,20 @@ def test_first_token_stays_first_after_a_preemption():
     assert sorted(first) == sorted(set(first)) == sorted(request_ids(trace))
 
 
+def test_who_came_before_the_trace_began_has_no_first_token_in_it(tmp_path):
+    whole = small_trace()
+    rest = Trace(settings=whole.settings)
+    rest.steps = whole.steps[4:]  # r0 decodes since step 1, r1 and r2 have not begun to
+    assert [e.request_id for e in timeline_events(rest) if e.kind == "first token"] == ["r1", "r2"]
+    rest.to_perfetto(tmp_path / "events.json")
+    events = json.loads((tmp_path / "events.json").read_text())["traceEvents"]
+    tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert [e["tid"] for e in events if e["name"] == "first token"] == [tracks["r1"], tracks["r2"]]
+    metrics = request_metrics(rest)
+    assert all(metrics[r]["ttft"] is None and metrics[r]["latency"] is None for r in ("r0", "r1", "r2"))
+    assert metrics["r0"]["itl"] == request_metrics(whole)["r0"]["itl"][3:]
+
+
 def test_step_edges():
     trace = small_trace()
     assert step_edges(trace)[:3] == [(0, 1), (1, 2), (2, 3)]

@@ -1,5 +1,6 @@
 """The JavaScript that reads and draws traces, in a real browser: its states are those of Python, and its pictures show them."""
 
+import itertools
 import json
 import random
 import re
@@ -175,23 +176,135 @@ def test_seeking_in_any_order_gives_the_same_states(site, trace):
     assert got == [wanted[index] for index in order]
 
 
-def test_a_reader_who_starts_at_a_snapshot_sees_the_same(site, trace):
-    """As a page does that looks at a server in mid-course."""
-    states, middle = list(pool_states(trace)), len(trace) // 2
-    lengths = {}
+def steps_from(trace: Trace, middle: int) -> list[StepRecord]:
+    """What somebody gets who looks at a server in mid-course: a snapshot first."""
+    lengths: dict[str, int] = {}
     for record in trace:
         lengths |= record.arrived
-    state, first = states[middle], trace.steps[middle]
+    state, first = list(pool_states(trace))[middle], trace.steps[middle]
     live = {*first.waiting, *first.running, *first.swapped, *state.tables}
     snapshot = Snapshot(
         state.tables, state.num_tokens, sorted(state.cached), {i: lengths[i] for i in lengths if i in live}
     )
-    with_snapshot = StepRecord(**(vars(first) | {"snapshot": snapshot}))
+    return [StepRecord(**(vars(first) | {"snapshot": snapshot})), *trace.steps[middle + 1 :]]
+
+
+def test_a_reader_who_starts_at_a_snapshot_sees_the_same(site, trace):
+    middle = len(trace) // 2
     got = site.evaluate(
         "text => { const history = readTrace(text); return Array.from({length: history.length}, (_, i) => stateOf(history, i)); }",
-        encode(trace, [with_snapshot, *trace.steps[middle + 1 :]]),
+        encode(trace, steps_from(trace, middle)),
     )
-    assert got == [as_in_the_browser(state) for state in states[middle:]]
+    assert got == [as_in_the_browser(state) for state in list(pool_states(trace))[middle:]]
+
+
+def test_a_reader_who_starts_in_mid_course_counts_right(site, trace):
+    """Answers of requests that sample after the start are as long as for those who saw everything, and nobody gets a
+    second first token; no more can be found in the prefix cache than was looked for."""
+    middle = len(trace) // 2
+    got = site.evaluate(
+        """([whole, part, middle]) => {
+          const [all, joined] = [readTrace(whole), readTrace(part)];
+          const stories = [];
+          for (let index = 0; index < joined.length; index++) for (const id of joined.record(index).ids) {
+            const [right, seen] = [all.requestStory(id, middle + index), joined.requestStory(id, index)];
+            stories.push([id, index, right.outputTokens, seen.outputTokens, joined.record(index).share(joined.record(index).ids.indexOf(id))]);
+          }
+          const firstTokens = [...joined.requests.values()].map(({ id, firstToken }) => [id, firstToken, all.requests.get(id).firstToken]);
+          return { stories, firstTokens, hits: Array.from({ length: joined.length }, (_, i) => joined.prefixHitRate(i) ?? 0) };
+        }""",
+        [encode(trace), encode(trace, steps_from(trace, middle)), middle],
+    )
+    for request_id, index, right, seen, share in got["stories"]:
+        if share["sampled"]:
+            assert seen == right, (request_id, index)
+    for request_id, seen, right in got["firstTokens"]:
+        assert seen == (None if right is None or right < middle else right - middle), request_id
+    assert all(0 <= rate <= 1 for rate in got["hits"])
+
+
+def test_prefix_hits_of_who_was_preempted_before_the_start(site):
+    """Its answer so far is not seen; but the share that admits it again shows how much was looked for."""
+    share = {
+        "named": [[0, "a", 4]],
+        "waiting": [0],
+        "snapshot": {"tables": [], "num_tokens": [], "cached": []},
+    }
+    again = {
+        "step": 1,
+        "admitted": [[0, 16]],
+        "requests": [[0, 16, 4, [0, 1], [7]]],
+        "waiting": [],
+        "running": [0],
+    }
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          return [history.prefixHitRate(), history.requestStory("a", 1).outputTokens, history.requests.get("a").firstToken];
+        }""",
+        "\n".join([HEADER, json.dumps(STEP | share), json.dumps(STEP | again)]),
+    )
+    assert got == [16 / 20, 17, None]
+
+
+def test_a_reader_who_missed_steps_knows_who_has_ended(site):
+    """After a gap there is a snapshot, and whoever is not in it will never be heard of again."""
+    trace = prefix_trace()
+    middle = len(trace) // 2
+    before, after = trace.steps[: middle // 2], steps_from(trace, middle)
+    got = site.evaluate(
+        """([text, at]) => {
+          const history = readTrace(text);
+          const missed = [...history.requests.values()].filter((info) => info.ended === at && info.reason === undefined);
+          const open = [...history.requests.values()].filter((info) => info.ended === undefined);
+          return [missed.map((info) => info.id), open.length, missed.map((info) => history.requestStory(info.id, at).queue)];
+        }""",
+        [encode(trace, [*before, *after]), len(before)],
+    )
+    seen = {r for record in before for r in record.arrived}
+    ended = {r for record in trace.steps[:middle] for r in record.finished}
+    told = {r for record in before for r in record.finished}
+    assert set(got[0]) == (seen & ended) - told != set()
+    assert got[1] == 0 and set(got[2]) == {"ended"}
+
+
+def test_what_is_sampled_after_the_end_is_no_answer(site):
+    first = {"named": [[0, "a", 4]], "arrived": [0], "admitted": [[0, 0]], "finished": [[0, "stop"]]}
+    first |= {"requests": [[0, 0, 4, [1], [7]]], "running": [0]}
+    got = site.evaluate(
+        "text => { const { outputTokens, lastToken } = readTrace(text).requestStory('a', 1); return [outputTokens, lastToken]; }",
+        "\n".join(
+            [HEADER, json.dumps(STEP | first), json.dumps(STEP | {"step": 1, "requests": [[0, 4, 8]]})]
+        ),
+    )
+    assert got == [1, 0]
+
+
+def test_the_text_of_an_answer_is_not_told_twice(site):
+    """A snapshot after a gap comes with all of the text so far, one without a gap only with what is new."""
+    line = {
+        "named": [[0, "a", 4]],
+        "running": [0],
+        "snapshot": {"tables": [[0, [1]]], "num_tokens": [[0, 5]]},
+    }
+    lines = [
+        line | {"text": [[0, "One"]]},
+        line | {"step": 1, "text": [[0, " two"]]},
+        line | {"step": 9, "text": [[0, "One two three"]]},
+    ]
+    got = site.evaluate(
+        "text => readTrace(text).requests.get('a').text",
+        "\n".join([HEADER, *(json.dumps(STEP | each) for each in lines)]),
+    )
+    assert got == "One two three"
+
+
+def test_preemptions_are_summed_up(site, trace):
+    got = site.evaluate(
+        "text => { const history = readTrace(text); return Array.from({length: history.length}, (_, i) => history.record(i).sums.preemptions); }",
+        encode(trace),
+    )
+    assert got == list(itertools.accumulate(len(record.preempted) for record in trace))
 
 
 def asynchronous_trace() -> Trace:
@@ -302,6 +415,39 @@ def test_what_is_forgotten_changes_nothing_in_what_is_kept(site):
     assert got["length"] == len(trace) and got["length"] - 2 * 70 <= got["first"] <= got["length"] - 70
     assert got["dropped"] and got["same"] and got["gone"] == got["ended"] != []
     assert got["error"] == f"no record {got['first'] - 1} is kept"
+
+
+def test_who_ended_before_the_oldest_record_may_still_stand_in_it(site):
+    """With asynchronous scheduling; only then is a request forgotten that had ended long ago."""
+    share, common = TracedRequest, {"token_budget": 16, "num_blocks": 12, "duration": 1.0}
+    trace = Trace(settings={"block_size": 4, "num_blocks": 12, "token_budget": 16})
+    for step in range(140):
+        number = (
+            step // 8
+        )  # of who runs: ends with the 8th step, and still holds its blocks in the step after it
+        now, first = f"r{number}", step % 8 == 0
+        mine = share(now, 0, 3, 3, [number % 12], [5]) if first else share(now, 2 + step % 8, 1, 3, [], [5])
+        trace.record(
+            StepRecord(
+                step=step,
+                start=float(step),
+                requests=[mine],
+                arrived={now: 3} if first else {},
+                admitted={now: 0} if first else {},
+                finished={now: "length"} if step % 8 == 7 else {},
+                running=[f"r{number - 1}", now] if first and number else [now],
+                **common,
+            )
+        )
+    got = site.evaluate(
+        """([text, names]) => {
+          const history = readTrace(text, { keep: 64 });
+          for (const name of names) drawn(name, history, history.first);
+          return [history.first, history.record(history.first).running, [...history.requests.keys()]];
+        }""",
+        [encode(trace), VIEWS],
+    )
+    assert got == [64, ["r7", "r8"], [f"r{i}" for i in range(7, 18)]]
 
 
 def test_stories_agree_with_the_metrics(site, trace):
@@ -420,6 +566,18 @@ STEP = {"step": 0, "start": 0.0, "duration": 1.0}
         ([HEADER, STEP | {"finished": [[9, "stop"]]}], "request 9 was not named"),
         ([HEADER, STEP | {"start": "now"}], '"now" is not a number'),
         ([HEADER, STEP | {"snapshot": {"tables": [[9, []]]}}], "request 9 was not named"),
+        # Names are not kept for ever: not beyond a snapshot, and not long after the end.
+        (
+            [HEADER, STEP | {"named": [[0, "a", 5]]}, STEP | {"snapshot": {}}, STEP | {"waiting": [0]}],
+            "line 4 .*request 0 was not named",
+        ),
+        (
+            [HEADER, STEP | {"named": [[0, "a", 5]], "finished": [[0, "stop"]]}]
+            + [STEP | {"running": [0]}] * 2
+            + [STEP] * 8
+            + [STEP | {"running": [0]}],
+            "line 13 .*request 0 was not named",
+        ),
     ],
 )
 def test_the_reader_rejects_what_is_foreign(site, lines, message):

@@ -142,6 +142,8 @@ class EngineProcess:
     def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
         self._end()
         self.started.peak_bytes = self._memory.peak_bytes
+        if exception_type is None:
+            self._check_end()
         # After a failure, somebody may want to read the log.
         if exception_type is None or not issubclass(exception_type, EngineFailed):
             shutil.rmtree(self._folder)
@@ -170,6 +172,9 @@ class EngineProcess:
     def _first_token(self) -> dict[str, str]:
         """Wait for the first token; returns versions."""
         raise NotImplementedError
+
+    def _check_end(self) -> None:
+        """It has done all that it was asked for, and has ended: was that all?"""
 
     def _spawn(self) -> None:
         with self._log.open("w") as log:
@@ -296,6 +301,9 @@ class Server(EngineProcess):
 class WatchedServer(Server):
     """nanovllm's server while somebody looks on: what does the live page's stream cost?"""
 
+    _watcher: subprocess.Popen[str] | None = None
+    _num_lines = 0  # that the watcher has read
+
     def _first_token(self) -> dict[str, str]:
         versions = super()._first_token()
         script = str(pathlib.Path(__file__).with_name("watcher.py"))
@@ -309,10 +317,12 @@ class WatchedServer(Server):
 
     def _end(self) -> None:
         super()._end()  # which ends the stream
-        if hasattr(self, "_watcher"):
-            num_lines, _ = self._watcher.communicate()
-            if int(num_lines or 0) < 2:
-                raise self._failed("was watched, and showed no step")
+        if self._watcher is not None:
+            self._num_lines = int(self._watcher.communicate()[0] or 0)
+
+    def _check_end(self) -> None:
+        if self._num_lines < 2:
+            raise self._failed("was watched, and showed no step")
 
 
 def server_class(name: str) -> type[Server]:

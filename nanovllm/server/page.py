@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import pathlib
 import re
-import signal
-import socket
 from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any
 
@@ -20,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import nanovllm
+from nanovllm.server.signalled import SignalledServer
 
 PACKAGE = pathlib.Path(nanovllm.__file__).parent
 # The page itself, and the pictures that it shares with the notebooks. (`nanovllm.viz` is not imported: it needs matplotlib.)
@@ -33,12 +30,13 @@ MEDIA_TYPES = {
 }
 HEADERS = {
     "Cache-Control": "no-cache",
-    "Content-Security-Policy": "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
+    "base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 TRACE_MEDIA_TYPE = "application/x-ndjson"
-CHUNK_BYTES = 2**18
+CHUNK_LINES = 500
 
 
 class LineStream(StreamingResponse):
@@ -94,16 +92,19 @@ def create_replay(header: bytes, lines: list[bytes]) -> Starlette:
         header: the trace's first line, with its end.
         lines: all others, without their ends.
     """
-    content = header + b"".join(line + b"\n" for line in lines)
+
+    def chunks() -> Iterator[bytes]:
+        yield header
+        for i in range(0, len(lines), CHUNK_LINES):
+            yield b"".join(line + b"\n" for line in lines[i : i + CHUNK_LINES])
 
     def trace(request: Request) -> Response:
-        chunks = (content[i : i + CHUNK_BYTES] for i in range(0, len(content), CHUNK_BYTES))
-        return LineStream(chunks, lambda: None)
+        return LineStream(chunks(), lambda: None)
 
     return Starlette(routes=[*page_routes(), Route("/trace", trace)])
 
 
-class ReplayServer(uvicorn.Server):
+class ReplayServer(SignalledServer):
     """Shows the page until a signal comes.
 
     Args:
@@ -113,21 +114,7 @@ class ReplayServer(uvicorn.Server):
 
     def __init__(self, app: Starlette, banner: str) -> None:
         config = uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
-        super().__init__(config)
-        self.banner = banner
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say so."""
-        await super().startup(sockets)
-        print(self.banner, flush=True)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's own version raises the signal again in the end, and the process would not exit with 0."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        yield
+        super().__init__(config, banner)
 
 
 TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {

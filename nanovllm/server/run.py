@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import uvicorn
 from fastapi import FastAPI
@@ -15,13 +13,14 @@ from fastapi import FastAPI
 from nanovllm.async_engine import AsyncEngine
 from nanovllm.server.app import create_app
 from nanovllm.server.listen import ready_message
+from nanovllm.server.signalled import SignalledServer
 
 # When the time to drain is over, requests are aborted and only have to send their last chunk.
 LAST_CHUNK_SECONDS = 5
 
 
-class Server(uvicorn.Server):
-    """Uvicorn with our own idea of an end: the first signal lets running requests finish, a second one does not wait.
+class Server(SignalledServer):
+    """The API's server: the first signal lets running requests finish, a second one does not wait.
 
     Args:
         app: the application.
@@ -32,26 +31,13 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, banner: str, shutdown_timeout: float) -> None:
         grace = int(shutdown_timeout) + LAST_CHUNK_SECONDS
-        super().__init__(uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=grace))
+        super().__init__(uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=grace), banner)
         self.engine = engine
-        self.banner = banner
         self.shutdown_timeout = shutdown_timeout
         self._draining: asyncio.Task[None] | None = None
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen, and say so."""
-        await super().startup(sockets)
-        print(self.banner, flush=True)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's own version raises the signal again in the end, and the process would not exit with 0."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-        yield
-
-    def _on_signal(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
+        """Drain the engine, or at a second signal leave at once."""
         if self.should_exit:
             os._exit(128 + number)  # the engine's process notices that its parent is gone
         self.should_exit = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from nanovllm.trace import Snapshot, StepRecord, Trace, TracedRequest
-
-StepScale = Literal["step", "tokens", "time"] | Callable[[StepRecord], float]
+from nanovllm.trace_metrics import StepScale, step_edges
+from nanovllm.trace_metrics import percentile as percentile
+from nanovllm.trace_metrics import request_metrics as request_metrics
 
 
 @dataclass
@@ -44,28 +45,6 @@ class Event:
     detail: str = ""
 
 
-def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]:
-    """Where each step begins and ends on the x axis.
-
-    Args:
-        x: "step": every step is one wide, and steps without work leave a gap; "tokens": as wide as the tokens that it
-            computes, a stand-in for time that is the same on every machine; "time": as recorded; or a function from
-            a step record to its width. Records without requests have no width.
-    """
-    if x == "step":
-        return [(float(s.step), float(s.step + bool(s.requests))) for s in trace]
-    if x == "time":
-        return [(s.start, s.start + s.duration) for s in trace]
-    if x != "tokens" and not callable(x):
-        raise ValueError(f"x must be 'step', 'tokens', 'time' or a function of a step, got {x!r}")
-    edges, position = [], 0.0
-    for step in trace:
-        width = x(step) if callable(x) and step.requests else step.num_tokens
-        edges.append((position, position + width))
-        position += width
-    return edges
-
-
 def request_ids(*traces: Trace) -> list[str]:
     """Ids of all requests in order of appearance."""
     found: dict[str, None] = {}
@@ -77,9 +56,8 @@ def request_ids(*traces: Trace) -> list[str]:
 
 
 def share_kind(share: TracedRequest) -> str:
-    """ "decode" if the share is one token beyond the prompt, else "prefill": tokens that are known and were not computed,
-    or whose blocks were lost."""
-    return "decode" if share.num_tokens == 1 and share.start >= share.num_prompt_tokens else "prefill"
+    """ "prefill" or "decode", see `TracedRequest.kind`."""
+    return share.kind
 
 
 def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> list[Span]:
@@ -116,7 +94,7 @@ def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
             yield Span(share.request_id, "cached", **common, num_tokens=cached)  # type: ignore[arg-type]
         yield Span(
             share.request_id,
-            share_kind(share),
+            share.kind,
             **common,  # type: ignore[arg-type]
             start=share.start,
             num_tokens=share.num_tokens,
@@ -131,15 +109,13 @@ def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
 def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
     """First tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
     events: list[Event] = []
-    started: set[str] = set()
     ended: set[str] = set()
     for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
         ended -= step.arrived.keys()
         for request_id, mode in step.preempted.items():
             events.append(Event(request_id, "preempted", begin, step.step, mode))
         for share in step.requests:
-            if share.sampled and share.request_id not in started:
-                started.add(share.request_id)
+            if share.samples_first_token:
                 events.append(Event(share.request_id, "first token", end, step.step))
         busy = {share.request_id for share in step.requests}
         for request_id, reason in step.finished.items():
@@ -151,62 +127,6 @@ def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
                 events.append(Event(request_id, "aborted", begin, step.step, reason))
         ended |= step.finished.keys()
     return events
-
-
-def request_metrics(trace: Trace, cost: StepScale = "step") -> dict[str, dict[str, Any]]:
-    """Latencies of each request, in steps, tokens or seconds.
-
-    Args:
-        cost: what a step costs, see `step_edges`. With "step" or "tokens" the result does not depend on the machine.
-
-    Returns:
-        For each request id, in order of appearance: `arrival` (beginning of the first step after it came), `ttft` (time
-        from there to the end of the step that sampled its first token; None if none did), `itl` (the times between
-        consecutive tokens), `latency` (arrival to end; None if it has not ended), `num_preemptions`.
-    """
-    metrics: dict[str, dict[str, Any]] = {}
-    newest: dict[str, float] = {}
-
-    def of(request_id: str, begin: float) -> dict[str, Any]:
-        fresh: dict[str, Any] = {
-            "arrival": begin,
-            "ttft": None,
-            "itl": [],
-            "latency": None,
-            "num_preemptions": 0,
-        }
-        return metrics.setdefault(request_id, fresh)
-
-    for step, (begin, end) in zip(trace, step_edges(trace, cost), strict=True):
-        for request_id in step.arrived:
-            of(request_id, begin)
-        for request_id in step.preempted:
-            of(request_id, begin)["num_preemptions"] += 1
-        for share in step.requests:
-            entry = of(share.request_id, begin)
-            for _ in share.sampled:
-                if share.request_id in newest:
-                    entry["itl"].append(end - newest[share.request_id])
-                else:
-                    entry["ttft"] = end - entry["arrival"]
-                newest[share.request_id] = end
-        for request_id in step.finished:
-            entry = of(request_id, begin)
-            entry["latency"] = (newest.get(request_id, begin)) - entry["arrival"]
-    return metrics
-
-
-def percentile(values: Iterable[float | None], percent: float) -> float:
-    """The smallest value that at least `percent` % of the values do not exceed (nearest rank); None values are left out.
-
-    Raises:
-        ValueError: there is no value.
-    """
-    present = sorted(v for v in values if v is not None)
-    if not present:
-        raise ValueError("a percentile of no values")
-    rank = -(-len(present) * percent // 100)
-    return present[max(0, int(rank) - 1)]
 
 
 @dataclass

@@ -189,7 +189,12 @@ export class Chat {
   _save() {
     const settings = Object.fromEntries(new FormData(this.settings));
     const kept = { messages: this.messages, settings, draft: this.editing ? "" : this.field.value };
-    sessionStorage.setItem(STORE, JSON.stringify(kept));
+    try {
+      sessionStorage.setItem(STORE, JSON.stringify(kept));
+    } catch (error) {
+      if (error.name !== "QuotaExceededError") throw error;
+      console.warn("The browser keeps no more of this conversation: a reload will bring back its beginning.");
+    }
   }
 
   _restore() {

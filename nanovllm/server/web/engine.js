@@ -1,6 +1,6 @@
 /** The engine as it works: one stream of its steps, from which the figures and the player are drawn. */
 
-import { ask, lines } from "./api.js";
+import { ServerError, ask, lines } from "./api.js";
 import { byId, count, setText } from "./dom.js";
 import { FigureRow, figuresAt } from "./figures.js";
 import { History, TraceReader } from "./history.js";
@@ -47,7 +47,7 @@ export class Engine {
     this.player?.select({ kind: "request", id });
   }
 
-  /** Follow the engine, for ever; a recorded trace only to its end. */
+  /** Follow the engine, for ever; a recorded trace only to its end. What cannot be read or shown is not asked for again. */
   async run() {
     for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, LONGEST_WAIT)) {
       let problem = "The engine's stream has ended.";
@@ -55,6 +55,11 @@ export class Engine {
         await this._read(() => (wait = FIRST_WAIT));
         if (this.settings && !this.settings.live) return;
       } catch (error) {
+        if (!(error instanceof ServerError)) {
+          this._say("broken", `This trace cannot be shown: ${error.message}`);
+          this.player?.changed(); // to what came before
+          throw error; // for the console, with its place
+        }
         problem = error.message;
         if (error.status === 401) return this._locked(error);
       }
@@ -98,7 +103,6 @@ export class Engine {
     this.settings = settings;
     this.row.useUnit(settings.time_unit);
     this.history = new History(settings, { keep: live ? KEEP : Infinity });
-    this.preemptions = []; // the record of each
     this.rested = false; // whether the newest record is one of `_rest`
     this.player ??= createPlayer(byId("player"), { views: VIEWS, live, theme: "auto", onStep: () => this._figures() });
     this.player.setHistory(this.history);
@@ -112,7 +116,6 @@ export class Engine {
     if (late && this.rested && !record.snapshot && !record.arrived.length) return;
     this.rested = false;
     this.history.append(record);
-    for (const _ of record.preempted) this.preemptions.push(this.history.length - 1);
     for (const [id] of record.named) this._label(this.history.requests.get(id));
   }
 
@@ -153,8 +156,7 @@ export class Engine {
     const end = history.record(history.length - 1);
     const now = end.start + end.duration + (performance.now() - this.lastNews) / 1000;
     const index = player.following ? history.length - 1 : player.index;
-    const numPreemptions = this.preemptions.filter((at) => at <= index).length;
-    this.row.show(figuresAt(history, index, player.following ? now : undefined), numPreemptions);
+    this.row.show(figuresAt(history, index, player.following ? now : undefined));
   }
 
   _say(state, text) {

@@ -39,6 +39,7 @@ export function figuresAt(history, index, now) {
     held: idle ? 0 : record.numBlocks - record.numFree, // who has ended gives its blocks back with the next record
     blocks: record.numBlocks,
     hits: history.prefixHitRate(index),
+    preemptions: record.sums.preemptions,
     stepSeconds: typical.length ? mean((step) => step.duration) : undefined,
     batch: typical.length ? mean((step) => step.size) : undefined,
   };
@@ -79,8 +80,8 @@ export class FigureRow {
     return `${span < 0.01 ? (1000 * span).toFixed(1) : Math.round(1000 * span)} ms`;
   }
 
-  /** Show what `figuresAt` gave, and how many preemptions there were up to then. */
-  show(now, numPreemptions) {
+  /** Show what `figuresAt` gave. */
+  show(now) {
     const share = now.blocks ? now.held / now.blocks : 0;
     const swapped = now.swapped ? `, ${now.swapped} swapped` : "";
     const working = now.stepSeconds !== undefined;
@@ -88,7 +89,7 @@ export class FigureRow {
     this._set("rate", short(now.sampled), `${short(now.computed)} computed`);
     this._set("kv", percent(share), `${now.held.toLocaleString("en")} of ${count(now.blocks, "block")}`);
     this._set("hits", now.hits === undefined ? "–" : percent(now.hits), "of prompts");
-    this._set("preempted", numPreemptions.toLocaleString("en"), "so far");
+    this._set("preempted", now.preemptions.toLocaleString("en"), "so far");
     if (working) this._set("step", this._time(now.stepSeconds), `of ${now.batch.toFixed(1)} requests`);
     else this._set("step", "–", "idle");
     this.tiles.kv.node.style.setProperty("--share", share);

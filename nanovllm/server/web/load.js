@@ -71,16 +71,16 @@ export class Load {
     this.hint = this.problem = "";
     this._show();
     try {
-      const sizes = plan(number, this.settings, await this._limit());
+      const sizes = plan(number, this.settings, await this._limit(signal));
       if (!sizes.fills) this.hint = this._tooLarge();
-      const { documents, chats } = await this._prompts(sizes);
+      const { documents, chats } = await this._prompts(sizes, signal);
       // Two requests to the server, not one each: a browser keeps only a handful of connections.
       await Promise.all([
         this._group("doc", documents, SUMMARY_TOKENS, signal),
         this._group("#", chats, sizes.output, signal),
       ]);
     } catch (error) {
-      this.problem = error.message;
+      if (error.name !== "AbortError") this.problem = error.message;
       this.counts.failed = number - this.counts.done;
     }
     this.abort = null;
@@ -116,17 +116,17 @@ export class Load {
   }
 
   /** The most tokens that one request may have. */
-  async _limit() {
-    const models = await (await ask("v1/models")).json();
+  async _limit(signal) {
+    const models = await (await ask("v1/models", { signal })).json();
     return models.data[0].max_model_len;
   }
 
   /** Prompts of exactly the planned sizes, as token ids. */
-  async _prompts({ long, short, prefix, longPrompt }) {
-    this.material ??= await Promise.all([SYSTEM, PASSAGE, ...QUESTIONS].map(tokenize));
+  async _prompts({ long, short, prefix, longPrompt }, signal) {
+    this.material ??= await Promise.all([SYSTEM, PASSAGE, ...QUESTIONS].map((text) => tokenize(text, signal)));
     const [system, passage, ...questions] = this.material;
     const mark = Math.floor(Math.random() * 1e6); // a second burst is to find no document in the prefix cache
-    const titles = Array.from({ length: long }, (_, i) => tokenize(`Document ${mark}-${i}. `));
+    const titles = Array.from({ length: long }, (_, i) => tokenize(`Document ${mark}-${i}. `, signal));
     const documents = (await Promise.all(titles)).map((title) => continued(title, passage, longPrompt));
     const beginning = continued([], system, prefix);
     const chats = Array.from({ length: short }, (_, i) => {
@@ -155,8 +155,8 @@ export class Load {
   }
 }
 
-async function tokenize(prompt) {
-  const response = await ask("tokenize", { body: { prompt, add_special_tokens: false } });
+async function tokenize(prompt, signal) {
+  const response = await ask("tokenize", { body: { prompt, add_special_tokens: false }, signal });
   return (await response.json()).tokens;
 }
 

@@ -5,6 +5,7 @@ import { byId, setText } from "./dom.js";
 import { Engine } from "./engine.js";
 import { Load } from "./load.js";
 
+byId("no-script").remove(); // an older browser does not come to this line: it cannot read the imports
 const engine = new Engine({
   onHeader(settings) {
     const model = settings.model?.split("/").at(-1) ?? "";

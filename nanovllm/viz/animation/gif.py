@@ -57,7 +57,7 @@ def _render(figure: Figure) -> np.ndarray:
     """The pixels of a figure [height, width], each as the number 0xRRGGBB."""
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    pixels = np.asarray(canvas.buffer_rgba()).astype(np.int64)
+    pixels = np.asarray(canvas.buffer_rgba()).astype(np.int32)
     plt.close(figure)
     return pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
 

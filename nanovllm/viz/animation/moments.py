@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -76,7 +77,8 @@ def moments(
         ValueError: nothing happens to any block in these steps.
     """
     wanted, told = set(steps), []
-    for moment in _Teller(trace).moments():
+    last = max(wanted, default=-1)
+    for moment in itertools.takewhile(lambda moment: moment.step <= last, _Teller(trace).moments()):
         if moment.step in wanted:
             text = (captions or {}).get(moment.step, moment.caption)
             moment.caption = (retold or {}).get((moment.step, moment.topic), text)

@@ -5,6 +5,8 @@ import { NO_TOKEN, PoolState, StepRecord } from "./pool_state.js";
 const NO_IDS = Object.freeze([]);
 const NO_PAIRS = new Map();
 const KEYFRAME_EVERY = 64;
+// An ended request may still stand in the next line or two: it is computed once more, or said to have ended again.
+const LINES_AFTER_END = 8;
 
 // Decodes trace format 2. `readLine` returns {header} for the first line and {record} for every other; it
 // throws an Error that says what is wrong and in which line.
@@ -12,6 +14,7 @@ export class TraceReader {
   #line = 0;
   #settings = null;
   #names = new Map(); // number -> {id, promptTokens}
+  #ended = []; // [line, number] of requests whose names are still known
   #last = { waiting: NO_IDS, running: NO_IDS, swapped: NO_IDS, num_free_blocks: 0, num_evictions: 0 };
 
   readLine(text) {
@@ -50,6 +53,8 @@ export class TraceReader {
     const shares = this.#list(line, "requests");
     const [start, duration] = [this.#number(line.start), this.#number(line.duration)];
     const record = new StepRecord(line.step, start, duration, shares.length);
+    if (line.snapshot) this.#names.clear(); // its line names all that it speaks of
+    while (this.#ended[0]?.[0] < this.#line - LINES_AFTER_END) this.#names.delete(this.#ended.shift()[1]);
     for (const entry of this.#list(line, "named")) {
       const [number, id, promptTokens] = Array.isArray(entry) ? entry : [];
       if (!Number.isInteger(number) || typeof id !== "string") throw this.#error("damaged names of requests");
@@ -62,6 +67,7 @@ export class TraceReader {
     for (const name of ["admitted", "preempted", "finished", "prompts", "text"]) {
       record[name] = this.#map(line, name);
     }
+    for (const [number] of this.#list(line, "finished")) this.#ended.push([this.#line, number]);
     record.swapOut = this.#list(line, "swap_out");
     record.swapIn = this.#list(line, "swap_in");
     record.blockedBy = line.blocked_by ?? "";
@@ -207,9 +213,10 @@ export class History {
       const number = info?.number ?? this.#numNamed++;
       info = {
         id, number, label: shortLabel(id), prompt: "", text: "",
-        promptTokens: 0, cachedTokens: undefined, outputTokens: 0, peakBlocks: 0,
+        promptTokens: 0, cachedTokens: undefined, outputTokens: 0, outputBefore: 0, peakBlocks: 0,
         firstSeen: this.length - 1, arrived: undefined, firstToken: undefined, lastToken: undefined,
-        ended: undefined, reason: undefined, aborted: false, preemptions: [], events: [],
+        ended: undefined, reason: undefined, aborted: false, // no reason: the end was missed
+        preemptions: [], events: [],
       };
       this.requests.set(id, info);
     }
@@ -224,8 +231,16 @@ export class History {
       note(info, "arrived");
     }
     const infos = Array.from(record.ids, (id) => this.#info(id)); // before other names: in order
-    for (const [id, promptTokens] of record.named) this.#info(id).promptTokens = promptTokens;
-    for (const [id, cached] of record.admitted) this.#noteAdmission(this.#info(id), cached, note);
+    for (const [id, promptTokens] of record.named) {
+      const info = this.#info(id);
+      info.promptTokens = promptTokens || info.promptTokens; // 0: named after the end
+    }
+    if (record.snapshot) this.#noteSnapshot(record, index, note);
+    for (const [id, cached] of record.admitted) {
+      const row = record.ids.indexOf(id);
+      const known = row < 0 ? 0 : record.starts[row] + record.counts[row];
+      this.#noteAdmission(this.#info(id), cached, known, note);
+    }
     if (record.swapped.length) this.seen.add("swapped");
     for (const id of record.resumed) note(this.#info(id), "came back from host memory");
     for (const [id, mode] of record.preempted) {
@@ -235,13 +250,15 @@ export class History {
       note(this.#info(id), `preempted: its blocks ${where}`);
     }
     infos.forEach((info, row) => {
-      const sampled = record.numSampled(row);
-      if (sampled && info.firstToken === undefined) {
-        info.firstToken = index;
-        note(info, "first token");
+      if (record.numSampled(row) && info.ended === undefined) {
+        // Who starts to read in mid-course meets requests that had theirs long before.
+        if (record.starts[row] + record.counts[row] === info.promptTokens) {
+          info.firstToken = index;
+          note(info, "first token");
+        }
+        info.lastToken = index;
+        info.outputTokens = this.#outputAfter(record, row, info);
       }
-      if (sampled) info.lastToken = index;
-      info.outputTokens += sampled;
       if (record.newBlocks.has(row)) {
         info.peakBlocks = Math.max(info.peakBlocks, this.#tail.tables.get(info.id)?.length ?? 0);
       }
@@ -257,10 +274,35 @@ export class History {
     for (const [id, text] of record.text) this.#info(id).text += text;
   }
 
-  #noteAdmission(info, cached, note) {
+  // Tokens of a request's answer once a share has sampled: it computed all but those that it sampled.
+  #outputAfter(record, row, info) {
+    return record.starts[row] + record.counts[row] + record.numSampled(row) - info.promptTokens;
+  }
+
+  // Whatever was not seen of the steps before: how far the requests are, and who has ended.
+  #noteSnapshot(record, index, note) {
+    for (const [id, computed] of record.snapshot.numTokens) {
+      const info = this.#info(id);
+      // All of its tokens are computed but the newest one; this step's share has not sampled yet.
+      const least = computed - info.promptTokens + (record.ids.includes(id) ? 0 : 1);
+      if (computed >= info.promptTokens) info.outputTokens = Math.max(info.outputTokens, least);
+      if (info.firstSeen === index) info.outputBefore = info.outputTokens;
+    }
+    const live = new Set([...record.named.map(([id]) => id), ...record.finished.keys()]);
+    const afterGap = record.step > this.record(index - 1)?.step + 1;
+    for (const info of this.requests.values()) {
+      if (afterGap && live.has(info.id)) info.text = ""; // told anew from its beginning
+      if (info.ended !== undefined || live.has(info.id)) continue;
+      info.ended = index;
+      note(info, "has ended, in steps that were not seen");
+    }
+  }
+
+  // `known`: tokens up to the end of the share that admits it, where its answer so far was not seen.
+  #noteAdmission(info, cached, known, note) {
     if (info.cachedTokens === undefined) info.cachedTokens = cached;
     if (cached) this.seen.add("cached");
-    this.#numQueried += info.promptTokens + info.outputTokens;
+    this.#numQueried += Math.max(info.promptTokens + info.outputTokens, known);
     const again = info.preemptions.length ? "admitted again" : "admitted";
     note(info, cached ? `${again}, ${cached} tokens from the prefix cache` : again);
   }
@@ -286,10 +328,11 @@ export class History {
 
   // Sums since the beginning, so that any window is the difference of two.
   #noteSums(record, previous) {
-    const sums = { ...(previous?.sums ?? { sampled: 0, hit: 0, queried: 0 }) };
+    const sums = { ...(previous?.sums ?? { sampled: 0, hit: 0, queried: 0, preemptions: 0 }) };
     for (let row = 0; row < record.size; row++) sums.sampled += record.numSampled(row);
     for (const cached of record.admitted.values()) sums.hit += cached;
     sums.queried = this.#numQueried;
+    sums.preemptions += record.preempted.size;
     record.sums = sums;
   }
 
@@ -301,7 +344,10 @@ export class History {
     this.#keyframes.splice(0, (first - this.first) / KEYFRAME_EVERY);
     for (const index of this.#recent.keys()) if (index < first) this.#recent.delete(index);
     this.first = first;
-    for (const [id, info] of this.requests) if (info.ended < first) this.requests.delete(id);
+    // With asynchronous scheduling the first record may still show somebody who ended in the one before.
+    const record = this.record(first);
+    const shown = new Set([...record.ids, ...record.running, ...this.stateAt(first).tables.keys()]);
+    for (const [id, info] of this.requests) if (info.ended < first && !shown.has(id)) this.requests.delete(id);
     for (const events of this.#blockEvents.values()) {
       let gone = 0;
       while (gone < events.length && events[gone] < first) gone += 2;
@@ -398,12 +444,12 @@ export class History {
   }
 
   #outputUpTo(info, index) {
-    let count = 0;
-    for (let at = Math.max(this.first, info.firstToken ?? Infinity); at <= index; at++) {
-      const row = this.record(at).ids.indexOf(info.id);
-      if (row >= 0) count += this.record(at).numSampled(row);
+    for (let at = Math.min(index, info.ended ?? index); at >= Math.max(this.first, info.firstSeen); at--) {
+      const record = this.record(at);
+      const row = record.ids.indexOf(info.id);
+      if (row >= 0 && record.numSampled(row)) return this.#outputAfter(record, row, info);
     }
-    return count;
+    return info.outputBefore;
   }
 
   // Where the request stands: "to come", "waiting", "running", "swapped" or "ended".

@@ -8,6 +8,7 @@ const CALM_INTERVAL = 500; // milliseconds between pictures of a live page, wher
 // The browser may share its processors with the engine that it shows: drawing takes at most this share of one of them.
 const LIVE_SHARE = 0.03;
 const LONGEST_INTERVAL = 1000; // milliseconds
+const SHRINK_AFTER = 5000; // milliseconds for which a live picture is too high before it is made smaller
 
 const ICONS = {
   back: "M11.5 3v10L4.5 8z",
@@ -54,7 +55,7 @@ export class TracePlayer {
     this.settings = settings ?? {};
     this.themeOption = theme;
     this.history = null;
-    this.index = 0;
+    this.place = 0; // the index that was asked for
     this.selection = null;
     this.hover = null;
     this.following = live;
@@ -65,6 +66,7 @@ export class TracePlayer {
     this.lastDrawn = -Infinity;
     this.drawingTime = 0; // milliseconds that a live picture takes, on average
     this.later = null; // the timer of the next live picture
+    this.shrinking = null; // the timer of a live picture that may become smaller
     this.ending = new AbortController(); // takes all listeners away at once
     this._build(root, views);
     this._listen();
@@ -72,11 +74,17 @@ export class TracePlayer {
     this._showControls();
   }
 
+  /** The record that is shown: one that is kept, although a live history drops its oldest before it says `changed`. */
+  get index() {
+    const { first, length } = this.history ?? { first: 0, length: 0 };
+    return Math.max(Math.min(this.place, length - 1), first);
+  }
+
   /** Show another history, from its beginning or, live, at its end. */
   setHistory(history) {
     this.pause();
     this.history = history;
-    this.index = this.live ? Math.max(history.first, history.length - 1) : history.first;
+    this.place = this.live ? history.length - 1 : history.first;
     this.following = this.live;
     this.selection = this.hover = null;
     for (const view of this.views) view.width = 0;
@@ -87,10 +95,8 @@ export class TracePlayer {
   /** Say that records were appended to the history (or old ones dropped). */
   changed() {
     if (!this.history) return;
-    if (this.following) this.index = Math.max(this.history.first, this.history.length - 1);
-    this.index = Math.max(this.index, this.history.first);
-    if (this.following) this._redrawInTime();
-    else this._redraw();
+    if (this.following) this.place = this.history.length - 1;
+    this._redrawInTime();
   }
 
   /** Go to a record by its index, which is brought into the range that there is. */
@@ -98,7 +104,7 @@ export class TracePlayer {
     if (!this._hasRecords()) return;
     const wanted = Math.min(Math.max(Math.round(index), this.history.first), this.history.length - 1);
     if (wanted === this.index) return;
-    this.index = wanted;
+    this.place = wanted;
     this._redraw();
     this.onStep(wanted);
   }
@@ -139,6 +145,7 @@ export class TracePlayer {
     this.resizes.disconnect();
     this.sights.disconnect();
     clearTimeout(this.later);
+    clearTimeout(this.shrinking);
     this.themes.disconnect();
     cancelAnimationFrame(this.frame);
     this.element.remove();
@@ -361,9 +368,10 @@ export class TracePlayer {
     this.lastDrawn = now;
     this._showControls();
     if (!this.history) return;
+    if (this.hover?.index < this.history.first) this.hover = null; // a step that was dropped meanwhile
     const begin = performance.now();
     for (const view of this.views) if (view.visible || !this._hasItsWidth(view)) this._drawView(view);
-    this.story.show(this.history, this.index, this.hover ?? this.selection, this.theme, this._hasRecords());
+    this.story.show(this.history, this.index, this.hover ?? this.selection, this.theme);
     this.drawingTime += (performance.now() - begin - this.drawingTime) / 4;
   }
 
@@ -377,13 +385,27 @@ export class TracePlayer {
     else this._nextFrame();
   }
 
+  /** A picture grows at once. It shrinks only while it follows a live engine, and late: what lies below must not jump. */
+  _fitHeight(view, needed) {
+    const loose = this.following && needed < view.height;
+    view.looseSince = loose ? (view.looseSince ?? this.lastDrawn) : null;
+    const late = loose && !this.hover && this.lastDrawn - view.looseSince >= SHRINK_AFTER;
+    view.height = late ? needed : Math.max(view.height, needed);
+    if (late) view.looseSince = null;
+    else if (loose) this.shrinking ??= setTimeout(() => this._drawAgain(), SHRINK_AFTER);
+  }
+
+  _drawAgain() {
+    this.shrinking = null;
+    this._redraw();
+  }
+
   _drawView(view) {
     const width = Math.floor(view.figure.clientWidth);
     if (width !== view.width) view.height = 0;
     view.width = width;
     if (width === 0) return; // hidden; the observer tells when it is shown again
-    // A picture grows, and never shrinks: what lies below must not jump while it plays.
-    view.height = Math.max(view.height, Math.ceil(view.drawing.height(this.history, width, this.index)));
+    this._fitHeight(view, Math.ceil(view.drawing.height(this.history, width, this.index)));
     const ratio = devicePixelRatio || 1;
     const [columns, rows] = [Math.round(width * ratio), Math.round(view.height * ratio)];
     if (view.canvas.width !== columns || view.canvas.height !== rows) {

@@ -41,6 +41,11 @@ export class StepRecord {
     if (sampled.length > 1) this.moreSampled = added(this.moreSampled, sampled);
   }
 
+  // Computed tokens that lie beyond their prompts, one for each decoding request.
+  get numDecode() {
+    return this.decodes.reduce((sum, each) => sum + each, 0);
+  }
+
   get requests() {
     return Array.from(this.ids, (id, row) => this.share(row));
   }

@@ -1,13 +1,7 @@
 // The story of a step, a request or a block in words: what the player shows beside its pictures.
 import { requestColor } from "./views.js";
+import { BLOCKED_BY } from "./views_steps.js";
 
-const WAITING_REASONS = {
-  "kv blocks": "too few blocks are free",
-  max_num_seqs: "as many requests run as are allowed (max_num_seqs)",
-  max_num_batched_tokens: "the step's token budget is spent",
-  preemption: "this step threw somebody out, and whoever got in now would be next",
-  "static batch": "a static batch takes nobody until all of it has ended",
-};
 const ENDINGS = { stop: "it stopped by itself", length: "it reached its length", abort: "aborted" };
 const PREEMPTIONS = {
   recompute: "its blocks are given up and computed again later",
@@ -41,8 +35,7 @@ function inTime(history, span) {
 
 /** Tokens that the step computes, "32 prefill, 5 decode". */
 function tokensByKind(record) {
-  const decode = record.decodes.reduce((sum, each) => sum + each, 0);
-  return `${record.numTokens - decode} prefill, ${decode} decode`;
+  return `${record.numTokens - record.numDecode} prefill, ${record.numDecode} decode`;
 }
 
 /** One step in a sentence, for readers who do not see the pictures. */
@@ -119,7 +112,7 @@ export class StoryPanel {
       ["waiting", record.waiting.length && this._chips(record.waiting)],
       ["swapped", record.swapped.length && this._chips(record.swapped)],
     ]);
-    const reason = WAITING_REASONS[record.blockedBy] ?? record.blockedBy;
+    const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
     if (reason) this._say(`The first in the queue waits: ${reason}.`);
   }
 

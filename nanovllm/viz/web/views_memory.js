@@ -393,7 +393,7 @@ function drawIdle(ctx, { history, index, theme }, info, x, y) {
     drawState(ctx, theme, "waiting", x, x + 40, y, info.number);
     writeText(ctx, "waiting", x + 48, y, { color: theme.muted });
   } else if (info.ended <= index) {
-    writeText(ctx, `ended: ${info.reason}`, x, y, { color: theme.muted });
+    writeText(ctx, info.reason ? `ended: ${info.reason}` : "ended", x, y, { color: theme.muted });
   } else {
     writeText(ctx, "to come", x, y, { color: theme.muted });
   }

@@ -7,13 +7,6 @@ import { drawAxis, stepWindow, veilFuture } from "./views_timeline.js";
 
 const AXIS_HEIGHT = 22;
 
-// Tokens of a step by kind.
-function countKinds(record) {
-  let decode = 0;
-  for (let row = 0; row < record.size; row++) decode += record.decodes[row];
-  return { prefill: record.numTokens - decode, decode };
-}
-
 export const BUDGET_VIEW = makeView({
   title: "Token budget",
   nothing: "How each step spends its token budget",
@@ -29,8 +22,9 @@ export const BUDGET_VIEW = makeView({
 function drawBudgetBar(ctx, scene, width) {
   const { history, index, theme } = scene;
   const record = history.record(index);
-  const { prefill, decode } = countKinds(record);
-  const words = `step ${record.step}: ${prefill} prefill + ${decode} decode of ${record.tokenBudget} tokens`;
+  const decode = record.numDecode;
+  const kinds = `${record.numTokens - decode} prefill + ${decode} decode`;
+  const words = `step ${record.step}: ${kinds} of ${record.tokenBudget} tokens`;
   writeText(ctx, words, 4, 12, { color: theme.ink, width: width - 8 });
   const plot = width - 8;
   const scale = plot / Math.max(1, record.tokenBudget, record.numTokens);

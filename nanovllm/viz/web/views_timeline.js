@@ -237,5 +237,5 @@ function drawEvents(ctx, theme, info, window, y, pitch) {
   for (const at of info.preemptions) mark("preempted", at, 0);
   mark("first token", info.firstToken, 1, pitch * 0.36);
   if (info.aborted) mark("aborted", info.ended, 0);
-  else mark("finished", info.ended, 1);
+  else if (info.reason) mark("finished", info.ended, 1);
 }
