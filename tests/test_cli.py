@@ -161,13 +161,17 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         os.execv(sys.executable, words)
     seen = b""
 
-    def read_until(text: bytes) -> None:
+    def comes(text: bytes, seconds: float) -> bool:
         nonlocal seen
-        deadline = time.monotonic() + 60
-        while text not in seen:
-            assert time.monotonic() < deadline, seen
+        deadline = time.monotonic() + seconds
+        while text not in seen and time.monotonic() < deadline:
             if select.select([terminal], [], [], 0.2)[0]:
                 seen += os.read(terminal, 4096)
+        return text in seen
+
+    def read_until(text: bytes) -> None:
+        nonlocal seen
+        assert comes(text, 60), seen
         seen = seen[seen.index(text) + len(text) :]
 
     try:
@@ -179,7 +183,7 @@ def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) ->
         # Python sleeps on in the line editor if the signal comes just before it falls asleep: press again.
         for _ in range(10):
             os.write(terminal, b"\x03")
-            if select.select([terminal], [], [], 8)[0]:  # long: a press too many would end the chat
+            if comes(b"ends)\r\n", 8):  # long: a press too many would end the chat
                 break
         read_until(b"ends)\r\n")
         read_until(b"> ")
