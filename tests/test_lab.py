@@ -131,11 +131,17 @@ def run_all(page: Any, url: str) -> None:
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
     begun = page.locator(".jp-CodeCell .jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
 
+    dialog = page.locator("dialog.jp-Dialog")
+
     def has_begun() -> bool:
         # What is run while the kernel's connection is still being made is dropped by JupyterLab without a word.
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        # And while it looks for the kernel it may ask which one is meant; the one it proposes is.
+        if dialog.is_visible():
+            print("JupyterLab asked:", dialog.inner_text())
+            dialog.get_by_role("button").last.click()
         try:
+            page.get_by_role("menuitem", name="Run", exact=True).click(timeout=3000)
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click(timeout=3000)
             begun.wait_for(timeout=3000)
         except PageTimeoutError:
             return False
