@@ -128,17 +128,15 @@ def run_all(page: Any, url: str) -> None:
     page.set_default_timeout(120_000)
     page.goto(url)
     page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
+    # Before there is a kernel the notebook looks idle, too; whoever runs a cell then is asked for one.
+    page.locator(".jp-Toolbar-kernelName").filter(has_text="Python 3").wait_for()
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
     begun = page.locator(".jp-CodeCell .jp-InputPrompt").filter(has_text=re.compile(r"\[(\*|\d+)\]")).first
-
     dialog = page.locator("dialog.jp-Dialog")
 
     def has_begun() -> bool:
         # What is run while the kernel's connection is still being made is dropped by JupyterLab without a word.
-        # And while it looks for the kernel it may ask which one is meant; the one it proposes is.
-        if dialog.is_visible():
-            print("JupyterLab asked:", dialog.inner_text())
-            dialog.get_by_role("button").last.click()
+        assert not dialog.is_visible(), f"JupyterLab asks: {dialog.inner_text()}"
         try:
             page.get_by_role("menuitem", name="Run", exact=True).click(timeout=3000)
             page.get_by_role("menuitem", name="Run All Cells", exact=True).click(timeout=3000)
