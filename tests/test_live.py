@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,8 +21,6 @@ from starlette.testclient import TestClient
 
 from nanovllm import SamplingParams, cli, step_stream, trace_cli
 from nanovllm.async_engine import AsyncEngine
-from nanovllm.bench import engines
-from nanovllm.bench.engines import WatchedServer
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine_process import Report
@@ -312,29 +309,6 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
     )
     line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True)
     assert list(decoder.decode(line).prompts) == ["r2", "r3"]
-
-
-class Unwatchable(WatchedServer):
-    """A process that lives, and lets nobody look on."""
-
-    def _command(self) -> list[str]:
-        super()._command()  # which chooses an address, where nobody will answer
-        return [sys.executable, "-c", "input()"]
-
-
-def test_a_bench_that_cannot_be_watched_says_so(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # logs are kept after a failure
-    monkeypatch.setattr(engines.Server, "_first_token", lambda self: {})
-    settings = engines.EngineSettings("nanovllm-watched", tmp_path, {}, 1)
-    with pytest.raises(engines.EngineFailed, match="does not let itself be watched"), Unwatchable(settings):
-        pass
-    monkeypatch.setattr(WatchedServer, "_first_token", lambda self: {})
-    with pytest.raises(ZeroDivisionError), Unwatchable(settings):
-        raise ZeroDivisionError
-    with pytest.raises(engines.EngineFailed, match="showed no step"), Unwatchable(settings):
-        pass
 
 
 # ---------------------------------------------------------------- over HTTP

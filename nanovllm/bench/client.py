@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import httpx
 
@@ -17,6 +17,7 @@ from nanovllm.bench.metrics import Timeline
 from nanovllm.bench.workloads import BenchRequest, Workload
 
 Chunks = list[tuple[float, bytes]]
+T = TypeVar("T")
 
 #: What every stream has received when the long prompt arrives.
 CHUNKS_BEFORE_INTRUDER = 8
@@ -53,6 +54,43 @@ async def run_workload(
     ]
 
 
+async def keep_busy(
+    url: str,
+    model_name: str,
+    requests: Iterator[BenchRequest],
+    num_streams: int,
+    during: Coroutine[Any, Any, T],
+) -> tuple[list[Timeline], T]:
+    """Have so many requests under way, each followed by the next one as soon as it has ended, until `during` is over.
+    Those that are under way then are cut off.
+
+    Returns:
+        The timelines of all requests, in the order in which they were sent, and what came of `during`.
+    """
+    answers: list[Chunks] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits) as client:
+        session = _Session(client, model_name)
+
+        async def stream() -> None:
+            for request in requests:
+                answers.append([])
+                await session.stream(request, chunks=answers[-1])
+
+        over = asyncio.create_task(during)
+        streams = [asyncio.create_task(stream()) for _ in range(num_streams)]
+        try:
+            done, _ = await asyncio.wait([over, *streams], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {over}:  # a stream that has ended has failed
+                task.result()
+            result = over.result()
+        finally:
+            for task in (over, *streams):
+                task.cancel()
+            await asyncio.gather(over, *streams, return_exceptions=True)
+    return [_timeline(0.0, chunks) for chunks in answers], result
+
+
 class _Session:
     """A connection to one server, and what it is asked for."""
 
@@ -61,14 +99,15 @@ class _Session:
         self.model_name = model_name
 
     async def stream(
-        self, request: BenchRequest, decoding: asyncio.Event | None = None
+        self, request: BenchRequest, decoding: asyncio.Event | None = None, chunks: Chunks | None = None
     ) -> tuple[float, Chunks]:
         """Send a request; returns when it was sent, and what came when.
 
         Args:
             decoding: is set when the stream is well under way, or has ended.
+            chunks: where to note what comes, for those who may not see the end.
         """
-        chunks: Chunks = []
+        chunks = [] if chunks is None else chunks
         start = time.perf_counter()
         body = _body(self.model_name, request)
         try:
@@ -128,8 +167,8 @@ async def _with_intruder(session: _Session, requests: Sequence[BenchRequest]) ->
     return await asyncio.gather(*tasks)
 
 
-def _timeline(start: float, chunks: Chunks, num_tokens: int) -> Timeline:
-    """Read server-sent events; an event came with the chunk that completes it."""
+def _timeline(start: float, chunks: Chunks, num_tokens: int | None = None) -> Timeline:
+    """Read server-sent events; an event came with the chunk that completes it. Without `num_tokens` they may break off."""
     line, buffer, so_far = Timeline(start), b"", 0
     for when, data in chunks:
         *events, buffer = (buffer + data).split(b"\n\n")
@@ -137,7 +176,7 @@ def _timeline(start: float, chunks: Chunks, num_tokens: int) -> Timeline:
         if count > so_far:
             line.arrivals.append((when, count - so_far))
             so_far = count
-    if so_far != num_tokens:
+    if num_tokens not in (None, so_far):
         raise ServerError(f"{so_far} tokens came, {num_tokens} were asked for")
     return line
 

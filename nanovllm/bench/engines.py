@@ -16,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import httpx
 import psutil
@@ -29,10 +29,12 @@ from nanovllm.bench.metrics import Timeline
 from nanovllm.bench.workloads import BenchRequest, Workload
 from nanovllm.config import parse_bytes
 
-ENGINES = ("nanovllm", "nanovllm-watched", "hf", "vllm")
+ENGINES = ("nanovllm", "hf", "vllm")
 #: `generate` of transformers is a function, not a server.
-SERVING_ENGINES = ("nanovllm", "nanovllm-watched", "vllm")
+SERVING_ENGINES = ("nanovllm", "vllm")
 OFFLINE_ENGINES = ("nanovllm", "hf", "vllm")
+
+T = TypeVar("T")
 
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
@@ -53,7 +55,7 @@ class EngineSettings:
     """How to start an engine.
 
     Attributes:
-        name: one of `ENGINES`; "nanovllm-watched" is nanovllm's server with a reader of its steps.
+        name: one of `ENGINES`.
         model: folder of the checkpoint.
         options: settings under nanovllm's names, the ones that differ from its defaults.
         num_threads: cores that it may compute on.
@@ -127,7 +129,7 @@ class EngineProcess:
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix=f"bench-{settings.name}-"))
         self._log = self._folder / "engine.log"
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         begin = time.perf_counter()
         self._spawn()
         self._memory = MemoryMeter(self.process.pid)
@@ -142,8 +144,6 @@ class EngineProcess:
     def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
         self._end()
         self.started.peak_bytes = self._memory.peak_bytes
-        if exception_type is None:
-            self._check_end()
         # After a failure, somebody may want to read the log.
         if exception_type is None or not issubclass(exception_type, EngineFailed):
             shutil.rmtree(self._folder)
@@ -172,9 +172,6 @@ class EngineProcess:
     def _first_token(self) -> dict[str, str]:
         """Wait for the first token; returns versions."""
         raise NotImplementedError
-
-    def _check_end(self) -> None:
-        """It has done all that it was asked for, and has ended: was that all?"""
 
     def _spawn(self) -> None:
         with self._log.open("w") as log:
@@ -256,10 +253,26 @@ class Server(EngineProcess):
     """An engine behind its own OpenAI-compatible server."""
 
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
-        try:
+        with self._failures(workload.name):
             return asyncio.run(client.run_workload(self.url, self.model_name, workload, requests))
+
+    def keep_busy(
+        self, requests: Iterator[BenchRequest], num_streams: int, during: Coroutine[Any, Any, T]
+    ) -> tuple[list[Timeline], T]:
+        """So many requests at once, one after another, until `during` is over; see `client.keep_busy`.
+
+        Raises:
+            EngineFailed: the server ended, or answered something else than what was asked for.
+        """
+        with self._failures("a constant load"):
+            return asyncio.run(client.keep_busy(self.url, self.model_name, requests, num_streams, during))
+
+    @contextlib.contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except (client.ServerError, httpx.HTTPError) as error:
-            raise self._failed(f"failed at {workload.name} ({error or type(error).__name__})") from error
+            raise self._failed(f"failed at {what} ({error or type(error).__name__})") from error
 
     def _command(self) -> list[str]:
         with socket.socket() as probe:
@@ -296,38 +309,6 @@ class Server(EngineProcess):
             return http.get("/health").status_code == 200
         except httpx.TransportError:  # not listening yet
             return False
-
-
-class WatchedServer(Server):
-    """nanovllm's server while somebody looks on: what does the live page's stream cost?"""
-
-    _watcher: subprocess.Popen[str] | None = None
-    _num_lines = 0  # that the watcher has read
-
-    def _first_token(self) -> dict[str, str]:
-        versions = super()._first_token()
-        script = str(pathlib.Path(__file__).with_name("watcher.py"))
-        self._watcher = subprocess.Popen(
-            [sys.executable, script, f"{self.url}/trace"], stdout=subprocess.PIPE, text=True
-        )
-        assert self._watcher.stdout is not None
-        if self._watcher.stdout.readline() != "watching\n":
-            raise self._failed("does not let itself be watched")
-        return versions
-
-    def _end(self) -> None:
-        super()._end()  # which ends the stream
-        if self._watcher is not None:
-            self._num_lines = int(self._watcher.communicate()[0] or 0)
-
-    def _check_end(self) -> None:
-        if self._num_lines < 2:
-            raise self._failed("was watched, and showed no step")
-
-
-def server_class(name: str) -> type[Server]:
-    """How an engine of this name is served."""
-    return WatchedServer if name == "nanovllm-watched" else Server
 
 
 def command_line_flags(options: dict[str, Any]) -> list[str]:

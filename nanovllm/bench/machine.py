@@ -174,14 +174,18 @@ class NoiseMeter:
         # Guests' time is counted in user and nice already.
         guests = getattr(now, "guest", 0.0) + getattr(now, "guest_nice", 0.0)
         total = sum(now) - guests
+        return total, total - waiting - steal, steal, self._own_seconds()
+
+    def _own_seconds(self) -> float:
+        """Processor time of all that belongs to the run."""
         own = 0.0
-        for process in [psutil.Process(), *process_tree(self._pid)]:
+        for process in {psutil.Process(), *process_tree(self._pid)}:
             try:
                 used = process.cpu_times()
             except psutil.NoSuchProcess:
                 continue
             own += used.user + used.system
-        return total, total - waiting - steal, steal, own
+        return own
 
 
 class MemoryMeter:

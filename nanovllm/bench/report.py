@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +39,17 @@ class Context:
 
     @classmethod
     def now(
-        cls, command: str, model: str, dtype: str, num_threads: int, seconds: float, results: Results
+        cls,
+        command: str,
+        model: str,
+        dtype: str,
+        num_threads: int,
+        seconds: float,
+        results: Results | None = None,
     ) -> Context:
-        """The conditions of a suite that has just ended."""
+        """The conditions of what has just ended; `results` knows the versions of the engines, if there were several."""
         found = {"nanovllm": versions("nanovllm")}
-        for launch in results.launches:
+        for launch in results.launches if results is not None else ():
             found.setdefault(launch.engine, {}).update(launch.started.versions)
         return cls(
             command,
@@ -60,23 +67,27 @@ class Context:
 
     def lines(self, results: Results) -> list[str]:
         """For a reader, one fact a line."""
-        lines = [
+        return [
+            self.machine_line(),
+            f"measured roofs: {results.limits.bytes_per_second / 1e9:.1f} GB/s read, "
+            f"{results.limits.flops_per_second / 1e9:.0f} GFLOP/s in {results.limits.dtype}",
+            f"model {self.model}, {self.dtype}; {results.repeats} runs each, in turn, medians; "
+            f"all of it took {self.seconds / 60:.1f} minutes",
+            *(self.engine_line(engine) for engine in results.engines if engine in self.versions),
+        ]
+
+    def machine_line(self) -> str:
+        """When, and on what machine."""
+        return (
             f"{self.date}, {self.cpu}, {self.num_cores} cores ({self.num_threads} used), "
             f"{self.memory_bytes / 2**30:.0f} GiB, {self.platform}"
-        ]
-        lines.append(
-            f"measured roofs: {results.limits.bytes_per_second / 1e9:.1f} GB/s read, "
-            f"{results.limits.flops_per_second / 1e9:.0f} GFLOP/s in {results.limits.dtype}"
         )
-        lines.append(
-            f"model {self.model}, {self.dtype}; {results.repeats} runs each, in turn, medians; "
-            f"all of it took {self.seconds / 60:.1f} minutes"
+
+    def engine_line(self, engine: str) -> str:
+        """The versions of an engine's packages."""
+        return f"{engine}: " + ", ".join(
+            f"{name} {version}" for name, version in self.versions[engine].items()
         )
-        for engine in results.engines:
-            if engine in self.versions:
-                packages = ", ".join(f"{name} {version}" for name, version in self.versions[engine].items())
-                lines.append(f"{engine}: {packages}")
-        return lines
 
 
 @dataclass
@@ -169,22 +180,32 @@ def _number(value: float | None, factor: float = 1.0) -> str:
 
 def print_tables(results: Results, context: Context, console: rich.console.Console) -> None:
     """Show the results in a terminal."""
-    for table in tables(results):
+    show(tables(results), context.lines(results), console)
+
+
+def markdown(results: Results, context: Context) -> str:
+    """The results as a Markdown document."""
+    workloads = [f"**{workload.name}**: {workload.title}" for workload in results.workloads]
+    return document(context.command, [context.lines(results), workloads], tables(results))
+
+
+def show(tables: Sequence[Table], lines: Sequence[str], console: rich.console.Console) -> None:
+    """Show tables in a terminal, and below them the conditions."""
+    for table in tables:
         shown = rich.table.Table(title=table.title, title_justify="left")
         for index, column in enumerate(table.columns):
             shown.add_column(column, justify="left" if index < table.num_labels else "right")
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)
-    for line in context.lines(results):
+    for line in lines:
         console.print(line, highlight=False, markup=False)
 
 
-def markdown(results: Results, context: Context) -> str:
-    """The results as a Markdown document."""
-    parts = [f"    {context.command}", "\n".join(f"- {line}" for line in context.lines(results))]
-    parts.append("\n".join(f"- **{workload.name}**: {workload.title}" for workload in results.workloads))
-    for table in tables(results):
+def document(command: str, lists: Sequence[Sequence[str]], tables: Sequence[Table]) -> str:
+    """A command, lists of facts and tables as a Markdown document."""
+    parts = [f"    {command}", *("\n".join(f"- {line}" for line in lines) for lines in lists)]
+    for table in tables:
         rule = [":---" if index < table.num_labels else "---:" for index in range(len(table.columns))]
         lines = ["| " + " | ".join(row) + " |" for row in (table.columns, rule, *table.rows)]
         parts.append(f"**{table.title}**\n\n" + "\n".join(lines))

@@ -18,8 +18,8 @@ from nanovllm.bench.engines import (
     EngineProcess,
     EngineSettings,
     OfflineEngine,
+    Server,
     Started,
-    server_class,
 )
 from nanovllm.bench.machine import Limits, Noise, NoiseMeter, best, measure_limits
 from nanovllm.bench.metrics import Comparison, Figures, compare, figures, intruder_figures
@@ -178,7 +178,7 @@ class Suite:
             if settings.name not in (SERVING_ENGINES if kind == "server" else OFFLINE_ENGINES):
                 continue
             settings = dataclasses.replace(settings, options=settings.options | workload.options)
-            make = server_class(settings.name) if kind == "server" else OfflineEngine
+            make = Server if kind == "server" else OfflineEngine
             engine = stack.enter_context(make(settings))
             self.say(f"{settings.name}: first token {engine.started.seconds:.1f} s after its start ({kind})")
             results.launches.append(Launch(number, settings.name, kind, engine.started))

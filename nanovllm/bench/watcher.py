@@ -1,20 +1,24 @@
-"""Reads the stream of a server's steps, as the live page does, and throws it away: `python watcher.py URL`."""
+"""Reads the stream of a server's steps, as the live page does, and throws it away: `python watcher.py URL`.
+
+Each line of its input is for how many seconds; it answers with the number of lines read: the header, and one a step.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 import urllib.request
 
 
-def watch(url: str) -> int:
-    """Read until the server ends; returns the number of lines: the header, and one a step."""
-    count = 0
+def watch(url: str, seconds: float) -> int:
+    """Read for so long, or until the server ends; returns the number of lines."""
+    count, end = 0, time.monotonic() + seconds
     with urllib.request.urlopen(url) as stream:
-        print("watching", flush=True)
-        while chunk := stream.read1(2**20):
+        while time.monotonic() < end and (chunk := stream.read1(2**20)):
             count += chunk.count(b"\n")
     return count
 
 
 if __name__ == "__main__":
-    print(watch(sys.argv[1]))
+    for order in sys.stdin:
+        print(watch(sys.argv[1], float(order)), flush=True)

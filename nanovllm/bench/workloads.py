@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Mode = Literal["latency", "throughput", "serve"]
@@ -179,6 +179,19 @@ def custom_workload(
         (output_len, output_len),
         max_concurrency=max_concurrency,
         request_rate=rate,
+    )
+
+
+def endless_workload(num_streams: int, input_len: int | None, output_len: int | None) -> Workload:
+    """One wave of `bench watch`'s load: that many streams, which begin anew whenever they have ended.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+    lengths = (32 if input_len is None else input_len, 512 if output_len is None else output_len)
+    made = custom_workload("serve", *lengths, num_prompts=num_streams, max_concurrency=num_streams)
+    return replace(
+        made, name="watch", title=f"{num_streams} streams without an end, {lengths[0]} + {lengths[1]} tokens"
     )
 
 
