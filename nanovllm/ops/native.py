@@ -15,13 +15,8 @@ Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the res
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -30,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanovllm.native_library import BuildError, load_library
 from nanovllm.ops import reference
 
 logger = logging.getLogger(__name__)
@@ -71,36 +67,6 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # ---------------------------------------------------------------------------------------------------- building
 
 
-class BuildError(Exception):
-    """The kernels cannot be compiled or loaded here; the message says why."""
-
-
-def _compiler() -> str:
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)):
-            return path
-    raise BuildError("no C++ compiler found (set CXX)")
-
-
-def _run(command: list[str]) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
-    except subprocess.CalledProcessError as error:
-        raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(str(error)) from error
-
-
-def _cpu_identity() -> str:
-    """Changes whenever code compiled for this very CPU might not run: its model and instruction sets."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
-    kept = ("model name", "flags", "CPU part", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
-
-
 def _openmp_runtime() -> str | None:
     """The OpenMP library that torch has loaded into this process."""
     try:
@@ -112,37 +78,6 @@ def _openmp_runtime() -> str | None:
     )
 
 
-def _compile(compiler: str, flags: list[str], target: Path) -> None:
-    """Compiles the sources into `target`, which appears whole or not at all."""
-    folder = Path(__file__).parent
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        objects = []
-        for source in SOURCES:
-            objects.append(os.path.join(temporary, f"{source}.o"))
-            _run([compiler, *flags, "-c", str(folder / source), "-o", objects[-1]])
-        # Linked without -fopenmp: its symbols are to be found in the runtime that torch brought.
-        library = os.path.join(temporary, "kernels.so")
-        _run([compiler, "-shared", *objects, "-o", library])
-        os.replace(library, target)
-
-
-def _load(compiler: str, flags: list[str]) -> ctypes.CDLL:
-    folder = Path(__file__).parent
-    parts = [_run([compiler, "--version"]), " ".join(flags), _cpu_identity()]
-    parts += [(folder / name).read_text() for name in (*SOURCES, *HEADERS)]
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    home = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm")
-    path = home / "native" / f"{key}.so"
-    try:
-        if not path.exists():
-            logger.info("compiling the CPU kernels, once, into %s", path)
-            _compile(compiler, flags, path)
-        return ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(str(error)) from error
-
-
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernels, or None, with the reason in the log, where plain torch has to do."""
@@ -150,24 +85,25 @@ def _library() -> ctypes.CDLL | None:
         logger.info("CPU kernels are switched off by NANOVLLM_NATIVE=0")
         return None
     reasons = []
-    flags = [*FLAGS, *os.environ.get("CXXFLAGS", "").split()]
+    folder = Path(__file__).parent
+    sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
     try:
-        compiler, runtime = _compiler(), _openmp_runtime()
-        attempts = [flags]
+        runtime = _openmp_runtime()
+        attempts: list[tuple[str, ...]] = [FLAGS]
         if runtime:
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
             # Not every compiler knows the flag or the runtime's symbols; one thread is better than no kernels.
-            attempts.insert(0, [*flags, "-fopenmp"])
+            attempts.insert(0, (*FLAGS, "-fopenmp"))
         for attempt in attempts:
             try:
-                library = _load(compiler, attempt)
+                library = load_library(sources, headers, attempt, "the CPU kernels")
                 library.keep_freed_memory()
                 return library
             except BuildError as error:
                 reasons.append(str(error))
-    except (BuildError, OSError) as error:
+    except OSError as error:
         reasons.append(str(error))
-    logger.warning("no CPU kernels, using plain torch: %s", "; ".join(reasons))
+    logger.warning("no CPU kernels, using plain torch: %s", "; ".join(dict.fromkeys(reasons)))
     return None
 
 
@@ -380,6 +316,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return reference.grouped_linear(x, weight, counts, linear)
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -1,0 +1,139 @@
+"""What a collective should cost: messages take latency + bytes / bandwidth, and an algorithm is so many of them.
+
+The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005).
+
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two ranks.
+
+    Attributes:
+        latency: seconds until the first byte of a message is there.
+        bandwidth: bytes a second, one direction.
+        source: who says so.
+    """
+
+    name: str
+    latency: float
+    bandwidth: float
+    source: str = ""
+
+    def message(self, num_bytes: float) -> float:
+        """Seconds for one message."""
+        return self.latency + num_bytes / self.bandwidth
+
+
+_NCCL = "latency: NCCL src/graph/tuning.cc, ring, LL protocol"
+# Peak bandwidths of data sheets, one direction: programs reach about 80 % of them.
+LINKS = {
+    link.name: link
+    for link in (
+        Link("NVLink 5", 0.6e-6, 900e9, f"NVIDIA B200 data sheet: 1.8 TB/s both directions; {_NCCL}"),
+        Link("NVLink 4", 0.6e-6, 450e9, f"NVIDIA H100 data sheet: 900 GB/s both directions; {_NCCL}"),
+        Link("PCIe 5.0 x16", 1.0e-6, 64e9, f"NVIDIA H100 data sheet: 128 GB/s both directions; {_NCCL}"),
+        Link("PCIe 4.0 x16", 1.0e-6, 32e9, f"NVIDIA A100 data sheet: 64 GB/s both directions; {_NCCL}"),
+        Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
+        Link("RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"),
+        Link(
+            "TCP 10 Gb/s",
+            30e-6,
+            1.25e9,
+            "IEEE 802.3ae; through two kernels: tens of microseconds, Barroso et al. 2017",
+        ),
+    )
+}
+
+
+def ring_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
+    """Reduce-scatter, then all-gather, around a ring: 2 (n - 1) steps of an n-th each. The least bytes, many steps."""
+    return 2 * (world_size - 1) * link.message(num_bytes / world_size)
+
+
+def tree_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
+    """Up a binary tree and down again, everything in each step: few steps, more bytes in a row."""
+    return 2 * math.ceil(math.log2(world_size)) * link.message(num_bytes)
+
+
+def one_shot_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
+    """Everybody reads everything from all others, in one step: the fewest steps, the most bytes."""
+    return link.message((world_size - 1) * num_bytes) if world_size > 1 else 0.0
+
+
+def two_shot_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
+    """Everybody sums one part of all others' data, then reads the other sums: two steps."""
+    return 2 * link.message((world_size - 1) / world_size * num_bytes) if world_size > 1 else 0.0
+
+
+def ring_all_gather(link: Link, world_size: int, num_bytes: float) -> float:
+    """Each rank's `num_bytes` go around a ring: n - 1 steps. A reduce-scatter takes as long for `world_size * num_bytes`."""
+    return (world_size - 1) * link.message(num_bytes)
+
+
+def broadcast(link: Link, world_size: int, num_bytes: float) -> float:
+    """Whoever has it passes it on: the number of those who have it doubles with each step."""
+    return math.ceil(math.log2(world_size)) * link.message(num_bytes)
+
+
+def all_to_all(link: Link, world_size: int, num_bytes: float) -> float:
+    """Each rank sends an n-th of its `num_bytes` to each of the others, one after another."""
+    return (world_size - 1) * link.message(num_bytes / world_size)
+
+
+ALL_REDUCES: dict[str, Callable[[Link, int, float], float]] = {
+    "ring": ring_all_reduce,
+    "tree": tree_all_reduce,
+    "one-shot": one_shot_all_reduce,
+    "two-shot": two_shot_all_reduce,
+}
+
+
+def best_all_reduce(link: Link, world_size: int, num_bytes: float) -> tuple[str, float]:
+    """The name of the fastest algorithm, and its seconds."""
+    return min(
+        ((name, cost(link, world_size, num_bytes)) for name, cost in ALL_REDUCES.items()),
+        key=lambda pair: pair[1],
+    )
+
+
+def wire_bytes(operation: str, world_size: int, num_bytes: float) -> float:
+    """The bytes that a rank cannot help sending.
+
+    Args:
+        operation: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+        num_bytes: of the tensor that the rank hands in.
+    """
+    share = (world_size - 1) / world_size
+    factors = {
+        "all_reduce": 2 * share,
+        "all_gather": world_size - 1.0,
+        "reduce_scatter": share,
+        "all_to_all": share,
+    }
+    return factors[operation] * num_bytes
+
+
+def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+    """The latency and bandwidth with which `latency + size / bandwidth` comes closest to measured times.
+
+    Errors count relative to the time, else only the largest sizes would matter.
+
+    Args:
+        sizes: in bytes; at least two different ones.
+        seconds: what each took.
+    """
+    times = np.asarray(seconds, dtype=float)
+    rows = np.stack((np.ones(len(times)), np.asarray(sizes, dtype=float)), axis=1) / times[:, None]
+    latency, per_byte = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)[0]
+    return Link(name, max(latency, 0.0), 1 / per_byte if per_byte > 0 else math.inf, "measured")

@@ -1,0 +1,118 @@
+"""All-reduce and all-gather through memory that all ranks of a group map.
+
+Over a socket each byte is copied into the kernel and out again, and two processes have to be woken a step. Here a rank
+writes its part where all can read it, counts one up, and waits until the others have.
+
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+
+import torch
+from torch import Tensor
+
+from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: somebody has died, did not come, or is in another one. The message says who."""
+
+
+# In the order of SUMS in shared_memory.cpp.
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.float16)
+_OPERATIONS = ("all_reduce", "all_gather")
+
+
+class SharedCollectives:
+    """What the ranks of a group do in a segment that all of them have mapped.
+
+    Args:
+        segment: with a line for each rank, and room for two halves of `part_bytes` for each.
+        ranks: the global ranks of the group, for messages.
+        name: of the group, likewise.
+        timeout: seconds to wait for a rank.
+        part_bytes: longer tensors go part by part.
+    """
+
+    def __init__(
+        self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int
+    ) -> None:
+        library = load_shared_memory_library()
+        assert library is not None, "collectives need the compiled functions"
+        self.segment, self.ranks, self.name = segment, ranks, name
+        self.timeout, self.part_bytes = timeout, part_bytes
+        self._kinds = segment.data[: segment.payload].cast("Q")
+        self._broken = ""
+        self._collective = library.collective
+        self._collective.restype = ctypes.c_int64
+        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+        self._collective.argtypes = [
+            *(pointer, size, size, number, number, pointer, pointer),
+            *(size, size, number, ctypes.c_uint64, size, ctypes.c_bool),
+        ]
+        self._sums = {dtype: index for index, dtype in enumerate(_DTYPES[: library.num_sums()])}
+
+    def can_sum(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype can be summed here; the same on all ranks, since all have the same library."""
+        return dtype in self._sums
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Replace x by the sum over the group, in float32 for 16-bit numbers; all ranks get the same bits."""
+        part = x.contiguous()
+        self._run("all_reduce", part, part, row=0)
+        if part is not x:
+            x.copy_(part)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """The ranks' tensors one after another along `dim`."""
+        x, dim = x.contiguous(), dim % max(x.ndim, 1)
+        shape = list(x.shape)
+        shape[dim] *= len(self.ranks)
+        out = x.new_empty(shape)
+        self._run("all_gather", x, out, row=math.prod(x.shape[dim:]) * x.element_size())
+        return out
+
+    def _run(self, operation: str, x: Tensor, out: Tensor, row: int) -> None:
+        if self._broken:
+            raise CollectiveError(f"group {self.name} cannot be used any more: {self._broken}")
+        sum_index = self._sums.get(x.dtype, 0)
+        kind = x.nbytes << 16 | sum_index << 8 | _OPERATIONS.index(operation)
+        segment, done, published, deadline = self.segment, 0, False, 0.0
+        while True:
+            done = self._collective(
+                *(segment.address, segment.payload, self.part_bytes, segment.member, len(self.ranks)),
+                *(x.data_ptr(), out.data_ptr(), x.nbytes, row, sum_index, kind, max(done, 0), published),
+            )
+            if done == x.nbytes:
+                return
+            published = True
+            deadline = deadline or time.monotonic() + self.timeout
+            if problem := self._problem(operation, done, deadline):
+                self._broken = problem
+                raise CollectiveError(problem)
+
+    def _problem(self, operation: str, done: int, deadline: float) -> str:
+        """Why the collective will not come to its end; empty while it may."""
+        number = self.segment.count(self.segment.member)
+        what = f"{operation} of group {self.name}, rank {self.ranks[self.segment.member]}"
+        if done < 0:
+            other = -1 - done
+            kind = self._kinds[other * 8 + 2 + number % 2]
+            theirs = f"{_OPERATIONS[kind & 255]} of {kind >> 16} bytes"
+            return f"{what}: rank {self.ranks[other]} is in another collective, {theirs}"
+        absent = [m for m in range(len(self.ranks)) if not self.segment.reached(m, number)]
+        if lost := [f"rank {self.ranks[m]}: {why}" for m in absent if (why := self.segment.why_lost(m))]:
+            return f"{what}: {'; '.join(lost)}"
+        if absent and time.monotonic() >= deadline:
+            names = ", ".join(f"rank {self.ranks[m]}" for m in absent)
+            return f"{what}: {names} did not come within {self.timeout:g} s"
+        return ""
+
+    def lost(self) -> list[str]:
+        """The ranks that have died or left, and why."""
+        reasons = [(rank, self.segment.why_lost(member)) for member, rank in enumerate(self.ranks)]
+        return [f"rank {rank}: {why}" for rank, why in reasons if why]

@@ -1,0 +1,100 @@
+"""C++ sources compiled on first use, cached, loaded with ctypes.
+
+Plain C++ with a C interface, so that any compiler builds it in seconds, without torch's headers or Python's.
+
+Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
+(~/.cache/nanovllm).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+class BuildError(Exception):
+    """A library cannot be compiled or loaded here; the message says why."""
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler.
+
+    Raises:
+        BuildError: there is none.
+    """
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise BuildError("no C++ compiler found (set CXX)")
+
+
+def load_library(
+    sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = (), what: str = "a library"
+) -> ctypes.CDLL:
+    """The sources as a loaded library; compiled if nobody has done so with these flags and compiler on this CPU.
+
+    Args:
+        headers: what the sources include: a change of theirs compiles anew, too.
+        flags: of the compiler; `CXXFLAGS` comes after them.
+        what: how the log calls it.
+
+    Raises:
+        BuildError: it cannot be compiled or loaded; the message says why.
+    """
+    compiler = find_compiler()
+    flags = [*flags, *os.environ.get("CXXFLAGS", "").split()]
+    parts = [_run([compiler, "--version"]), " ".join(flags), _cpu_identity()]
+    parts += [path.read_text() for path in (*sources, *headers)]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    home = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm")
+    target = home / "native" / f"{key}.so"
+    try:
+        if not target.exists():
+            logger.info("compiling %s, once, into %s", what, target)
+            _compile(compiler, flags, sources, target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise BuildError(str(error)) from error
+
+
+def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    """Compiles the sources into `target`, which appears whole or not at all."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
+        objects = []
+        for source in sources:
+            objects.append(os.path.join(temporary, f"{source.name}.o"))
+            _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+        # Linked without -fopenmp: its symbols are to be found in the runtime that torch brought.
+        library = os.path.join(temporary, "library.so")
+        _run([compiler, "-shared", *objects, "-o", library])
+        os.replace(library, target)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    except subprocess.CalledProcessError as error:
+        raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(str(error)) from error
+
+
+def _cpu_identity() -> str:
+    """Changes whenever code compiled for this very CPU might not run: its model and instruction sets."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
+    kept = ("model name", "flags", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))
