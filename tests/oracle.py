@@ -25,6 +25,33 @@ TINY: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+# Latent attention, and no experts in any layer.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8,
+    "beta_slow": 1,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+
 # name -> (transformers' configuration class, what differs from TINY)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -56,6 +83,46 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "deepseek-v2-dense": ("DeepseekV2Config", LATENT),
+    "deepseek-v2-dense-yarn": ("DeepseekV2Config", LATENT | {"q_lora_rank": 24, "rope_parameters": YARN}),
+    "deepseek-v3-dense": ("DeepseekV3Config", LATENT | {"attention_bias": True}),
+    "deepseek-v3-dense-yarn": (
+        "DeepseekV3Config",
+        LATENT | {"q_lora_rank": 24, "rope_interleave": False, "rope_parameters": YARN | {"mscale": 1.0}},
+    ),
+    "deepseek-v2": ("DeepseekV2Config", LATENT | {"first_k_dense_replace": 1, "routed_scaling_factor": 0.8}),
+    "deepseek-v2-groups": (
+        "DeepseekV2Config",
+        LATENT | {"first_k_dense_replace": 1, "topk_method": "group_limited_greedy", "rope_parameters": YARN},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        LATENT | {"first_k_dense_replace": 1, "q_lora_rank": 24, "n_shared_experts": 1},
+    ),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    # The second layer has an ordinary MLP, and weights of the chosen experts are not made to sum to 1.
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe-normed": (
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 32,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+    ),
     # The first and the third layer have windows. The caps are below what scores and logits reach here.
     "gemma2": (
         "Gemma2Config",
@@ -95,6 +162,9 @@ def make_checkpoint(
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 0.25 if "embed" not in name else embedding_deviation)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
     size = sum(p.numel() * 4 for p in model.parameters())
     model.save_pretrained(folder, max_shard_size=size // shards + 1 if shards > 1 else "50GB")
     make_tokenizer().save(str(folder / "tokenizer.json"))

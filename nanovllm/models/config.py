@@ -7,12 +7,16 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.models.moe_config import MoEConfig
+
 # Architecture in config.json -> what sets it apart from Llama; "defaults" are keys that the file may leave out.
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
     "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
+    "MixtralForCausalLM": {"sliding_window": True},
+    "Qwen3MoeForCausalLM": {"qk_norm": True, "sliding_window": True},
     "Gemma2ForCausalLM": {
         "sliding_window": True,
         "alternating": True,
@@ -26,6 +30,8 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": True,
         },
     },
+    "DeepseekV2ForCausalLM": {"latent": True, "rope_types": ("default", "yarn")},
+    "DeepseekV3ForCausalLM": {"latent": True, "rope_types": ("default", "yarn")},
 }
 
 
@@ -40,6 +46,11 @@ class ModelConfig:
     Attributes:
         layer_windows: sliding window of each layer in tokens, 0 for full attention.
         attention_scale: factor on q·k, 0 for the usual `head_dim ** -0.5`.
+        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim: of latent attention (DeepSeek); kv_lora_rank 0 for a
+            model without. With it, `head_dim` is that of the rotated channels (qk_rope_head_dim), and q_lora_rank 0 says
+            that queries are not compressed.
+        rope_interleave: pairs of rotated channels are neighbours in the checkpoint (DeepSeek).
+        moe: experts and how tokens are routed to them; None for a model without.
         attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
         rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
         eos_token_ids: every id that ends a sequence, from generation_config.json if that names any.
@@ -67,6 +78,12 @@ class ModelConfig:
     attention_scale: float = 0.0
     attention_soft_cap: float = 0.0
     logit_soft_cap: float = 0.0
+    moe: MoEConfig | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+    rope_interleave: bool = False
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +120,7 @@ class ModelConfig:
                 f"quantized checkpoints ({method}) are not supported yet; use the original one"
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        theta, scaling = _rotary(raw)
+        theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
         eos = generation.get("eos_token_id", raw.get("eos_token_id"))
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
         attention_bias = bool(raw.get("attention_bias", False))
@@ -114,8 +131,8 @@ class ModelConfig:
             intermediate_size=raw["intermediate_size"],
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
+            num_kv_heads=1 if traits.get("latent") else raw.get("num_key_value_heads") or num_heads,
+            head_dim=raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // num_heads,
             max_position_embeddings=raw["max_position_embeddings"],
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
@@ -129,6 +146,8 @@ class ModelConfig:
             attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
             attention_soft_cap=raw.get("attn_logit_softcapping") or 0.0,
             logit_soft_cap=raw.get("final_logit_softcapping") or 0.0,
+            moe=_mixture(raw),
+            **(_latent(raw) if traits.get("latent") else {}),
             eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
             generation_defaults=_sampling_defaults(generation),
         )
@@ -136,19 +155,48 @@ class ModelConfig:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers that the KV cache stores for one token, over all layers."""
+        if self.kv_lora_rank:
+            return self.num_layers * self.latent_width
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
+    @property
+    def shuffles_tokens(self) -> bool:
+        """True if tokens go to experts on other ranks, and their answers come back."""
+        return self.moe is not None and self.moe.enable_expert_parallel
 
-def _rotary(raw: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    @property
+    def latent_width(self) -> int:
+        """Numbers of a token's row in a layer's latent cache: the latent and the rotated part of the key."""
+        return self.kv_lora_rank + self.head_dim
+
+
+def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
     """(theta, scaling parameters); transformers 5 keeps both in `rope_parameters`, 4 in two keys."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
     scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
-    if scaling["rope_type"] not in ("default", "llama3", "linear"):
+    if scaling["rope_type"] not in supported:
         raise UnsupportedModelError(
-            f"rope_scaling of type {scaling['rope_type']!r} is not supported; supported are default, linear, llama3"
+            f"rope_scaling of type {scaling['rope_type']!r} is not supported; supported are {', '.join(supported)}"
         )
     return float(theta), scaling
+
+
+def _latent(raw: dict[str, Any]) -> dict[str, Any]:
+    """What DeepSeek's files say about latent attention."""
+    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+    return {
+        **{name: raw[name] for name in names},
+        "q_lora_rank": raw.get("q_lora_rank") or 0,
+        "rope_interleave": raw.get("rope_interleave", True) is not False,
+    }
+
+
+def _mixture(raw: dict[str, Any]) -> MoEConfig | None:
+    try:
+        return MoEConfig.from_dict(raw)
+    except ValueError as error:
+        raise UnsupportedModelError(str(error)) from error
 
 
 def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
+from nanovllm.distributed.tensor_parallel import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import MLP, Embedding, LlamaForCausalLM, LlamaModel, RMSNorm, SelfAttention
+from nanovllm.models.layers import RMSNorm
+from nanovllm.models.llama import MLP, LlamaForCausalLM, LlamaModel, SelfAttention
 
 
-class Gemma2Embedding(Embedding):
+class Gemma2Embedding(VocabParallelEmbedding):
     """A row of the matrix for every token, times sqrt(hidden_size)."""
 
     def forward(self, token_ids: Tensor) -> Tensor:

@@ -6,14 +6,25 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
+from nanovllm.distributed.groups import get_pp_group
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
+from nanovllm.distributed.tensor_parallel import (
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.layers import Layer, Linear, Place, RMSNorm
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -43,68 +54,28 @@ def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.linear(x, self.weight, self.bias)
-
-
-class Embedding(nn.Module):
-    """A row of the matrix for every token, `[num_tokens]` to `[num_tokens, hidden_size]`."""
-
-    def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        return ops.embedding(token_ids, self.weight)
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019); with a residual, the sum of both is normalised."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(normalised sum, sum): one pass over memory where two operations would take three."""
-        return ops.add_rms_norm(x, residual, self.weight, self.eps)
-
-
 class SelfAttention(nn.Module):
-    """Projections, rotary positions, and a call to whoever computes attention."""
+    """Projections, rotary positions, and a call to whoever computes attention: all for the heads of this rank."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        self.layer, self.head_dim = layer, config.head_dim
         self.window = config.layer_windows[layer] if config.layer_windows else 0
         self.scale = config.attention_scale or config.head_dim**-0.5
         self.soft_cap = config.attention_soft_cap
-        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv_proj = Linear(config.hidden_size, width, config.qkv_bias)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, config.qkv_bias
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_heads * config.head_dim, config.hidden_size, config.output_bias
+        )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attend(q, k, v, self.layer, self.scale, self.window, self.soft_cap, rotary)
@@ -116,8 +87,10 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, config.mlp_bias
+        )
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
@@ -141,26 +114,39 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, final norm."""
+    """Embedding, layers, final norm; in a pipeline, those that this rank's stage has."""
 
-    embedding_class: type[Embedding] = Embedding
+    embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
     layer_class: type[nn.Module] = DecoderLayer
     norm_class: type[RMSNorm] = RMSNorm
+    rotary_table = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
-        self.embed_tokens = self.embedding_class(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(self.layer_class(config, layer) for layer in range(config.num_layers))
-        self.norm = self.norm_class(config.hidden_size, config.rms_norm_eps)
+        self.stage, self.here = get_pp_group(), layers_here(config.num_layers)
+        # The last stage needs the embedding if the output head is the same matrix.
+        embeds = self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings)
+        self.embed_tokens = if_here(embeds, self.embedding_class, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            if_here(layer in self.here, self.layer_class, config, layer) for layer in range(config.num_layers)
+        )
+        self.norm = if_here(self.stage.is_last, self.norm_class, config.hidden_size, config.rms_norm_eps)
         self.cos_sin: Tensor
-        self.register_buffer("cos_sin", rotary_table(config, max_positions), persistent=False)
+        self.register_buffer("cos_sin", self.rotary_table(config, max_positions), persistent=False)
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        x = self.embed_tokens(input_ids)
-        residual = torch.zeros_like(x)
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
+    ) -> Tensor | IntermediateTensors:
+        if received is None:
+            x = self.embed_tokens(input_ids)
+            residual = torch.zeros_like(x)
+        else:
+            x, residual = received.hidden, received.residual
         rotary = Rotary(positions, self.cos_sin)
-        for layer in self.layers:
+        for layer in islice(self.layers, self.here.start, self.here.stop):
             x, residual = layer(x, residual, rotary)
+        if not self.stage.is_last:
+            return IntermediateTensors(x, residual)
         return self.norm.add(x, residual)[0]
 
 
@@ -185,36 +171,45 @@ class LlamaForCausalLM(nn.Module):
     """
 
     model_class: type[LlamaModel] = LlamaModel
+    fused: ClassVar[dict[str, tuple[str, int]]] = FUSED
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
         self.model = self.model_class(config, max_positions)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = if_here(
+            self.model.stage.is_last, ParallelLMHead, config.hidden_size, config.vocab_size
+        )
         if config.tie_word_embeddings:
             self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output head be the embedding matrix."""
-        self.lm_head.weight = self.model.embed_tokens.weight
+        """Let the output head be the embedding matrix, where there is a head."""
+        if self.model.stage.is_last:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states `[num_tokens, hidden_size]` of packed tokens.
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
+    ) -> Tensor | IntermediateTensors:
+        """Hidden states `[num_tokens, hidden_size]` of packed tokens; or, if another stage of a pipeline goes on, what that
+        one receives.
 
         Args:
             input_ids, positions: `[num_tokens]` int64; positions count within each token's own sequence.
+            received: what the stage before has computed; None on the first one.
         """
-        return self.model(input_ids, positions)
+        return self.model(input_ids, positions, received)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, in the model's dtype: ask only for rows you need."""
         return self.lm_head(hidden)
 
-    def checkpoint_view(self, name: str) -> Tensor | None:
-        """The memory in which a checkpoint's tensor belongs: a parameter, or some rows of a fused one.
+    def checkpoint_place(self, name: str) -> Place | None:
+        """Where a checkpoint's tensor belongs: in a parameter, or in some rows of a fused one.
 
         Returns:
-            None for a tensor that this model does not keep (rotary buffers; an output head that is tied).
+            None for a tensor that this model does not keep (rotary buffers; an output head that is tied), or another
+            stage of the pipeline does.
 
         Raises:
             KeyError: a name that does not belong to this architecture.
@@ -223,24 +218,17 @@ class LlamaForCausalLM(nn.Module):
             name == "lm_head.weight" and self.config.tie_word_embeddings
         ):
             return None
+        if is_elsewhere(self, name):
+            return None
         prefix, _, kind = name.rpartition(".")  # kind: weight or bias
+        part = 0
+        for unfused, (fused, index) in self.fused.items():
+            if prefix.endswith(unfused):
+                prefix, part = prefix.removesuffix(unfused) + fused, index
         try:
-            for part, (fused, index) in FUSED.items():
-                if prefix.endswith(part):
-                    rows = self._fused_rows(fused)
-                    whole = self.get_parameter(f"{prefix[: -len(part)]}{fused}.{kind}")
-                    return whole[sum(rows[:index]) : sum(rows[: index + 1])]
-            return self.get_parameter(name)
+            return cast(Layer, self.get_submodule(prefix)).place(kind, part)
         except AttributeError as error:
             raise KeyError(f"this {self.config.architecture} has no place for {name!r}") from error
-
-    def _fused_rows(self, fused: str) -> list[int]:
-        config = self.config
-        if fused == "mlp.gate_up_proj":
-            return [config.intermediate_size] * 2
-        return [
-            heads * config.head_dim for heads in (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        ]
 
     def pack_weights(self) -> None:
         """Put the matrices in the order in which this machine multiplies fastest. Nothing can be loaded afterwards:
@@ -248,5 +236,5 @@ class LlamaForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.model.stage.is_last:
             self.model.embed_tokens.weight = self.lm_head.weight

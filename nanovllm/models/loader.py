@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from bisect import bisect_right
 from collections.abc import Iterator
 
 import torch
@@ -14,8 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.deepseek import DeepseekForCausalLM
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
-from nanovllm.models.llama import LlamaForCausalLM, rotary_table
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.mixtral import MixtralForCausalLM, Qwen3MoeForCausalLM
 
 
 class CheckpointError(ValueError):
@@ -74,20 +77,26 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
     starts = sorted(unfilled)
     for name, tensor in tensors:
         try:
-            place = model.checkpoint_view(name)
+            place = model.checkpoint_place(name)
         except KeyError as error:
             raise CheckpointError(
                 f"{error.args[0]}; do config.json and the weights belong together?"
             ) from error
         if place is None:
             continue
-        if place.shape != tensor.shape:
+        shape = place.shape or tuple(part.stop for part in place.source)
+        if shape != tensor.shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the configuration says {list(place.shape)}"
+                f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
             )
-        place.copy_(tensor)
-        owner = max(start for start in starts if start <= place.data_ptr())
-        filled[owner] += place.numel()
+        place.target.copy_(tensor[place.source])  # of mapped memory nothing but this slice is read
+        memories = [place.target]
+        if place.padding is not None:
+            memories.append(place.padding.zero_())
+        for memory in memories:
+            if memory.numel():
+                owner = starts[bisect_right(starts, memory.data_ptr()) - 1]
+                filled[owner] += memory.numel()
     missing = [name for start, (name, numel) in unfilled.items() if filled[start] != numel]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -95,7 +104,10 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
 
 
 def fill_dummy_weights(model: LlamaForCausalLM, seed: int) -> None:
-    """Random weights of a plausible size, for measurements: norms are 1, the rest is normal with deviation 0.02."""
+    """Random weights of a plausible size, for measurements: norms are 1, the rest is normal with deviation 0.02.
+
+    Ranks that share a layer draw the same numbers, so what each of them holds whole is the same on all.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -106,7 +118,13 @@ def fill_dummy_weights(model: LlamaForCausalLM, seed: int) -> None:
 
 
 # Architectures whose layers differ from Llama's in more than what the configuration says.
-MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {"Gemma2ForCausalLM": Gemma2ForCausalLM}
+MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "MixtralForCausalLM": MixtralForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
+    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
+}
 
 
 @torch.inference_mode()
@@ -134,7 +152,7 @@ def load_model(
     if config.tie_word_embeddings:
         model.tie_weights()  # each name was given memory of its own
     # Always float32: in bfloat16, neighbouring positions far out would share an angle.
-    table = rotary_table(config, max_positions or config.max_position_embeddings)
+    table = model.model.rotary_table(config, max_positions or config.max_position_embeddings)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
     if load_format == "dummy":
         fill_dummy_weights(model, seed)

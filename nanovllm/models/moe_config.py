@@ -1,0 +1,118 @@
+"""What a config.json says about a mixture of experts, in one plain-data class for all supported architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The experts of a model, how tokens are routed to them, and how they are divided among ranks.
+
+    Attributes:
+        num_experts: routed experts of a layer.
+        top_k: how many of them each token visits.
+        intermediate_size: of one expert.
+        sparse_layers: for each layer, whether it has experts; else it has an ordinary MLP.
+        num_shared_experts: experts that every token visits besides; they are one MLP of so many times the size.
+        scoring: "softmax" or "sigmoid" makes scores of the router's logits.
+        renormalize: divide the chosen scores by their sum.
+        scaling_factor: on the weights of the routed experts, after that.
+        num_groups, topk_group: experts are chosen within the best `topk_group` of so many groups.
+        correction_bias: the router has a bias that decides who is chosen, and not with what weight (DeepSeek-V3).
+        float32_router: the router multiplies in float32 even if the model's dtype is another.
+        enable_expert_parallel: every rank holds whole experts, instead of a slice of each. Not of the checkpoint.
+        num_redundant_experts: slots for second copies of busy experts. Not of the checkpoint.
+        shared_as_routed: place shared experts as if they were routed ones. Not of the checkpoint.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    sparse_layers: tuple[bool, ...]
+    num_shared_experts: int = 0
+    scoring: str = "softmax"
+    renormalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    topk_group: int = 1
+    correction_bias: bool = False
+    float32_router: bool = False
+    enable_expert_parallel: bool = False
+    num_redundant_experts: int = 0
+    shared_as_routed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scoring not in ("softmax", "sigmoid"):
+            raise ValueError(
+                f"scoring_func {self.scoring!r} is not supported; supported are softmax, sigmoid"
+            )
+        if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
+            raise ValueError(
+                f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}: "
+                "groups must be equal, and topk_group at most their number"
+            )
+        if self.shared_as_routed and self.num_shared_experts != 1:
+            raise ValueError(
+                f"shared_as_routed needs one shared expert, of a routed one's size; there are {self.num_shared_experts}"
+            )
+        allowed = self.num_experts // self.num_groups * self.topk_group
+        if not 1 <= self.top_k <= allowed:
+            raise ValueError(f"a token cannot visit {self.top_k} of {allowed} experts (num_experts_per_tok)")
+
+    @property
+    def num_routed(self) -> int:
+        """Experts that have a place in the shuffle: the routed ones, and the shared ones if they are treated so."""
+        return self.num_experts + (self.num_shared_experts if self.shared_as_routed else 0)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> MoEConfig | None:
+        """Read a parsed config.json; None for a model without experts. transformers 5 writes `num_local_experts` where
+        the files of the hub have `num_experts` (Qwen3-MoE) or `n_routed_experts` (DeepSeek).
+
+        Raises:
+            ValueError: numbers that do not fit together, or a way of routing that is not built in.
+        """
+        architecture = (raw.get("architectures") or ["none"])[0]
+        names = ("n_routed_experts", "num_experts", "num_local_experts")
+        num_experts = next((raw[name] for name in names if raw.get(name)), None)
+        if num_experts is None:
+            return None
+        common = {"num_experts": num_experts, "top_k": raw["num_experts_per_tok"]}
+        num_layers = raw["num_hidden_layers"]
+        if architecture == "MixtralForCausalLM":
+            return cls(
+                **common, intermediate_size=raw["intermediate_size"], sparse_layers=(True,) * num_layers
+            )
+        common["intermediate_size"] = raw["moe_intermediate_size"]
+        if architecture == "Qwen3MoeForCausalLM":
+            step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+            sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+            return cls(**common, sparse_layers=sparse, renormalize=bool(raw.get("norm_topk_prob", False)))
+        return cls(**common, **_deepseek(raw, architecture))
+
+
+def _deepseek(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437)."""
+    first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
+    newer = architecture == "DeepseekV3ForCausalLM"
+    method = raw.get("topk_method") or ("noaux_tc" if newer else "greedy")
+    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
+        raise ValueError(
+            f"topk_method {method!r} is not supported; supported are greedy, group_limited_greedy, noaux_tc"
+        )
+    grouped = method != "greedy"
+    return {
+        "sparse_layers": tuple(
+            layer >= first and layer % every == 0 for layer in range(raw["num_hidden_layers"])
+        ),
+        "num_shared_experts": raw.get("n_shared_experts") or 0,
+        "scoring": raw.get("scoring_func") or ("sigmoid" if newer else "softmax"),
+        "renormalize": bool(raw.get("norm_topk_prob", newer)),
+        "scaling_factor": float(raw.get("routed_scaling_factor", 2.5 if newer else 1.0)),
+        "num_groups": (grouped and raw.get("n_group")) or 1,
+        "topk_group": (grouped and raw.get("topk_group")) or 1,
+        "correction_bias": method == "noaux_tc",
+        "float32_router": True,
+    }
