@@ -28,16 +28,17 @@ def write_events(trace: Trace, path: str | pathlib.Path) -> None:
     """Write a trace as Chrome trace events: a track for the steps, one for each request (what it computed when, its first
     token, its preemptions and its end), and counters for tokens, blocks and queues."""
     tracks: dict[str, int] = {}
+    busy_until: dict[int, float] = {}
     events = []
     for step in trace.steps:
         if step.requests:
             arguments = {"tokens": step.num_tokens, "requests": len(step.requests)}
-            events.append(_slice(f"step {step.step}", 0, step, arguments))
+            events.append(_slice(f"step {step.step}", 0, step, busy_until, arguments))
         for request_id in step.arrived:
             tracks.setdefault(request_id, len(tracks) + 1)
         for share in step.requests:
             track = tracks.setdefault(share.request_id, len(tracks) + 1)
-            events.append(_share_slice(share, track, step))
+            events.append(_share_slice(share, track, step, busy_until))
             if share.samples_first_token:
                 events.append(_instant("first token", track, step.start + step.duration))
         for request_id, mode in step.preempted.items():
@@ -53,16 +54,23 @@ def write_events(trace: Trace, path: str | pathlib.Path) -> None:
     pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-def _slice(name: str, track: int, step: StepRecord, arguments: dict[str, Any]) -> dict[str, Any]:
-    begin, duration = step.start * MICROSECONDS, step.duration * MICROSECONDS
-    return {"name": name, "ph": "X", "pid": 1, "tid": track, "ts": begin, "dur": duration, "args": arguments}
+def _slice(
+    name: str, track: int, step: StepRecord, busy_until: dict[int, float], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    # Steps of a pipeline overlap, which slices of a track may not: each is shown from where the one before it ends.
+    begin, end = max(step.start, busy_until.get(track, 0.0)), step.start + step.duration
+    busy_until[track] = end
+    times = {"ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
+    return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": arguments}
 
 
-def _share_slice(share: TracedRequest, track: int, step: StepRecord) -> dict[str, Any]:
+def _share_slice(
+    share: TracedRequest, track: int, step: StepRecord, busy_until: dict[int, float]
+) -> dict[str, Any]:
     arguments: dict[str, Any] = {"start": share.start, "blocks": share.new_block_ids}
     if step.admitted.get(share.request_id):
         arguments["cached"] = step.admitted[share.request_id]
-    event = _slice(f"{share.kind} {share.num_tokens}", track, step, arguments)
+    event = _slice(f"{share.kind} {share.num_tokens}", track, step, busy_until, arguments)
     return event | {"cname": REQUEST_COLORS[(track - 1) % len(REQUEST_COLORS)]}
 
 

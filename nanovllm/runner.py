@@ -6,13 +6,13 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import logging
+import math
 import pathlib
 import time
 from collections.abc import Callable
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -23,17 +23,22 @@ from nanovllm.attention.base import (
     get_backend,
     kv_cache_shape,
 )
+from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.batch import Batch, RequestRows, StepBuffer
-from nanovllm.config import EngineConfig, parse_bytes
+from nanovllm.config import EngineConfig
 from nanovllm.cuda_graphs import DecodeGraphs, graph_maker, ladder
-from nanovllm.device import MemoryProfile, choose_device, choose_dtype, out_of_memory, zeros
+from nanovllm.device import choose_device, choose_dtype, out_of_memory, zeros
+from nanovllm.distributed.groups import get_dp_group, get_tp_group
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
+from nanovllm.distributed.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import BlockCopies
+from nanovllm.memory import MemoryBudget
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
+from nanovllm.models.moe import load_balancer
 from nanovllm.request import TokenLogprobs
-from nanovllm.sampling import Sampler, SamplingRow, start_logprobs, upload
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling import Sampler, SamplingRow, start_fetch, start_logprobs, upload
 from nanovllm.scheduler import SampledToken, Schedule, StepResult
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
@@ -59,7 +64,8 @@ class ModelRunner:
         self.model_config = model_config
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
-        self.backend = get_backend(config.attention_backend, self.device, model_config.head_dim, self.dtype)
+        head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
+        self.backend = get_backend(config.attention_backend, self.device, head_dim, self.dtype, latent)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory(
             "the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"
@@ -68,10 +74,14 @@ class ModelRunner:
                 folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
             )
             self.model.pack_weights()
+        self.link = StageLink(model_config.hidden_size, self.dtype, self.device)
         self.sampler = Sampler()
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []
-        self.make_graph = graph_maker(self.device, self.backend, config.enforce_eager)
+        # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
+        eager = config.enforce_eager or model_config.shuffles_tokens
+        self.make_graph = graph_maker(self.device, self.backend, eager)
+        self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -93,10 +103,22 @@ class ModelRunner:
                 self.graphs = self._capture_graphs()
 
     def _make_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One tensor a layer; none for no blocks."""
+        """One tensor a layer of this rank; none for no blocks."""
+        shape = self._cache_shape(num_blocks)
+        return [zeros(shape, self.dtype, device) for _ in self.layers if num_blocks]
+
+    @property
+    def layers(self) -> range:
+        """Those of the model's layers that this rank has."""
+        return layers_here(self.model_config.num_layers)
+
+    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of one layer's cache on this rank, which has some of the KV heads."""
         model = self.model_config
-        shape = kv_cache_shape(num_blocks, model.num_kv_heads, self.config.block_size, model.head_dim)
-        return [zeros(shape, self.dtype, device) for _ in range(model.num_layers if num_blocks else 0)]
+        if model.kv_lora_rank:
+            return latent_cache_shape(num_blocks, self.config.block_size, model.latent_width)
+        num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
+        return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, model.head_dim)
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
@@ -162,6 +184,20 @@ class ModelRunner:
         inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
+    def _build_dummy(self) -> Batch:
+        """A token that is nobody's and is written nowhere: the engine takes part in a step of others. It looks at whatever
+        lies in the first slot, since kernels want something to look at, and nobody looks at what comes of it."""
+        nobody = np.zeros(0, dtype=np.int64)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        self._pad(0, 1)
+        self._seq_lens.array[0], self._block_tables.array[0, 0] = 1, 0
+        self._upload(1, 1)
+        rows = self._last_rows.upload(0), self._due_rows.upload(0)
+        if self._uploaded is not None:
+            self._uploaded.record()
+        return Batch(nobody, np.ones(1, dtype=np.int64), nobody, *self._inputs(1, 1, 1, 1), *rows)
+
     def _upload(self, num_seqs: int, num_tokens: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
             buffer.upload(num_tokens)
@@ -193,7 +229,8 @@ class ModelRunner:
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """Start one step: move blocks, build the batch, run the model, sample. The next step may be launched before this
         one has ended, with tokens that only the device knows (`last_is_pending`). Nothing waits for a GPU, but for
-        blocks that are swapped and for an attention backend that reads lengths on the host ("torch").
+        blocks that are swapped and for an attention backend that reads lengths on the host ("torch"). On a stage of a
+        pipeline that is not the last, the result is empty.
 
         Returns:
             A function that waits for the results.
@@ -201,26 +238,55 @@ class ModelRunner:
         Raises:
             InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
         """
-        if schedule.empty:
+        if schedule.empty and get_dp_group().world_size == 1:
             raise InvariantError("a schedule without requests is not to be run")
         self._copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
         self._copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
-        batch = self.build_batch(schedule)
+        batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
         hidden = self._forward(batch)
+        if self.balancer is not None:
+            self.balancer.after_step()
+        if hidden is None:
+            return StepResult
         sampled = self._sample(schedule, batch, hidden)
         prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
-        return lambda: StepResult(sampled(), prompt_logprobs())
+        anyone_unfinished = self._ask_around(schedule)
+        return lambda: StepResult(sampled(), prompt_logprobs(), anyone_unfinished())
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call."""
+    def _ask_around(self, schedule: Schedule) -> Callable[[], bool]:
+        """Whether any of the engines in lock-step has requests: all come to the same answer for the same step."""
+        group = get_dp_group()
+        if group.world_size == 1:
+            return lambda: schedule.unfinished
+        arrive = start_fetch(group.all_reduce(upload([schedule.unfinished], torch.float32, self.device)))
+        return lambda: arrive() != [[0.0]]
+
+    def _forward(self, batch: Batch) -> Tensor | None:
+        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
+        pipeline goes on with what this one has computed."""
+        received = self.link.receive(int(batch.num_scheduled.sum()))
         if batch.graph_size:
-            assert self.graphs is not None
-            self.graphs.replay(batch.graph_size)
-            return self._hidden[: len(batch.rows)]
-        with forward_context(ForwardContext(self.backend, self.kv_caches, batch.metadata)):
-            return self.model(batch.input_ids, batch.positions)
+            out = self._replay(batch, received)
+        else:
+            out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
+        if isinstance(out, Tensor):
+            return out
+        self.link.send(out)
+        return None
+
+    def _run_model(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        received: IntermediateTensors | None,
+    ) -> Tensor | IntermediateTensors:
+        """The layers of this rank: hidden states, or what the next stage wants."""
+        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        with forward_context(ForwardContext(self.backend, caches, metadata)):
+            return self.model(input_ids, positions, received)
 
     def _sample(
         self, schedule: Schedule, batch: Batch, hidden: Tensor
@@ -285,6 +351,11 @@ class ModelRunner:
             for request_id, parts in arrivals.items()
         }
 
+    def forget_requests(self) -> None:
+        """Drop the state of all requests, once a step was broken off."""
+        for request_id in list(self.rows.row_of):
+            self.rows.remove(request_id)
+
     # ---------------------------------------------------------------- CUDA graphs
 
     def _pad(self, first: int, end: int) -> None:
@@ -301,24 +372,38 @@ class ModelRunner:
         padding only."""
         most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
         kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
-            self.model_config.num_heads, self.kv_caches[0], most, self.config.token_budget
+            self.model_config.num_heads // get_tp_group().world_size,
+            self.kv_caches[0],
+            most,
+            self.config.token_budget,
         )
         self._pad(0, most)
         self._upload(most, most)
         for num_seqs, max_query_len, max_seq_len in kinds:
-            input_ids, positions, metadata = self._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
-            with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
-                self.model(input_ids, positions)
+            inputs = self._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+            self._run_model(*inputs, self.link.blank(num_seqs))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the first batch will overwrite what is being uploaded
         logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
 
-    def _decode(self, size: int) -> Tensor:
-        """Hidden states of the `size` requests in the buffers, one token each: what a graph records. So it makes
+    def _decode(self, size: int) -> Any:
+        """What the model makes of the `size` requests in the buffers, one token each: what a graph records. So it makes
         everything of buffers that never move, and knows no length."""
-        input_ids, positions, metadata = self._inputs(size, size, 1, self.config.max_request_tokens)
-        with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
-            return self._hidden[:size].copy_(self.model(input_ids, positions))
+        inputs = self._inputs(size, size, 1, self.config.max_request_tokens)
+        received = self._received[:size] if self._received is not None else None
+        out: Any = self._run_model(*inputs, received)
+        return self._out[:size].copy_(out)
+
+    def _replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
+        """The same for a batch of one token each, by the graph that fits."""
+        assert self.graphs is not None
+        count = len(batch.rows)
+        if received is not None and self._received is not None:
+            self._received[:count].copy_(received)
+        self.graphs.replay(batch.graph_size)
+        out = self._out[:count]
+        # The next step may begin before this one's has been sent.
+        return out if isinstance(out, Tensor) else out.clone()
 
     def _graph_sizes(self) -> list[int]:
         return ladder(min(self.config.max_num_seqs, self.config.token_budget))
@@ -327,8 +412,8 @@ class ModelRunner:
         """No graph yet, and buffers full of padding to record with."""
         assert self.make_graph is not None
         most = self._graph_sizes()[-1]
-        shape = (most, self.model_config.hidden_size)
-        self._hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self._received = self.link.blank(most)
+        self._out = self.link.blank_output(most)
         self._pad(0, most)
         self._upload(most, most)
         return DecodeGraphs(self.make_graph)
@@ -346,103 +431,19 @@ class ModelRunner:
 
     @property
     def bytes_per_block(self) -> int:
-        """Device memory that one KV block takes, over all layers."""
-        return self.model_config.kv_elements_per_token * self.config.block_size * self.dtype.itemsize
+        """Device memory that one KV block takes, over all layers of this rank."""
+        return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens that a request may have before the size of the pool is known."""
+        positions = self.model_config.max_position_embeddings
+        return min(self.config.max_model_len or positions, positions)
 
     def num_blocks_that_fit(self) -> int:
-        """Blocks for the KV pool: as told, or by `kv_cache_memory`, or a sane part of what is free.
+        """Blocks for the KV pool; see `MemoryBudget.num_blocks`.
 
         Raises:
             ValueError: not one block fits.
         """
-        config, size = self.config, self.bytes_per_block
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        if config.kv_cache_memory is not None:
-            budget = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
-            count = budget // size
-        else:
-            budget = self._free_memory()
-            # Nobody asked for memory beyond what all running requests fill at their longest.
-            longest = -(-self._longest_request() // config.block_size)
-            count = min(budget // size, config.max_num_seqs * longest)
-        if count < 1:
-            raise ValueError(
-                f"no KV block of {size} bytes fits into {max(0, budget)} bytes: "
-                f"raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
-            )
-        return count
-
-    def _longest_request(self) -> int:
-        positions = self.model_config.max_position_embeddings
-        return min(self.config.max_model_len or positions, positions)
-
-    def _free_memory(self) -> int:
-        """Bytes that the KV pool may take if nobody says how many, once the weights are loaded."""
-        if self.device.type != "cuda":
-            return min(psutil.virtual_memory().available // 4, 4 * 2**30)
-        with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-            profile = self._profile_memory()
-        share = self.config.gpu_memory_utilization
-        left = profile.left(share)
-        logger.info(
-            "GPU memory: %.2f GiB, of which %.0f %% may be used: %s; that leaves %.2f GiB for the KV pool",
-            profile.total / 2**30, 100 * share, profile, left / 2**30,
-        )  # fmt: skip
-        return left
-
-    def _profile_memory(self) -> MemoryProfile:
-        """Run the largest step that there can be, record two graphs, and see what that takes."""
-        torch.cuda.empty_cache()
-        weights = torch.cuda.memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._run_largest_step()
-        # What stays allocated (buffers, workspaces of libraries) is in use from now on.
-        activations = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
-        free, total = self._free_and_total()
-        graphs = self._graph_memory() if self.make_graph is not None else 0
-        return MemoryProfile(total, total - free, weights, activations, graphs)
-
-    def _free_and_total(self) -> tuple[int, int]:
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.device)
-
-    @torch.inference_mode()
-    def _run_largest_step(self) -> None:
-        """As many tokens as a step may have, of as many requests as there may be, every one of which samples. All read
-        one block of zeros, and write nothing."""
-        config, longest = self.config, self._longest_request()
-        budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
-        num_seqs = min(config.max_num_seqs, budget)
-        counts = np.full(num_seqs, min(budget // num_seqs, longest))
-        # The rest of the budget goes to the first request, which has the longest prompt then.
-        counts[0] = min(longest, counts[0] + budget % num_seqs)
-        num_tokens, most = int(counts.sum()), int(counts.max())
-        self.kv_caches = self._make_caches(1, self.device)
-        self._make_buffers(budget, -(-longest // config.block_size))
-        self._slot_mapping.array[:] = -1
-        self._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
-        self._seq_lens.array[:num_seqs] = counts
-        self._upload(num_seqs, num_tokens)
-        input_ids, positions, metadata = self._inputs(num_seqs, num_tokens, most, most)
-        with forward_context(ForwardContext(self.backend, self.kv_caches, metadata)):
-            hidden = self.model(input_ids, positions)
-        params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
-        row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)
-        self.sampler.sample(self.model.compute_logits(hidden[:num_seqs]), [row] * num_seqs)
-
-    @torch.inference_mode()
-    def _graph_memory(self) -> int:
-        """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of
-        the others as the second."""
-        sizes = self._graph_sizes()
-        free = [self._free_and_total()[0]]
-        graphs = self._empty_graphs()
-        largest_two = sizes[:-3:-1]
-        self._decode(largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
-        for size in largest_two:
-            graphs.capture(size, self._decode)
-            free.append(self._free_and_total()[0])
-        largest, *others = (before - after for before, after in pairwise(free))
-        return largest + sum(others) * (len(sizes) - 1)
+        return MemoryBudget(self).num_blocks()

@@ -46,8 +46,9 @@ class Schedule:
         removed_ids: requests whose state the runner drops before the step (ended or preempted).
         swap_out, swap_in: block copies to make before the step, in this order.
         preempted, admitted, resumed: what happened to whom; for those who watch.
-        num_tokens: tokens that the step computes.
+        num_tokens, num_samples: tokens that the step computes, and that it samples.
         blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
+        unfinished: the engine has requests; told to the engines that it is in lock-step with.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
@@ -58,15 +59,19 @@ class Schedule:
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     blocked_by: str = ""
+    unfinished: bool = True
     num_tokens: int = field(init=False)
+    num_samples: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(request.num_tokens for request in self.requests)
+        self.num_samples = sum(request.samples for request in self.requests)
 
     def add(self, request: ScheduledRequest) -> None:
         """Put a request's share into the step."""
         self.requests.append(request)
         self.num_tokens += request.num_tokens
+        self.num_samples += request.samples
 
     @property
     def empty(self) -> bool:
@@ -84,10 +89,12 @@ class SampledToken:
 
 @dataclass
 class StepResult:
-    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request."""
+    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; and whether
+    any of the engines in lock-step had a request."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    anyone_unfinished: bool = True
 
 
 class Scheduler:
@@ -96,7 +103,8 @@ class Scheduler:
     There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
     step moves the first towards the second. A request samples a token whenever the two meet.
 
-    The next step may be scheduled while one runs: the token that the running one will sample then counts as pending.
+    The next step may be scheduled while one runs: the token that the running one will sample then counts as pending. In a
+    pipeline, as many steps as there are stages are under way, each with its share of the requests.
 
     All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
     preempted is always the last of the running ones, and one that was thrown out is again first in line.
@@ -197,8 +205,10 @@ class Scheduler:
 
     def _share(self, request: Request, plan: Schedule) -> int:
         """Tokens of the request that this step may compute."""
-        if request.num_pending_tokens and self._is_complete(request, request.num_pending_tokens):
-            return 0  # what is on its way is the last one
+        if request.num_pending_tokens and (
+            self._in_stages or self._is_complete(request, request.num_pending_tokens)
+        ):
+            return 0  # a first stage cannot wait for what the last one samples; or what is on its way is the last one
         wanted, budget = request.num_missing_tokens, self._budget(plan)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
@@ -211,6 +221,8 @@ class Scheduler:
         for request in list(candidates):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, in favour of an earlier one
+            if self._is_full(plan, len(self.running)):
+                return
             share = self._share(request, plan)
             if share == 0:
                 continue
@@ -247,6 +259,8 @@ class Scheduler:
             return "max_num_seqs"
         if self._budget(plan) <= 0:
             return "max_num_batched_tokens"
+        if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
+            return "pipeline_parallel_size"  # the other steps under way shall have something to do, too
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
@@ -259,7 +273,7 @@ class Scheduler:
         share = self._share(request, plan)
         if share == 0:
             request.num_computed_tokens = 0
-            return "max_num_batched_tokens"
+            return self._why_no_share(request)
         if not self.manager.admit(request, prefix, request.num_computed_tokens + share):
             request.num_computed_tokens = 0
             return "kv blocks"
@@ -270,6 +284,20 @@ class Scheduler:
         plan.admitted[request.request_id] = request.num_computed_tokens
         self._start(request, share, plan)
         return ""
+
+    @property
+    def _in_stages(self) -> bool:
+        return self.config.pipeline_parallel_size > 1
+
+    def _is_full(self, plan: Schedule, num_requests: int) -> bool:
+        """True if, of so many requests, the step samples for its share: one in `pipeline_parallel_size`. A request whose
+        token is on its way has to wait; if one step took them all, all stages but one would wait with them."""
+        return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
+
+    def _why_no_share(self, request: Request) -> str:
+        """Why one that waits gets nothing: perhaps it was preempted while its token was on its way."""
+        waits = self._in_stages and request.num_pending_tokens
+        return "pipeline_parallel_size" if waits else "max_num_batched_tokens"
 
     def _start(self, request: Request, share: int, plan: Schedule) -> None:
         self._move(request, RequestStatus.RUNNING)
@@ -352,7 +380,9 @@ class Scheduler:
     def waits_for_tokens(self) -> bool:
         """True if nothing should be scheduled before pending tokens have come back: someone's next token depends on
         which ones came before, beyond what the model sees."""
-        return any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
+        return not self._in_stages and any(
+            r.num_pending_tokens and r.sampling_params.penalized for r in self.running
+        )
 
     def _publish_pending(self, request: Request) -> None:
         """A token has come back whose keys and values a step under way computes: its block may be full by now."""
@@ -379,7 +409,7 @@ class Scheduler:
     def _admit_swapped(self, request: Request, plan: Schedule) -> str:
         share = self._share(request, plan)
         if share == 0:
-            return "max_num_batched_tokens"
+            return self._why_no_share(request)
         copies = self.manager.swap_in(request, request.num_computed_tokens + share)
         if copies is None:
             return "kv blocks"

@@ -151,7 +151,7 @@ def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     monkeypatch.setattr(Watched, "launches", [], raising=False)
     monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
     monkeypatch.setattr(Recording, "made", [], raising=False)
-    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *arguments: request.param())
+    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *arguments, **options: request.param())
     monkeypatch.setattr(nanovllm.runner, "graph_maker", lambda _, __, eager: None if eager else Recording)
     return Recording
 
@@ -160,9 +160,9 @@ def watch_inputs(runner: ModelRunner) -> None:
     """Note the addresses of token ids and positions, too."""
     forward = runner.model.forward
 
-    def watched(input_ids: Tensor, positions: Tensor) -> Tensor:
+    def watched(input_ids: Tensor, positions: Tensor, *others: Any) -> Any:
         Watched.launches += [(t.data_ptr(), t.shape) for t in (input_ids, positions)]
-        return forward(input_ids, positions)
+        return forward(input_ids, positions, *others)
 
     runner.model.forward = watched  # type: ignore[method-assign]
 
@@ -540,7 +540,7 @@ def test_an_engine_with_graphs_gives_its_memory_back_at_once(folder, monkeypatch
     """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which the next engine
     does not wait for."""
     monkeypatch.setattr(Watched, "launches", [], raising=False)
-    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *arguments: WatchedTorch())
+    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *arguments, **options: WatchedTorch())
     monkeypatch.setattr(nanovllm.runner, "graph_maker", lambda *arguments: Forgetful)
     llm = make_llm(folder)
     runner = weakref.ref(llm.engine.core.runner)

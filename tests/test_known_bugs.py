@@ -145,7 +145,7 @@ def test_kv_size_counts_only_what_is_free(checkpoint: str, monkeypatch) -> None:
     runner: ModelRunner = engine(checkpoint).engine.core.runner
     runner.config.num_kv_blocks = None
     memory = type("Memory", (), {"available": 40 * runner.bytes_per_block, "total": 2**40})
-    monkeypatch.setattr("nanovllm.runner.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("nanovllm.memory.psutil.virtual_memory", lambda: memory)
     assert runner.num_blocks_that_fit() == 10
 
 

@@ -21,6 +21,7 @@ from nanovllm.cuda_graphs import ladder
 from nanovllm.device import MemoryProfile
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.memory import MemoryBudget
 from nanovllm.models.config import ModelConfig
 from nanovllm.request import EngineRequest, Request
 from nanovllm.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
@@ -386,7 +387,7 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 
     def with_use(in_use: int) -> int:
         profile = MemoryProfile(200 * size, in_use * size, 50 * size, activations=8 * size, graphs=2 * size)
-        monkeypatch.setattr(runner, "_profile_memory", lambda: profile)
+        monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
         return runner.num_blocks_that_fit()
 
     assert with_use(60) == 150 - 60 - 8 - 2
@@ -399,16 +400,16 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(runner, "_profile_memory", lambda: pytest.fail("measured, though it was told"))
+    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: pytest.fail("measured, though it was told"))
     assert runner.num_blocks_that_fit() > 0
 
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
     profile = MemoryProfile(100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
-    monkeypatch.setattr(runner, "_profile_memory", lambda: profile)
+    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
     with caplog.at_level(logging.INFO):
-        assert runner._free_memory() == 24 * gib
+        assert MemoryBudget(runner).free() == 24 * gib
     assert (
         "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
         "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
@@ -420,7 +421,7 @@ def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = BareRunner(EngineConfig(), "cuda")
-    monkeypatch.setattr(runner, "_profile_memory", fail)
+    monkeypatch.setattr(MemoryBudget, "profile", fail)
     with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
         runner.num_blocks_that_fit()
     monkeypatch.setattr(nanovllm.runner, "zeros", fail)
@@ -473,21 +474,21 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     shapes: list[int] = []
     forward, compute_logits = runner.model.forward, runner.model.compute_logits
     monkeypatch.setattr(
-        runner.model, "forward", lambda ids, places: shapes.append(len(ids)) or forward(ids, places)
+        runner.model, "forward", lambda ids, *others: shapes.append(len(ids)) or forward(ids, *others)
     )
     monkeypatch.setattr(
         runner.model, "compute_logits", lambda hidden: shapes.append(len(hidden)) or compute_logits(hidden)
     )
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
-    profile = runner._profile_memory()
+    profile = MemoryBudget(runner).profile()
     assert shapes[:2] == [tokens, rows]
     assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
     graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
     assert profile == MemoryProfile(10_000, 1000, 700, 1000 - 750, graphs)
     runner.make_graph = None
     FakeMemory(monkeypatch, [9000])
-    assert runner._profile_memory().graphs == 0
+    assert MemoryBudget(runner).profile().graphs == 0
 
 
 def test_no_block_fits() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -95,11 +97,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 4, 40, 40]),
         caching=st.booleans(),
         order=st.sampled_from(["fcfs", "priority"]),
+        stages=st.sampled_from([1, 1, 2, 3]),
         overlap=st.booleans(),
     )
     def start(
         self, block_size, num_blocks, max_num_seqs, extra_budget, threshold, chunked, policy, mode, host_blocks, caching, order,
-        overlap,
+        stages, overlap,
     ) -> None:  # fmt: skip
         config = EngineConfig(
             block_size=block_size,
@@ -112,6 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             enable_prefix_caching=caching,
             scheduling_policy=order,
+            pipeline_parallel_size=stages,
         )
         config.settle(40, num_blocks)
         self.config = config
@@ -122,9 +126,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sources: dict[str, EngineRequest] = {}
         self.outputs: dict[str, list[int]] = {}
         self.count = 0
-        # With overlap, a step's results come back only when the next one has been scheduled.
-        self.overlap = overlap
-        self.under_way: tuple[Schedule, StepResult] | None = None
+        # So many steps are under way when the next one is scheduled: those of the other stages, or one ahead.
+        self.ahead = stages - 1 or int(overlap)
+        self.under_way: deque[tuple[Schedule, StepResult]] = deque()
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
@@ -182,9 +186,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.has_unfinished:
             assert plan.empty  # and is not run: what the runner has to drop must come with a later one
             return self.take_results()
-        if plan.empty and self.under_way is not None:
+        if plan.empty and self.under_way:
             event("waits for results")
-            return self.take_results()
+            return self.take_results(len(self.under_way) - 1)
         assert not plan.empty, f"nothing moves: {plan.blocked_by}"
         assert plan.num_tokens <= self.config.token_budget
         assert len(self.scheduler.running) <= self.config.max_num_seqs
@@ -203,21 +207,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("prefix hit")
         if any(scheduled.last_is_pending for scheduled in plan.requests):
             event("scheduled ahead")
-        result = self.runner.execute(plan)
-        self.take_results()
-        self.under_way = plan, result
-        if not self.overlap:
-            self.take_results()
+        if self.config.pipeline_parallel_size > 1:
+            self.check_division(plan)
+        self.under_way.append((plan, self.runner.execute(plan)))
+        self.take_results(self.ahead)
 
-    def take_results(self) -> None:
-        if self.under_way is None:
-            return
-        plan, result = self.under_way
-        self.under_way = None
-        for output in self.scheduler.update(plan, result):
-            self.outputs[output.request_id] += output.new_token_ids
-            if output.finish_reason:
-                self.check_finished(output.request_id, output.finish_reason)
+    def check_division(self, plan: Schedule) -> None:
+        """No step needs a token that the last stage has not sampled yet, and none takes more than its share."""
+        on_their_way = {r.request_id for step, _ in self.under_way for r in step.requests if r.samples}
+        assert not any(r.last_is_pending or r.request_id in on_their_way for r in plan.requests)
+        stages, requests = self.config.pipeline_parallel_size, min(self.config.max_num_seqs, self.count)
+        assert sum(r.samples for r in plan.requests) <= -(-requests // stages)
+        if sum(bool(step.requests) for step, _ in self.under_way) == stages - 1:
+            event(f"{stages} steps under way")
+
+    def take_results(self, keep: int = 0) -> None:
+        while len(self.under_way) > keep:
+            plan, result = self.under_way.popleft()
+            for output in self.scheduler.update(plan, result):
+                self.outputs[output.request_id] += output.new_token_ids
+                if output.finish_reason:
+                    self.check_finished(output.request_id, output.finish_reason)
 
     def check_finished(self, request_id: str, reason: str) -> None:
         source = self.sources[request_id]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import nanovllm.engine
 from nanovllm.config import EngineConfig
 from nanovllm.engine import EngineCore
 from nanovllm.recorder import trace_settings
@@ -26,6 +27,7 @@ from nanovllm.trace_format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, head
 from nanovllm.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.viz.data import pool_states
 from tests.oracle import make_checkpoint
+from tests.stages import StagedExecutor
 
 IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
 COUNTS = st.integers(0, 10**6)
@@ -426,6 +428,8 @@ ENGINES: list[dict[str, Any]] = [
     {"async_scheduling": True, "preemption_mode": "swap", "swap_space": 0.01},
     {"async_scheduling": False, "preemption_mode": "swap", "swap_space": 0.01},
     {"async_scheduling": True, "enable_prefix_caching": False},
+    {"pipeline_parallel_size": 3},
+    {"pipeline_parallel_size": 2, "preemption_mode": "swap", "swap_space": 0.01},
 ]
 WEIGHTS = {
     "add": 8,
@@ -524,6 +528,8 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     )  # fmt: skip
     witness = Witness(monkeypatch)
     trace = Trace() if traced else None
+    if config.pipeline_parallel_size > 1:
+        monkeypatch.setattr(nanovllm.engine, "create_executor", StagedExecutor)
     core = EngineCore(config, trace)
 
     readers = []

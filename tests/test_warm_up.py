@@ -48,7 +48,7 @@ def test_what_is_served_was_warmed_up(variant: str, tmp_path, monkeypatch: pytes
     monkeypatch.setattr(Noted, "seen", set(), raising=False)
     monkeypatch.setattr(attention, "SHORT_CONTEXT", 64)  # the tiny model has no long contexts
     backend = Noted(Hardware(6, 227 * 1024))
-    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *_: backend)
+    monkeypatch.setattr(nanovllm.runner, "get_backend", lambda *_, **__: backend)
     llm = LLM(
         str(make_checkpoint(tmp_path, variant)), device="cpu", dtype="bfloat16", num_kv_blocks=512, max_num_seqs=13,
         max_num_batched_tokens=160,

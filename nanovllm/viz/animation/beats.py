@@ -302,6 +302,7 @@ class _Teller:
             "max_num_seqs": f"all {len(record.running)} places are taken",
             "max_num_batched_tokens": "this step's budget is spent",
             "static batch": "a batch that has begun to decode takes nobody",
+            "pipeline_parallel_size": "the rest is for the steps of the other stages",
         }.get(record.blocked_by, record.blocked_by)
         text = f"{self.names[first]} has to wait: {reason}."
         yield self._beat(record, record.blocked_by, text, len(record.requests), [first])

@@ -158,6 +158,7 @@ export const BLOCKED_BY = {
   max_num_batched_tokens: "the token budget of this step is spent",
   preemption: "a request was thrown out in this step",
   "static batch": "the batch that runs takes nobody in",
+  pipeline_parallel_size: "the rest is for the other stages' steps",
 };
 
 export const QUEUES_VIEW = makeView({

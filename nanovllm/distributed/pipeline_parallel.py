@@ -1,0 +1,180 @@
+"""A model in stages: each rank of a pipeline has some of its layers, and hands on what it has computed.
+
+Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
+
+
+def check_pipeline_parallel(num_layers: int, stages: int) -> None:
+    """See whether a model can be cut into so many stages, before anything is loaded.
+
+    Raises:
+        ValueError: it cannot; the message names the numbers that fit.
+    """
+    if not 1 <= stages <= num_layers:
+        raise ValueError(
+            f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one; "
+            f"pipeline_parallel_size may be 1 to {num_layers}"
+        )
+
+
+def layer_range(num_layers: int, stages: int, stage: int) -> range:
+    """The layers of one stage. All have the same number, or one more: what is left over goes to the stages in the
+    middle, from the last but one backwards, since the first has the embedding besides and the last the output head.
+
+    Raises:
+        ValueError: there are more stages than layers.
+    """
+    check_pipeline_parallel(num_layers, stages)
+    least, left_over = divmod(num_layers, stages)
+    sizes = [least + (stages - 1 - left_over <= i < stages - 1) for i in range(stages)]
+    start = sum(sizes[:stage])
+    return range(start, start + sizes[stage])
+
+
+def layers_here(num_layers: int, group: GroupCoordinator | None = None) -> range:
+    """The layers of this rank's stage; of all layers, if it is alone."""
+    group = group or get_pp_group()
+    return layer_range(num_layers, group.world_size, group.rank_in_group)
+
+
+# ---------------------------------------------------------------- what other stages have
+
+T = TypeVar("T", bound=nn.Module)
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module would that another stage has. It keeps the names of the others as they are in the
+    checkpoint (layer 17 is `layers.17` on every stage), has no weights, and computes nothing."""
+
+
+def if_here(here: bool, build: Callable[..., T], *arguments: Any) -> T:
+    """The module `build(*arguments)`, or what stands for it if another stage has it."""
+    return build(*arguments) if here else cast(T, Elsewhere())
+
+
+def is_elsewhere(model: nn.Module, name: str) -> bool:
+    """True for the name of a checkpoint's tensor that belongs to a module of another stage."""
+    module: object = model
+    for part in name.split("."):
+        module = getattr(module, part, None)
+        if isinstance(module, Elsewhere):
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- from stage to stage
+
+
+@dataclass
+class IntermediateTensors:
+    """What a stage hands to the next one: the residual stream, not added up yet.
+
+    Attributes:
+        hidden: `[num_tokens, hidden_size]`, what the stage's last layer adds to the stream.
+        residual: `[num_tokens, hidden_size]`, the stream before that.
+    """
+
+    hidden: Tensor
+    residual: Tensor
+
+    @classmethod
+    def zeros(
+        cls, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> IntermediateTensors:
+        """For steps in which nobody sends anything."""
+        return cls(*torch.zeros(2, num_tokens, hidden_size, dtype=dtype, device=device))
+
+    def __getitem__(self, rows: slice) -> IntermediateTensors:
+        return IntermediateTensors(self.hidden[rows], self.residual[rows])
+
+    def copy_(self, other: IntermediateTensors) -> IntermediateTensors:
+        """Overwrite both; returns itself."""
+        self.hidden.copy_(other.hidden)
+        self.residual.copy_(other.residual)
+        return self
+
+    def clone(self) -> IntermediateTensors:
+        """Both in memory of their own."""
+        return IntermediateTensors(self.hidden.clone(), self.residual.clone())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go over the line."""
+        return self.hidden.nbytes + self.residual.nbytes
+
+
+class StageLink:
+    """A rank's line to its counterparts in the stages before and after.
+
+    Shapes need not be sent: who receives has the same plan of the step, and so knows the number of tokens.
+
+    Args:
+        hidden_size, dtype, device: of what goes over the line.
+        group: the ranks that share the model layer by layer; the pipeline group by default.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        group: GroupCoordinator | None = None,
+    ) -> None:
+        self.group = group or get_pp_group()
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        """Wait for what the stage before has computed for this step; None on the first stage."""
+        if self.group.is_first:
+            return None
+        received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        for tensor in received:
+            dist.recv(tensor, self.group.ranks[self.group.rank_in_group - 1], group=self.group.device_group)
+        return IntermediateTensors(*received)
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        """Begin to send to the next stage, and do not wait: it takes them when it is done with the step before.
+
+        The memory must not be written to any more. It is kept until it has been sent.
+        """
+        for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
+            # No more steps than stages are under way, so what was sent that long ago has arrived, and this is no wait.
+            # (gloo marks a send as completed only once somebody has waited for it.)
+            if len(self._under_way) >= 2 * self.group.world_size:
+                self._under_way.popleft()[0].wait()
+            self.group.calls["send"] += 1
+            self.group.bytes_sent["send"] += tensor.nbytes
+            target = self.group.ranks[self.group.rank_in_group + 1]
+            work = dist.isend(tensor, target, group=self.group.device_group)
+            assert work is not None, "both ranks are of the group"
+            self._under_way.append((work, tensor))
+
+    def flush(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def blank(self, num_tokens: int) -> IntermediateTensors | None:
+        """What could have been received: for steps that a stage runs alone, to measure or to record them."""
+        if self.group.is_first:
+            return None
+        return IntermediateTensors.zeros(num_tokens, self.hidden_size, self.dtype, self.device)
+
+    def blank_output(self, num_tokens: int) -> Tensor | IntermediateTensors:
+        """Room for what this stage computes: hidden states if it is the last one."""
+        blank = IntermediateTensors.zeros(num_tokens, self.hidden_size, self.dtype, self.device)
+        return blank.hidden if self.group.is_last else blank

@@ -1,0 +1,103 @@
+"""All stages of a pipeline in this process, one after another in each step, with queues in place of the lines between
+them. Results are still fetched as late as in a real one, so scheduler and engine see no difference."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import nanovllm.engine
+from nanovllm.config import EngineConfig
+from nanovllm.distributed import groups
+from nanovllm.distributed.groups import GroupCoordinator
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink
+from nanovllm.executor.base import Executor
+from nanovllm.models.config import ModelConfig
+from nanovllm.runner import ModelRunner
+from nanovllm.scheduler import Schedule, StepResult
+
+
+@contextlib.contextmanager
+def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
+    """For so long, this process is one stage of several; it cannot talk to the others."""
+    before = groups._groups["pp"]
+    groups._groups["pp"] = GroupCoordinator("pp", list(range(stages)), stage)
+    try:
+        yield groups._groups["pp"]
+    finally:
+        groups._groups["pp"] = before
+
+
+class Wire(StageLink):
+    """A line within this process."""
+
+    def __init__(self, link: StageLink, wires: list[deque[IntermediateTensors]]) -> None:
+        super().__init__(link.hidden_size, link.dtype, link.device, link.group)
+        self.wires = wires
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        if self.group.is_first:
+            return None
+        tensors = self.wires[self.group.rank_in_group - 1].popleft()
+        assert len(tensors.hidden) == len(tensors.residual) == num_tokens
+        return tensors
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        self.wires[self.group.rank_in_group].append(tensors.clone())
+
+
+class StagedExecutor(Executor):
+    """Runs each step through all stages as soon as it is launched."""
+
+    is_in_process = True
+    on_gpu = False
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+        self.stages = config.pipeline_parallel_size
+        self.wires: list[deque[IntermediateTensors]] = [deque() for _ in range(self.stages)]
+        self.runners: list[ModelRunner] = []
+        for _ in self._in_turn():
+            runner = ModelRunner(config, model_config, folder)
+            runner.link = Wire(runner.link, self.wires)
+            self.runners.append(runner)
+        self.runner = self.runners[-1]
+        self.launch = self._launch  # type: ignore[method-assign]
+        self.bytes_per_block = max(runner.bytes_per_block for _, runner in self._each())
+
+    def _in_turn(self) -> Iterator[int]:
+        for stage in range(self.stages):
+            with as_stage(self.stages, stage):
+                yield stage
+
+    def _each(self) -> Iterator[tuple[int, ModelRunner]]:
+        for stage in self._in_turn():
+            yield stage, self.runners[stage]
+
+    def num_blocks_that_fit(self) -> int:
+        return min(runner.num_blocks_that_fit() for _, runner in self._each())
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        for _, runner in self._each():
+            runner.allocate(num_blocks, num_host_blocks)
+
+    def _launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        waits = [runner.launch(schedule) for _, runner in self._each()]
+        for wait in waits[:-1]:
+            assert wait() == StepResult(), "only the last stage samples"
+        return waits[-1]
+
+    def forget_requests(self) -> None:
+        for _, runner in self._each():
+            runner.forget_requests()
+        for wire in self.wires:
+            wire.clear()
+
+
+@pytest.fixture
+def staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are made from here on keep all stages in this process."""
+    monkeypatch.setattr(nanovllm.engine, "create_executor", StagedExecutor)
