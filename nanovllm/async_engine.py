@@ -178,7 +178,8 @@ class AsyncEngine:
         on_their_way = self._num_sent - self._num_taken
         waiting = self.stats.num_waiting + self.stats.num_swapped
         # As long as some wait, whatever comes next has to wait too.
-        free_places = 0 if waiting else self.config.max_num_seqs - self.stats.num_running
+        places = self.config.max_num_seqs * self.config.data_parallel_size
+        free_places = 0 if waiting else places - self.stats.num_running
         return waiting + on_their_way + num_sequences - free_places <= self.config.max_num_waiting
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -197,8 +197,12 @@ def listen(arguments: argparse.Namespace) -> socket.socket:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal comes. Under torchrun only rank 0 listens; the others compute for it, and end when it ends."""
+    from nanovllm.executor.base import is_follower
+
     config = engine_config(arguments)
+    if is_follower(config):
+        return _follow(config)
     if "" in arguments.api_key:
         arguments.parser.error("--api-key must not be empty")
     listener = listen(arguments)
@@ -211,6 +215,15 @@ def run_serve(arguments: argparse.Namespace) -> int:
     except asyncio.CancelledError:  # a signal came while the engine was starting
         return 128 + signal.SIGTERM
     return 0
+
+
+def _follow(config: EngineConfig) -> int:
+    from nanovllm.executor.torchrun import follow
+
+    try:
+        return 0 if follow(config) else 1
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 async def _serve(config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -15,8 +16,13 @@ COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
 
 
-def _option(default: Any, help: str, parse: Callable[[str], Any] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "parse": parse})
+def _option(default: Any, help: str, parse: Callable[[str], Any] | None = None, short: str = "") -> Any:
+    return field(default=default, metadata={"help": help, "parse": parse, "short": short})
+
+
+def _unnamed(default: Any) -> Any:
+    """A field that is no flag: the engine itself fills it in."""
+    return field(default=default, metadata={"unnamed": True})
 
 
 def token_count(text: str) -> int:
@@ -103,6 +109,34 @@ class EngineConfig:
     enforce_eager: bool = _option(
         False, "on a GPU, launch every kernel of a decode step from Python instead of replaying a CUDA graph"
     )
+    tensor_parallel_size: int = _option(1, "ranks that share each layer's weights", short="-tp")
+    pipeline_parallel_size: int = _option(1, "stages that share the layers", short="-pp")
+    data_parallel_size: int = _option(
+        1,
+        "engines beside one another, each with a scheduler and memory of its own; requests are divided",
+        short="-dp",
+    )
+    enable_expert_parallel: bool = _option(
+        False, "let every rank hold whole experts instead of a slice of each (of models that have any)"
+    )
+    enable_eplb: bool = _option(
+        False, "with --enable-expert-parallel, move and copy experts between ranks as their load asks for"
+    )
+    eplb_config: str | None = _option(
+        None,
+        'when, as JSON: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0, "log_balancedness": false}',
+    )
+    # Set in the settings of each of these engines: which one it is, and where the ranks of all find one another.
+    data_parallel_rank: int | None = _unnamed(None)
+    data_parallel_address: str = _unnamed("")
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = _option(
+        "auto",
+        "where the ranks run: in this process (uni), in processes of this machine (mp), under torchrun, or as Ray's actors "
+        "(auto: uni for one rank, external_launcher under torchrun, else mp)",
+    )
+    disable_custom_all_reduce: bool = _option(
+        False, "on a CPU, sum over ranks by gloo instead of through shared memory"
+    )
     max_num_waiting: int = _option(4096, "waiting requests beyond which the server answers 429")
     trace: str | None = _option(
         None,
@@ -119,7 +153,13 @@ class EngineConfig:
         for name, allowed in self.choices().items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        for name in ("block_size", "max_num_seqs"):
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+        ):
             self._check(name, 1)
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks"):
             if getattr(self, name) is not None:
@@ -143,6 +183,27 @@ class EngineConfig:
                 raise ValueError(f"{f.name} must be True or False, got {getattr(self, f.name)!r}")
         if self.async_scheduling not in (None, True, False):
             raise ValueError(f"async_scheduling must be True, False or None, got {self.async_scheduling!r}")
+        if self.async_scheduling and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                "async_scheduling does not go with pipeline_parallel_size above 1, whose first stage cannot have a token "
+                "before the last has sampled it; leave it out: a pipeline has several steps under way as it is"
+            )
+        if self.distributed_executor_backend == "uni" and self.world_size > 1:
+            raise ValueError(
+                f"distributed_executor_backend 'uni' is one rank, and tensor_parallel_size x pipeline_parallel_size is "
+                f"{self.world_size}: use 'mp'"
+            )
+        if isinstance(self.eplb_config, dict):
+            self.eplb_config = json.dumps(self.eplb_config)
+        if self.enable_eplb and not self.enable_expert_parallel:
+            raise ValueError("enable_eplb moves whole experts between ranks: it needs enable_expert_parallel")
+        if self.eplb_config is not None and not self.enable_eplb:
+            raise ValueError("eplb_config does nothing without enable_eplb")
+        if self.data_parallel_size > 1 and self.distributed_executor_backend in ("external_launcher", "ray"):
+            raise ValueError(
+                f"data_parallel_size above 1 does not go with distributed_executor_backend "
+                f"{self.distributed_executor_backend!r}: leave it out, or start one engine for each and divide the requests"
+            )
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -159,7 +220,7 @@ class EngineConfig:
             ValueError: a limit that contradicts another.
         """
         if self.async_scheduling is None:
-            self.async_scheduling = on_gpu
+            self.async_scheduling = on_gpu and self.pipeline_parallel_size == 1
         if self.max_model_len is None:
             self.max_model_len = model_max_len
         elif self.max_model_len > model_max_len:
@@ -182,6 +243,26 @@ class EngineConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_divided(self) -> bool:
+        """True for the settings of several engines, False for those of one of them, or of the only one."""
+        return self.data_parallel_size > 1 and self.data_parallel_rank is None
+
+    @property
+    def in_lock_step(self) -> bool:
+        """True if this engine makes all its steps together with others, with which it shares experts."""
+        return self.data_parallel_address != ""
+
+    @classmethod
+    def flags(cls) -> list[dataclasses.Field[Any]]:
+        """The fields that have a flag."""
+        return [f for f in dataclasses.fields(cls) if "unnamed" not in f.metadata]
+
     @classmethod
     def choices(cls) -> dict[str, tuple[str, ...]]:
         """The allowed values of each field that has a closed list of them."""
@@ -197,8 +278,10 @@ class EngineConfig:
         """Give the parser a flag for every field."""
         hints, choices = typing.get_type_hints(cls), cls.choices()
         group = parser.add_argument_group("engine")
-        for f in dataclasses.fields(cls):
-            flag, hint = "--" + f.name.replace("_", "-"), hints[f.name]
+        for f in cls.flags():
+            flags, hint = ["--" + f.name.replace("_", "-")], hints[f.name]
+            if f.metadata["short"]:
+                flags.append(f.metadata["short"])
             options: dict[str, Any] = {"dest": f.name, "default": f.default, "help": f.metadata["help"]}
             is_switch = hint in (bool, bool | None)
             if f.default is not None and not is_switch:
@@ -210,12 +293,12 @@ class EngineConfig:
             else:
                 options["type"] = f.metadata["parse"] or _plain_type(hint)
                 options["metavar"] = f.name.rsplit("_", 1)[-1].upper()
-            group.add_argument(flag, **options)
+            group.add_argument(*flags, **options)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> EngineConfig:
         """Settings from a parsed command line."""
-        return cls(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls)})
+        return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
 
 
 def _is_number(value: object) -> bool:

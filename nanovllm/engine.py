@@ -6,12 +6,15 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.data_parallel import Waves
+from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
@@ -20,19 +23,22 @@ from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.recorder import RecordSink, StepRecorder, trace_settings
 from nanovllm.request import EngineOutput, EngineRequest, Request
-from nanovllm.runner import ModelRunner
 from nanovllm.scheduler import Schedule, Scheduler, StepResult
 from nanovllm.trace import StepRecord, Trace
+
+if TYPE_CHECKING:
+    from nanovllm.runner import ModelRunner
 
 
 @dataclass
 class StepUnderWay:
-    """A step that was launched: its plan, what waits for its results, and its record if anybody watches."""
+    """A step that was launched: its plan, what waits for its results, its record if anybody watches, and its wave."""
 
     plan: Schedule
     wait: Callable[[], StepResult]
     record: StepRecord | None
     start: float
+    wave: int
 
 
 class EngineCore:
@@ -41,37 +47,52 @@ class EngineCore:
     Args:
         config: the settings; what they leave open is filled in here.
         trace: where every step is recorded; by default a file if `config.trace` names one, else nowhere.
+
+    Attributes:
+        waves: when to compute, if this engine is in lock-step with others; see `Waves`.
     """
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
         folder = resolve_model(config.model, config.revision)
-        self.model_config = ModelConfig.from_pretrained(folder)
-        self.runner = ModelRunner(config, self.model_config, folder)
-        num_blocks = self.runner.num_blocks_that_fit()
-        on_gpu = self.runner.device.type != "cpu"
-        config.settle(self.model_config.max_position_embeddings, num_blocks, on_gpu)
-        num_host_blocks = 0
-        if config.preemption_mode == "swap":
-            num_host_blocks = int(config.swap_space * 2**30) // self.runner.bytes_per_block
-            if num_host_blocks == 0:
-                raise ValueError(
-                    f"swap_space ({config.swap_space} GiB) is smaller than one KV block of "
-                    f"{self.runner.bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
-                )
-        self.runner.allocate(num_blocks, num_host_blocks)
+        self.model_config = with_expert_settings(ModelConfig.from_pretrained(folder), config)
+        self.executor = create_executor(config, self.model_config, folder)
+        try:
+            num_blocks, num_host_blocks = self._allocate()
+        except BaseException:
+            self.executor.close()
+            raise
         self.trace = trace
         if trace is None and config.trace is not None:
             self.trace = Trace(config.trace)
         if self.trace is not None:
             self.trace.settings["model"] = config.served_model_name or config.model
         self._open_books(num_blocks, num_host_blocks)
-        self._under_way: StepUnderWay | None = None
+        self.waves = Waves()
+        self._under_way: deque[StepUnderWay] = deque()
+        # Steps that may be under way when `step` returns: those that the next one has to be planned without.
+        self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
         self._last_results = 0.0  # when the last step's results came, in seconds since then
+
+    def _allocate(self) -> tuple[int, int]:
+        """Have the ranks make their caches; returns how many KV blocks there are on the device and in host memory."""
+        config, executor = self.config, self.executor
+        num_blocks = executor.num_blocks_that_fit()
+        config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
+        num_host_blocks = 0
+        if config.preemption_mode == "swap":
+            num_host_blocks = int(config.swap_space * 2**30) // executor.bytes_per_block
+            if num_host_blocks == 0:
+                raise ValueError(
+                    f"swap_space ({config.swap_space} GiB) is smaller than one KV block of "
+                    f"{executor.bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
+                )
+        executor.allocate(num_blocks, num_host_blocks)
+        return num_blocks, num_host_blocks
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Start with empty queues and an empty pool."""
@@ -79,6 +100,15 @@ class EngineCore:
             num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
         )
         self.scheduler = Scheduler(self.config, self.manager)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The only rank's runner, if it is in this process.
+
+        Raises:
+            AttributeError: the ranks run in other processes.
+        """
+        return self.executor.runner  # type: ignore[attr-defined]
 
     @property
     def limits(self) -> EngineLimits:
@@ -106,6 +136,7 @@ class EngineCore:
             s.num_queried_tokens,
             s.num_hit_tokens,
             self.num_steps,
+            self.waves.ended,
         )
 
     @property
@@ -117,6 +148,33 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         """True while some request has not ended."""
         return self.scheduler.has_unfinished
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is a step to make: for requests of its own or, in lock-step, for those of any engine."""
+        return self.waves.running if self.config.in_lock_step else self.has_unfinished
+
+    def start_wave(self, wave: int) -> None:
+        """In lock-step: make steps with the other engines until this wave has ended."""
+        self.waves.start(wave)
+
+    @property
+    def is_in_process(self) -> bool:
+        """True if there is no other process that could die."""
+        return self.executor.is_in_process
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """Sockets on which something may come that `step` should see to; none here."""
+        return ()
+
+    def check_health(self) -> None:
+        """See that every rank is alive.
+
+        Raises:
+            ExecutorError: one is not.
+        """
+        self.executor.check_health()
 
     def add_request(self, source: EngineRequest) -> None:
         """Queue a sequence.
@@ -155,11 +213,11 @@ class EngineCore:
             self._recorder.unwatch(sink)
             if not self._recorder.has_readers:
                 self._recorder = None
-                if self._under_way is not None:
-                    self._under_way.record = None
+                for step in self._under_way:
+                    step.record = None
 
     def step(self) -> list[EngineOutput]:
-        """Launch one step for the requests that the scheduler picks; returns the news. Without requests: nothing.
+        """Launch one step for the requests that the scheduler picks; returns the news. Without work: nothing.
 
         With `async_scheduling` the news are those of the step before: a GPU computes the new one meanwhile, and while the
         caller deals with the news. A request that has ended may then be computed once more, for nothing.
@@ -167,12 +225,10 @@ class EngineCore:
         Whatever breaks a step off (an error, Ctrl-C) is raised. What the step had written by then is anybody's guess,
         so all requests are lost and no cached prefix is trusted; new requests can be added as before.
         """
-        if not self.scheduler.has_unfinished:
+        if not self.has_work:
             return []
         with self._all_or_nothing():
-            outputs = self._step()
-            self._wind_up()
-        return outputs
+            return self._step() + self._wind_up()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -183,44 +239,52 @@ class EngineCore:
             raise
 
     def _step(self) -> list[EngineOutput]:
-        if self._under_way is not None and self.scheduler.waits_for_tokens:
-            return self._take_results()
         start = self._now()
-        plan = self.scheduler.schedule()
-        if plan.empty:
-            if self._under_way is not None:
-                return self._take_results()  # it is their turn, and they need what is under way
+        waits = self._under_way and self.scheduler.waits_for_tokens
+        plan = self.scheduler.schedule() if not waits else Schedule()
+        if plan.empty and self.has_unfinished and not self._under_way:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+        if plan.empty:
+            if not self.config.in_lock_step:
+                return self._take_results()  # it is their turn, or they need what is under way
+            # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed.
+            plan = Schedule()
+        plan.unfinished = self.has_unfinished
         record = self._recorder.begin(plan, self.num_steps, start) if self._recorder is not None else None
-        launched = StepUnderWay(plan, self.runner.launch(plan), record, start)
+        self._under_way.append(
+            StepUnderWay(plan, self.executor.launch(plan), record, start, self.waves.ended)
+        )
         self.num_steps += 1
-        outputs = self._take_results()
-        self._under_way = launched
-        if not self.config.async_scheduling:
-            outputs += self._take_results()
-        return outputs
+        return self._take_results(keep=self._steps_ahead)
 
     def _now(self) -> float:
         """Seconds since the engine started. A trace is written in microseconds."""
         return round(time.perf_counter() - self._started, 6)
 
-    def _wind_up(self) -> None:
-        """If nobody is left, no step may ever come, to take the results of the last one or to tell of the ends."""
-        if not self.has_unfinished:
-            self._take_results()
+    def _wind_up(self) -> list[EngineOutput]:
+        """If there is nothing to do, no step may ever come, to take the results of the last one or to tell of the ends."""
+        outputs = []
+        if not self.has_work:
+            while self._under_way:
+                outputs += self._take_results()
             if self._recorder is not None:
                 self._recorder.flush(self.num_steps, self._now())
+        return outputs
 
-    def _take_results(self) -> list[EngineOutput]:
-        """Wait for the step under way, if there is one, and take over what it sampled."""
-        step, self._under_way = self._under_way, None
-        if step is None:
+    def _take_results(self, keep: int | None = None) -> list[EngineOutput]:
+        """Wait for the oldest step under way, unless no more than `keep` are, and take over what it sampled."""
+        if len(self._under_way) <= (keep or 0):
             return []
+        step = self._under_way.popleft()
         result = step.wait()
         outputs = self.scheduler.update(step.plan, result)
+        if not result.anyone_unfinished:
+            self.waves.end(step.wave)
         if self._recorder is not None:
-            # A step that was launched early began when the device was done with the one before it.
-            start, self._last_results = max(step.start, self._last_results), self._now()
+            # A step that was launched early began when the device was done with the one before it; in a pipeline, at once,
+            # as the first stage was free.
+            before = self._last_results if self.config.async_scheduling else 0.0
+            start, self._last_results = max(step.start, before), self._now()
             if step.record is not None:
                 step.record.start = start
             self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
@@ -229,10 +293,9 @@ class EngineCore:
         return outputs
 
     def _start_over(self) -> None:
-        self._under_way = None
+        self._under_way.clear()
         lost = list(self.scheduler.requests)
-        for request_id in list(self.runner.rows.row_of):
-            self.runner.rows.remove(request_id)
+        self.executor.forget_requests()
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         if self._recorder is not None:
@@ -246,7 +309,8 @@ class EngineCore:
             self._wind_up()
 
     def close(self) -> None:
-        """Finish the trace file, if there is one."""
+        """Finish the trace file, if there is one, and end the ranks that run in other processes."""
+        self.executor.close()
         if self._recorder is not None:
             self._recorder.flush(self.num_steps, self._now())
         if self.trace is not None:

@@ -32,20 +32,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm.engine")
 
+HEALTH_SECONDS = 1
+
 
 @dataclass
 class Command:
     """What the front end tells the engine: queue these, end those (id to reason), or another order.
 
     Attributes:
-        order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot.
+        order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
+            "start_wave" has an engine in lock-step make steps with the others.
         show_tokens: with "watch", whether sampled token ids may leave the engine's process.
+        wave: with "start_wave", its number.
     """
 
     add: list[EngineRequest] = field(default_factory=list)
     abort: dict[str, str] = field(default_factory=dict)
-    order: Literal["", "reset_prefix_cache", "watch", "unwatch", "shutdown"] = ""
+    order: Literal["", "reset_prefix_cache", "watch", "unwatch", "start_wave", "shutdown"] = ""
     show_tokens: bool = False
+    wave: int = 0
 
 
 @dataclass
@@ -86,7 +91,11 @@ class EngineLoop:
     """
 
     def __init__(
-        self, core: EngineCore, commands: zmq.Socket, reports: zmq.Socket, parent_sentinel: int | None = None
+        self,
+        core: EngineCore,
+        commands: zmq.Socket,
+        reports: zmq.Socket,
+        parent_sentinel: int | None = None,
     ) -> None:
         self.core = core
         self.commands = commands
@@ -98,15 +107,16 @@ class EngineLoop:
         self._encoder: TraceEncoder | None = None  # while somebody watches
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
-        self._poller.register(commands, zmq.POLLIN)
+        for source in (commands, *core.sources):
+            self._poller.register(source, zmq.POLLIN)
         if parent_sentinel is not None:
             self._poller.register(parent_sentinel, zmq.POLLIN)
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
         self.report(Report(limits=self.core.limits, trace_settings=self.core.trace_settings))
-        while self._take_commands(wait=not self.core.has_unfinished):
-            # Without requests this step computes nothing; the report then says what an abort has freed.
+        while self._take_commands(wait=not self.core.has_work):
+            # Without work this step computes nothing; the report then says what an abort has freed.
             self.report(Report(self.core.step()))
 
     def report(self, report: Report) -> None:
@@ -120,7 +130,12 @@ class EngineLoop:
 
     def _take_commands(self, wait: bool) -> bool:
         """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
-        events = dict(self._poller.poll(None if wait else 0))
+        # Ranks in other processes may die while nothing is computed: look after them meanwhile.
+        patience = None if self.core.is_in_process else HEALTH_SECONDS * 1000
+        events = dict(self._poller.poll(patience if wait else 0))
+        while wait and not events:
+            self.core.check_health()
+            events = dict(self._poller.poll(patience))
         if self._parent_sentinel in events:
             return False  # orphaned: nobody will ever ask for anything again
         while self.commands.poll(0):
@@ -143,6 +158,8 @@ class EngineLoop:
             if self._encoder is None:
                 self._encoder = TraceEncoder(self.core.trace_settings, hide_tokens=not command.show_tokens)
             self.core.watch(self._note)
+        elif command.order == "start_wave":
+            self.core.start_wave(command.wave)
         elif command.order == "unwatch":
             self.core.unwatch(self._note)
             self._encoder = None
@@ -154,10 +171,18 @@ class EngineLoop:
         self._steps.append((self._encoder.encode(record), record.snapshot is not None))
 
 
-def run_engine(config: EngineConfig, command_address: str, report_address: str) -> None:
-    """What the engine's process does from beginning to end. It ends with its parent, however that dies."""
-    # Ctrl-C in a terminal reaches every process in it; only the parent decides when the engine ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def run_engine(
+    config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int | None = None
+) -> None:
+    """What the engine's process does from beginning to end. It ends with its parent, however that dies.
+
+    Args:
+        parent_sentinel: see `EngineLoop`; by default what `multiprocessing` offers.
+    """
+    # Ctrl-C in a terminal reaches every process in it, and what ends a service (systemd, torchrun) signals all its processes;
+    # only the parent decides when the engine ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     context = zmq.Context()
     commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -167,12 +192,14 @@ def run_engine(config: EngineConfig, command_address: str, report_address: str) 
     reports.connect(report_address)
     core = None
     try:
-        from nanovllm.engine import EngineCore  # imports torch, which the parent never needs
+        from nanovllm.engine_group import create_core  # imports torch, which the parent never needs
 
-        core = EngineCore(config)
+        core = create_core(config, blocking=False)
         gc.freeze()  # the model stays for good: the garbage collector need not walk over it between steps
         parent = multiprocessing.parent_process()
-        EngineLoop(core, commands, reports, parent.sentinel if parent else None).run()
+        if parent_sentinel is None and parent is not None:
+            parent_sentinel = parent.sentinel
+        EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:
         # Whatever went wrong, the parent has to hear of it before this process is gone. What a user can mend needs
         # no traceback.

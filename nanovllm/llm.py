@@ -6,13 +6,15 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine import EngineCore
+from nanovllm.engine_group import create_core
+from nanovllm.executor.base import is_follower
 from nanovllm.hub import resolve_model
 from nanovllm.outputs import OutputCollector, RequestOutput
 from nanovllm.processor import InputProcessor, OutputProcessor, Prompt
@@ -28,7 +30,7 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
-        self.core = EngineCore(config, trace)
+        self.core = create_core(config, trace)
         if config.tokenizer is None:
             folder = resolve_model(config.model, config.revision)
         else:  # in a repository of its own, where the model's revision means nothing
@@ -81,17 +83,31 @@ class LLMEngine:
 class LLM:
     """A model, ready to generate.
 
+    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 goes on with the
+    program. On the other ranks the constructor does not return: they compute for rank 0, and exit with 0 when it ends.
+
     Args:
         model: course model, local folder, or hub id.
-        trace: True keeps a record of every step in `self.trace`; a path writes it to a file.
+        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. Of several engines
+            (`data_parallel_size`), `self.trace` has the first one's steps, and each writes its own file, see `trace_path`.
         **options: any field of `EngineConfig`.
+
+    Raises:
+        SystemExit: on a rank above 0, at the end.
     """
 
     def __init__(
         self, model: str = EngineConfig.model, trace: bool | str | os.PathLike[str] = False, **options: Any
     ) -> None:
+        config = EngineConfig(model=model, **options)
+        if is_follower(config):
+            from nanovllm.executor.torchrun import follow
+
+            sys.exit(not follow(config))
+        if config.is_divided and not isinstance(trace, bool):
+            config.trace, trace = os.fspath(trace), False  # a file for each engine
         record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None
-        self.engine = LLMEngine(EngineConfig(model=model, **options), record)
+        self.engine = LLMEngine(config, record)
         self._num_requests = 0
 
     @property

@@ -53,13 +53,11 @@ def test_help_needs_no_heavy_import() -> None:
 
 
 def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    import dataclasses
-
     for command in ("serve", "chat"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
         text = capsys.readouterr().out
-        for field in dataclasses.fields(EngineConfig):
+        for field in EngineConfig.flags():
             assert "--" + field.name.replace("_", "-") in text
 
 

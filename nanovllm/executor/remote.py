@@ -1,0 +1,241 @@
+"""What the executors have in common whose ranks run elsewhere: orders go out, answers come back, and when something goes
+wrong they find out whose fault it is."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.groups import Grid
+from nanovllm.executor.base import Executor, ExecutorError
+from nanovllm.scheduler import Schedule, StepResult
+from nanovllm.worker import HEARTBEAT_SECONDS, SILENCE_SECONDS, Complaint
+
+# Loading a large model takes long; a rank that has not begun to serve after this will not.
+START_SECONDS = 600.0
+# Ranks that lose a peer report it, too: for so long, look for who was first.
+BLAME_SECONDS = 0.5
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until the block is done: after half a message there would be no talking any more."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *arguments: caught.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface of this machine that has an address; None if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (a.address for a in addresses):
+            return name
+    return None
+
+
+class RemoteRank:
+    """A rank as its executor knows it, and what it has said.
+
+    Attributes:
+        name: "rank 1", with its place in the grid if there are stages.
+        where: "process 77", and of which machine if there may be several.
+        answers: by the number of the order.
+        complaint: its last words, if it had to say why it ends.
+        heard: when something came from it, in seconds of the monotonic clock.
+        is_ready: it has loaded its part of the model.
+        is_gone: nothing will come any more.
+    """
+
+    def __init__(self, rank: int, grid: Grid) -> None:
+        self.rank = rank
+        stage, tensor = divmod(rank, grid.tensor)
+        self.name = (
+            f"rank {rank} (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else f"rank {rank}"
+        )
+        self.where = ""
+        self.answers: dict[int, Any] = {}
+        self.complaint: Complaint | None = None
+        self.heard = time.monotonic()
+        self.is_ready = self.is_gone = False
+
+    def take(self, message: Any) -> None:
+        """Take in what it says; None only means that it lives."""
+        self.heard = time.monotonic()
+        if isinstance(message, Complaint):
+            self.complaint = message
+        elif message is not None:
+            order, answer = message
+            self.answers[order] = answer
+
+    def end(self) -> str:
+        """How it ended, in words; "" if it lives as far as one knows."""
+        return "has ended, or cannot be reached" if self.is_gone else ""
+
+
+class RemoteExecutor(Executor):
+    """Orders go to all ranks, in one order; of a step, one rank tells the result: the first of the last stage.
+
+    A subclass makes `ranks`, calls `_start`, and says how to send, listen and end.
+    """
+
+    ranks: list[RemoteRank]
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
+        self._config = config
+        self._num_orders = 0
+        self._reason = ""
+        self._listened = 0.0
+
+    def _send(self, order: bytes) -> None:
+        """Send an order to all ranks, without waiting for them. A rank that is gone is found out by `_listen`."""
+        raise NotImplementedError
+
+    def _listen(self, timeout: float) -> None:
+        """Let the ranks `take` what has come, and mark those that are gone; wait up to `timeout` seconds for something."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """End all ranks, whatever they do."""
+        raise NotImplementedError
+
+    def _start(self) -> None:
+        """Wait until every rank has loaded its part of the model.
+
+        Raises:
+            ValueError: what a rank refuses (a checkpoint, a device, a size), in its words.
+            ExecutorError: a rank could not start.
+        """
+        memory = [self._answer(rank, 0, START_SECONDS) for rank in self.ranks]
+        for rank in self.ranks:
+            rank.is_ready = True
+        self._num_blocks = min(count for count, _, _ in memory)
+        self.bytes_per_block = max(size for _, size, _ in memory)
+        self.on_gpu = memory[0][2]
+
+    # ---------------------------------------------------------------- what the engine wants
+
+    def num_blocks_that_fit(self) -> int:
+        """The least over the ranks."""
+        return self._num_blocks
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Have every rank make its caches and buffers; the settings are settled now."""
+        self._call("allocate", self._config, num_blocks, num_host_blocks)
+
+    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        """Tell every rank; the result comes from the first rank of the last stage."""
+        number = self._order("launch", schedule)
+        output_rank = self.ranks[self.grid.world_size - self.grid.tensor]
+        return lambda: self._answer(output_rank, number)
+
+    def forget_requests(self) -> None:
+        """Drop the state of all requests on every rank."""
+        if not self.is_broken:
+            self._call("forget_requests")
+
+    def check_health(self) -> None:
+        """See whether a rank has ended, or has been silent for too long."""
+        self._check()
+        self._hear(0)
+
+    # ---------------------------------------------------------------- orders and answers
+
+    def _check(self) -> None:
+        if self.is_broken:
+            raise ExecutorError(self._reason)
+
+    def _order(self, name: str, *arguments: Any) -> int:
+        """Tell all ranks; returns the number of the order."""
+        self._check()
+        order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
+        with uninterrupted():
+            self._num_orders += 1
+            self._send(order)
+        return self._num_orders
+
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        """Have every rank do something, and wait for all answers."""
+        number = self._order(name, *arguments)
+        return [self._answer(rank, number) for rank in self.ranks]
+
+    def _answer(self, rank: RemoteRank, order: int, timeout: float = float("inf")) -> Any:
+        """What this rank answers to an order, while all are listened to. Earlier answers are not waited for any more."""
+        self._check()
+        deadline = time.monotonic() + timeout
+        while order not in rank.answers:
+            self._hear(HEARTBEAT_SECONDS)
+            if time.monotonic() > deadline:
+                self._fail(f"{rank.name} has not started after {timeout:g} seconds")
+        answer = rank.answers[order]
+        rank.answers = {number: other for number, other in rank.answers.items() if number > order}
+        return answer
+
+    def _hear(self, timeout: float) -> None:
+        """Listen to all; the first word of trouble is the end."""
+        now = time.monotonic()
+        if now - self._listened > 2 * HEARTBEAT_SECONDS:  # nobody was listening before
+            for rank in self.ranks:
+                rank.heard = now
+        self._listen(timeout)
+        self._listened = now = time.monotonic()
+        for rank in self.ranks:
+            if rank.complaint is not None or rank.is_gone:
+                self._blame(rank)
+            # Until it is ready, a rank may keep the interpreter to itself while it imports its libraries.
+            if rank.is_ready and now - rank.heard > SILENCE_SECONDS:
+                self._fail(
+                    f"{rank.name}, {rank.where}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
+                )
+
+    # ---------------------------------------------------------------- the end
+
+    def _blame(self, suspect: RemoteRank) -> None:
+        """Something is wrong with this rank, or with one that it talks to: find out whose fault it is, and end all.
+
+        Raises:
+            ValueError: a rank refuses what the user has asked for.
+            ExecutorError: all else.
+        """
+        deadline = time.monotonic() + BLAME_SECONDS
+        while time.monotonic() < deadline and self._first_to_fall() is None:
+            self._listen(0.01)
+        self._listen(0)  # its last words
+        complaints = [(rank.complaint, rank) for rank in self.ranks if rank.complaint is not None]
+        for complaint, _ in complaints:
+            if complaint.is_users:
+                self._end()
+                raise ValueError(complaint.text)
+        if (fallen := self._first_to_fall()) is not None:
+            self._fail(f"{fallen.name}, {fallen.where}, {fallen.end()}")
+        if complaints:
+            complaint, rank = min(complaints, key=lambda pair: pair[0].time)
+            self._fail(f"{rank.name}, {rank.where}, failed:\n{complaint.text}")
+        self._fail(f"{suspect.name}, {suspect.where}, has closed its connection")
+
+    def _first_to_fall(self) -> RemoteRank | None:
+        """A rank that was killed says nothing; all who speak only miss it."""
+        return next((rank for rank in self.ranks if rank.complaint is None and rank.end()), None)
+
+    def _fail(self, reason: str) -> None:
+        self._reason = reason
+        self.is_broken = True
+        self._end()
+        raise ExecutorError(reason)

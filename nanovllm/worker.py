@@ -1,0 +1,273 @@
+"""One rank: its place in the grid, its part of the model, and the loop in which it obeys.
+
+`python -m nanovllm.worker FD` is what `MultiprocessExecutor` starts. FD is a socket to the executor: the first message on it
+says who this rank is; answers and signs of life go back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import pathlib
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.distributed.data_parallel import engine_grid
+from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
+from nanovllm.models.config import ModelConfig
+from nanovllm.scheduler import Schedule, StepResult
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.shared_memory import QueueHandle
+
+# A rank says so often that it lives, ...
+HEARTBEAT_SECONDS = 1.0
+# ... and one that has not for so long is taken to hang.
+SILENCE_SECONDS = 4.0
+
+
+@dataclass
+class WorkerSetup:
+    """Who a rank is.
+
+    Attributes:
+        folder: the checkpoint.
+        rank, local_rank: in the grid, and on this machine.
+        init_method: where the ranks find one another; see `initialize_groups`.
+        threads: of torch on a CPU.
+        orders: the shared-memory queue in which orders come; None if they come through the socket.
+        log_level: what its loggers let through.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    folder: pathlib.Path
+    rank: int
+    local_rank: int
+    init_method: str
+    threads: int = 1
+    orders: QueueHandle | None = None
+    log_level: int = logging.WARNING
+
+
+@dataclass
+class Complaint:
+    """A rank's last words.
+
+    Attributes:
+        is_users: the user has asked for what cannot be; else something has failed.
+        text: what it is, or the traceback.
+        time: seconds of the clock that machines share: who was first is to blame, for the others only miss it.
+    """
+
+    is_users: bool
+    text: str
+    time: float = field(default_factory=time.time)
+
+
+class Worker:
+    """A rank with its part of the model, which obeys an executor, whichever way the orders come.
+
+    Raises:
+        ValueError: settings, a checkpoint or a device that do not fit.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        import torch
+
+        config = setup.config
+        use_gpu = config.device != "cpu" and torch.cuda.is_available()
+        if use_gpu:
+            torch.cuda.set_device(setup.local_rank)
+        else:
+            torch.set_num_threads(setup.threads)
+        grid, _ = engine_grid(config)
+        initialize_groups(
+            grid,
+            setup.rank,
+            setup.local_rank,
+            setup.init_method,
+            f"cuda:{setup.local_rank}" if use_gpu else "cpu",
+            disable_custom_all_reduce=config.disable_custom_all_reduce,
+        )
+        from nanovllm.runner import ModelRunner
+
+        self.runner = ModelRunner(config, setup.model_config, setup.folder)
+
+    @property
+    def is_output_rank(self) -> bool:
+        """True on the one rank whose results the executor hears: the first of the last stage."""
+        return get_pp_group().is_last and get_tp_group().is_first
+
+    def memory(self) -> tuple[int, int, bool]:
+        """KV blocks that fit here, bytes of one, and whether this is a GPU."""
+        runner = self.runner
+        return runner.num_blocks_that_fit(), runner.bytes_per_block, runner.device.type != "cpu"
+
+    def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
+        """Make caches and buffers for settings that are settled now."""
+        self.runner.config = config
+        self.runner.allocate(num_blocks, num_host_blocks)
+
+    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        """See `ModelRunner.launch`; every rank computes its part."""
+        return self.runner.launch(schedule)
+
+    def forget_requests(self) -> None:
+        """See `ModelRunner.forget_requests`."""
+        self.runner.forget_requests()
+
+
+class Mouth(threading.Thread):
+    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and between that, that this
+    process lives. When nobody listens any more, the
+    process ends: it has lost its parent.
+
+    Args:
+        send: sends a message (a sign of life is None), or raises OSError.
+        on_lost: called once nobody listens.
+    """
+
+    def __init__(
+        self, send: Callable[[Any], None], on_lost: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
+        super().__init__(name="mouth", daemon=True)
+        self._send, self._on_lost = send, on_lost
+        self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+
+    def say(self, message: Callable[[], Any]) -> None:
+        """Queue a message, which the function returns once it is there."""
+        self._messages.put(message)
+
+    def answer(self, order: int, wait: Callable[[], Any]) -> None:
+        """Queue the answer to an order, which `wait` returns once it is there."""
+
+        def message() -> tuple[int, Any] | Complaint:
+            try:
+                return order, wait()
+            except Exception:
+                return Complaint(False, traceback.format_exc())
+
+        self.say(message)
+
+    def complain(self, complaint: Complaint) -> None:
+        """Queue the last message."""
+        self.say(lambda: complaint)
+
+    def close(self) -> None:
+        """Say what is left, then end."""
+        self._messages.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            while True:
+                try:
+                    message = self._messages.get(timeout=HEARTBEAT_SECONDS)
+                except queue.Empty:
+                    self._send(None)
+                    continue
+                if message is None:
+                    return
+                self._send(message())
+        except OSError:
+            self._on_lost()
+
+
+def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
+    """Start the rank, tell of its memory, and carry out orders, in their order, until one says that it is over. What goes
+    wrong is said.
+
+    Args:
+        next_order: waits for the next order, a pickled name of a method and its arguments. Raises EOFError if none will come.
+
+    Returns:
+        True if an order has ended it.
+    """
+    try:
+        return _obey(setup, next_order, mouth)
+    except EOFError:
+        return False  # the executor is gone
+    except Exception:
+        mouth.complain(Complaint(False, traceback.format_exc()))
+        return False
+    finally:
+        mouth.close()
+
+
+def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
+    try:
+        worker = Worker(setup)
+        memory = worker.memory()
+    except ConnectionError:
+        raise  # another rank's fault
+    except (ValueError, OSError) as error:
+        mouth.complain(Complaint(True, str(error)))
+        return False
+    mouth.answer(0, _done(memory))
+    for number in itertools.count(1):
+        name, arguments = pickle.loads(next_order())
+        if name == "shutdown":
+            break
+        if name == "launch":
+            wait = worker.launch(*arguments)
+            if worker.is_output_rank:
+                mouth.answer(number, wait)
+        else:
+            mouth.answer(number, _done(getattr(worker, name)(*arguments)))
+    destroy_groups()
+    return True
+
+
+def _done(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _orders(setup: WorkerSetup, connection: Connection) -> Callable[[], bytes]:
+    if setup.orders is None:
+        return connection.recv_bytes
+    from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
+
+    orders = MessageQueue.attach(setup.orders, setup.local_rank)
+
+    def next_order() -> bytes:
+        try:
+            return orders.get(timeout=float("inf"))
+        except PeerLost:
+            raise EOFError("the executor is gone") from None
+
+    return next_order
+
+
+def main() -> None:
+    """The process from beginning to end."""
+    # Only the executor decides when a rank ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(int(sys.argv[1]))
+    setup: WorkerSetup = connection.recv()
+    logging.basicConfig(
+        level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s"
+    )
+    mouth = Mouth(connection.send)
+    mouth.start()
+    was_told = run_worker(setup, _orders(setup, connection), mouth)
+    os._exit(0 if was_told else 1)  # at once: groups that others have left would wait for them
+
+
+if __name__ == "__main__":
+    # What is sent must have the classes of the module that the executor knows, not of one called __main__.
+    from nanovllm import worker
+
+    worker.main()
