@@ -49,9 +49,14 @@ GROUPS = (1, 3, 4, 7, 8)  # query heads that share a KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 VARIANTS = ((0, 0.0), (4096, 0.0), (0, 50.0), (4096, 50.0))  # (sliding window, soft cap)
 NUM_KV_HEADS = 8
+# Latent attention as in DeepSeek-V2-Lite, and in V2 and V3 on four ranks and on one; (nope, rope, v, rank).
+LATENT_HEADS, LATENT_SIZES = (16, 32, 128), (128, 64, 128, 512)
 # Rows of SmolLM2-135M, Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B.
 HIDDEN_SIZES = (576, 2048, 4096, 8192)
 INTERMEDIATE_SIZES = (1536, 8192, 14336, 28672)
+# (experts of a rank, hidden size, intermediate size) of Mixtral-8x7B, Qwen3-30B-A3B, and DeepSeek-V3 on 8 ranks.
+EXPERTS = ((8, 4096, 14336), (128, 2048, 768), (32, 7168, 2048))
+ROWS_PER_EXPERT = (4, 100, 1000)  # for every height of a tile
 
 
 class Batch(NamedTuple):
@@ -134,6 +139,37 @@ def launch_attention(case: Case, target: Target) -> None:
             backend.forward(q, k, v, kv_cache, metadata, 0.1, case.sliding_window, case.soft_cap, rotary)
 
 
+def launch_latent_attention(dtype_name: str, target: Target) -> None:
+    """The same of latent attention, for steps of decodes; prompts go through torch."""
+    import torch
+
+    from nanovllm.attention.base import AttentionMetadata
+    from nanovllm.attention.latent import latent_cache_shape
+    from nanovllm.attention.latent_kernels import TritonLatentBackend
+    from nanovllm.attention.triton import Hardware
+
+    backend = TritonLatentBackend(Hardware(target.num_processors, target.shared_memory, target.warp_size))
+    (nope, rope, v, rank), dtype = LATENT_SIZES, getattr(torch, dtype_name)
+    with torch.device("meta"):
+        kv_cache = torch.empty(latent_cache_shape(2**32 // (16 * rank), 16, rank + rope), dtype=dtype)
+        # All numbers of parts once; further heads and dtypes change other things.
+        few = [(num_heads, batch) for num_heads in LATENT_HEADS for batch in DECODES[:2]]
+        every = [(LATENT_HEADS[0], batch) for batch in DECODES] if dtype_name == "bfloat16" else []
+        for num_heads, (num_seqs, _, _, max_seq_len) in every + few:
+            q = torch.empty(num_seqs, num_heads, nope + rope, dtype=dtype)
+            metadata = AttentionMetadata(
+                query_start_loc=torch.empty(num_seqs + 1, dtype=torch.int32),
+                seq_lens=torch.empty(num_seqs, dtype=torch.int32),
+                block_tables=torch.empty(num_seqs, max_seq_len // 16, dtype=torch.int32),
+                slot_mapping=torch.empty(num_seqs, dtype=torch.int64),
+                max_query_len=1,
+                max_seq_len=max_seq_len,
+            )
+            up = torch.empty(num_heads, nope + v, rank, dtype=dtype)
+            latent = torch.empty(num_seqs, rank + rope, dtype=dtype)
+            backend.forward(q, latent, up, kv_cache, metadata, 0.1)
+
+
 def launch_operators(dtype_name: str, head_dims: Iterable[int]) -> None:
     """Run the small operators on tensors without memory."""
     import torch
@@ -148,6 +184,13 @@ def launch_operators(dtype_name: str, head_dims: Iterable[int]) -> None:
             ops.add_rms_norm(x, torch.empty_like(x), x[0], 1e-5)
         for size in INTERMEDIATE_SIZES:
             ops.silu_and_mul(torch.empty(64, 2 * size, dtype=dtype))
+        for (num_experts, hidden, size), rows in itertools.product(EXPERTS, ROWS_PER_EXPERT):
+            counts = torch.empty(num_experts, dtype=torch.int64)
+            x = torch.empty(num_experts * rows, hidden, dtype=dtype)
+            gate_up = ops.grouped_linear(x, torch.empty(num_experts, 2 * size, hidden, dtype=dtype), counts)
+            ops.grouped_linear(
+                gate_up[:, :size].contiguous(), torch.empty(num_experts, hidden, size, dtype=dtype), counts
+            )
         for head_dim in head_dims:
             heads = torch.empty(64, 6 * NUM_KV_HEADS, head_dim, dtype=dtype)
             q, k, _ = heads.split([4 * NUM_KV_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
@@ -169,6 +212,7 @@ def engine_launches(
         for case in cases(dtypes, head_dims, everything):
             launch_attention(case, gpu)
         for dtype in dtypes:
+            launch_latent_attention(dtype, gpu)
             launch_operators(dtype, head_dims)
 
     distinct: dict[tuple[str, str], Launch] = {}
@@ -368,5 +412,7 @@ def _line_of(finding: Finding, verbose: bool) -> tuple[str, ...]:
     line = (finding.target, launch.function.__name__.removesuffix("_kernel"), launch.dtype)
     if verbose:
         return *line, " ".join(f"{name}={value}" for name, value in constants.items())
-    tile = f"{constants['TILE_ROWS']}×{constants['TILE_KEYS']}" if "TILE_ROWS" in constants else ""
-    return *line, str(constants.get("HEAD_DIM", "")), tile
+    tile = "×".join(
+        str(constants[name]) for name in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if name in constants
+    )
+    return *line, str(constants.get("HEAD_DIM", constants.get("RANK", ""))), tile

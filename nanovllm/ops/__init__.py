@@ -33,6 +33,7 @@ __all__ = [
     "apply_rope",
     "argmax",
     "embedding",
+    "grouped_linear",
     "linear",
     "pack_weight",
     "paged_attention",
@@ -165,6 +166,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns: `[tokens, out_features]`.
     """
     return _kernels(x.device).linear(x, weight, bias)
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`linear` with a weight for each group of rows (the experts of a mixture): the first `counts[0]` rows of x are
+    multiplied with `weight[0]`, the next `counts[1]` with `weight[1]`, and so on.
+
+    Args:
+        x: `[rows, in_features]`.
+        weight: `[groups, out_features, in_features]`; each of them may be what `pack_weight` made of it.
+        counts: `[groups]` int64, on x's device; their sum is at most the number of rows.
+
+    Returns: `[rows, out_features]`; rows beyond the last group are undefined.
+    """
+    return _kernels(x.device).grouped_linear(x, weight, counts)
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ so that both produce the same activations. The contracts (shapes, what is overwr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -62,6 +64,20 @@ def unpack_weight(packed: Tensor) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, unpack_weight(weight) if weight.ndim == 4 else weight, bias)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, counts: Tensor, product: Callable[[Tensor, Tensor], Tensor] = linear
+) -> Tensor:
+    """As in `nanovllm.ops`; `product` multiplies the rows of one group."""
+    # A packed weight has an output in every second column of its tiles.
+    outputs = weight.shape[1] if weight.ndim == 3 else weight.shape[1] * weight.shape[4] // 2
+    out, start = x.new_zeros(len(x), outputs), 0
+    for group, count in enumerate(counts.tolist()):
+        if count:
+            out[start : start + count] = product(x[start : start + count], weight[group])
+            start += count
+    return out
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:

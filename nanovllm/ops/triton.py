@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanovllm.ops import reference, triton_interpreter
 from nanovllm.ops.reference import argmax, embedding, linear, pack_weight, paged_attention, write_kv_cache
+from nanovllm.ops.triton_grouped import grouped_linear
 from nanovllm.ops.triton_support import is_interpreted
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "apply_rope",
     "argmax",
     "embedding",
+    "grouped_linear",
     "linear",
     "pack_weight",
     "paged_attention",

@@ -1,0 +1,70 @@
+"""The smallest loop around a model that lectures and tests run on each rank: no scheduler, no sampling, a few prompts."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
+from nanovllm.attention.torch import TorchBackend
+from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
+
+BLOCK_SIZE = 16
+
+
+class GreedyLoop:
+    """Continues prompts with the likeliest tokens, all of them in each step.
+
+    Args:
+        model: of this rank.
+        prompts: token ids. Without any, each step still computes one token that nobody wants (a dummy batch): ranks
+            that share experts with others have to take part.
+        num_tokens: how many will be asked for, at most.
+
+    Attributes:
+        outputs: the tokens so far, a list a prompt.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, prompts: list[list[int]], num_tokens: int) -> None:
+        self.model = model
+        self.outputs: list[list[int]] = [[] for _ in prompts]
+        prompts = prompts or [[0]]
+        self._new, self._lengths = [list(prompt) for prompt in prompts], [0] * len(prompts)
+        longest = max(map(len, prompts)) + num_tokens
+        blocks = -(-longest // BLOCK_SIZE)
+        self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(len(prompts), blocks)
+        layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
+        shape = kv_cache_shape(
+            self._tables.numel(), layers[0].self_attn.qkv_proj.num_kv_heads, BLOCK_SIZE, model.config.head_dim
+        )
+        dtype = model.lm_head.weight.dtype
+        self._caches = [torch.zeros(shape, dtype=dtype) for _ in layers]
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """One forward pass. Returns: the next token of each prompt, which are in `outputs`, too."""
+        counts = [len(tokens) for tokens in self._new]
+        positions = [torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)]
+        self._lengths = [done + n for done, n in zip(self._lengths, counts, strict=True)]
+        slots = [
+            table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            for table, at in zip(self._tables.long(), positions, strict=True)
+        ]
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        metadata = AttentionMetadata(
+            query_start_loc=starts.int(),
+            seq_lens=torch.tensor(self._lengths, dtype=torch.int32),
+            block_tables=self._tables,
+            slot_mapping=torch.cat(slots),
+            max_query_len=max(counts),
+            max_seq_len=max(self._lengths),
+        )
+        token_ids = torch.tensor([token for tokens in self._new for token in tokens])
+        with forward_context(ForwardContext(TorchBackend(), self._caches, metadata)):
+            hidden = self.model(token_ids, torch.cat(positions))
+        tokens = self.model.compute_logits(hidden[starts[1:] - 1]).argmax(-1).tolist()
+        self._new = [[token] for token in tokens]
+        for output, token in zip(self.outputs, tokens, strict=False):
+            output.append(token)
+        return tokens

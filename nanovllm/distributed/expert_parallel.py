@@ -1,0 +1,189 @@
+"""Whole experts on different ranks: which rank holds which, and how tokens get there (dispatch) and back (combine).
+
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Which expert stands in which slot of which rank.
+
+    An expert of the model is a *logical* expert; a slot of a rank holds a *physical* one, its number is
+    `rank * num_slots + slot`. A logical expert with several physical ones has replicas.
+
+    Args:
+        num_experts: logical experts.
+        slots: for each rank, the logical expert in each of its slots.
+
+    Raises:
+        ValueError: an expert has no slot, or one rank has it twice, or ranks have different numbers of slots.
+    """
+
+    num_experts: int
+    slots: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if len({len(rank) for rank in self.slots}) != 1:
+            raise ValueError("ranks must have equal numbers of slots")
+        if any(len(set(rank)) != len(rank) for rank in self.slots):
+            raise ValueError("a rank holds an expert twice: a second copy helps only on another rank")
+        if set().union(*self.slots) != set(range(self.num_experts)):
+            raise ValueError(f"the slots must hold exactly the experts 0 to {self.num_experts - 1}")
+
+    @classmethod
+    def initial(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
+        """Experts in order, and then again from the first for as many slots as are redundant.
+
+        Raises:
+            ValueError: the slots cannot be divided evenly, or are more than experts times ranks.
+        """
+        total, most = num_experts + num_redundant, num_experts * (num_ranks - 1)
+        if total % num_ranks or num_redundant > most:
+            steps = ", ".join(map(str, range(-num_experts % num_ranks, most + 1, num_ranks)[:3]))
+            raise ValueError(
+                f"{num_experts} experts and {num_redundant} redundant ones do not fill {num_ranks} ranks evenly, each "
+                f"expert at most once on each; num_redundant_experts may be {steps}, ... up to {most}"
+            )
+        size = total // num_ranks
+        return cls(
+            num_experts,
+            tuple(
+                tuple((rank * size + slot) % num_experts for slot in range(size)) for rank in range(num_ranks)
+            ),
+        )
+
+    @property
+    def num_slots(self) -> int:
+        """Of each rank."""
+        return len(self.slots[0])
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """For each logical expert, its physical ones in order."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank, slots in enumerate(self.slots):
+            for slot, expert in enumerate(slots):
+                found[expert].append(rank * self.num_slots + slot)
+        return found
+
+    def rank_loads(self, loads: Sequence[int]) -> list[float]:
+        """Tokens a rank computes if its experts get `loads` tokens each, divided evenly among replicas."""
+        share = [load / len(replicas) for load, replicas in zip(loads, self.replicas, strict=True)]
+        return [sum(share[expert] for expert in slots) for slots in self.slots]
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What `combine` has to know of a `dispatch`: who got what.
+
+    Attributes:
+        tokens: for each row sent, the number of its token, `[sum(sent)]` int64.
+        sent, received: rows to and from each rank.
+        num_tokens: of this rank.
+    """
+
+    tokens: Tensor
+    sent: list[int]
+    received: list[int]
+    num_tokens: int
+
+
+class ExpertDispatcher:
+    """Sends each token to the ranks that hold its experts, and sums what comes back.
+
+    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once* to each rank
+    that has experts of it, however many those are, and the rank adds their results up before it answers.
+    Ranks may have different numbers of tokens, or none; what they must have is the same number of calls.
+
+    Args:
+        placement: see `place`.
+        group: default: the expert parallel group.
+    """
+
+    def __init__(self, placement: ExpertPlacement, group: GroupCoordinator | None = None) -> None:
+        self.group = group or get_ep_group()
+        if len(placement.slots) != self.group.world_size:
+            raise ValueError(
+                f"a placement on {len(placement.slots)} ranks in a group of {self.group.world_size}"
+            )
+        self.place(placement)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """From the next dispatch on, experts are where `placement` says. All ranks have to change at the same step."""
+        self.placement = placement
+        replicas = placement.replicas
+        self._num_replicas = torch.tensor([len(found) for found in replicas], device="cpu")
+        most = len(placement.slots)
+        self._replicas = torch.tensor(
+            [found + [-1] * (most - len(found)) for found in replicas], device="cpu"
+        )
+
+    def physical(self, topk_ids: Tensor) -> Tensor:
+        """A replica for each choice: tokens take turns, and ranks begin at different ones.
+
+        Args:
+            topk_ids: `[num_tokens, top_k]` int64, logical experts.
+
+        Returns: physical experts, of the same shape.
+        """
+        if self._replicas.device != topk_ids.device:
+            self._replicas, self._num_replicas = (
+                self._replicas.to(topk_ids.device),
+                self._num_replicas.to(topk_ids.device),
+            )
+        turn = torch.arange(len(topk_ids), device=topk_ids.device) + self.group.rank_in_group
+        return self._replicas[topk_ids, turn[:, None] % self._num_replicas[topk_ids]]
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
+        """Every rank of the group calls this; each gets the tokens that its own experts are to see.
+
+        Args:
+            x: `[num_tokens, hidden_size]`, this rank's tokens; there may be none.
+            topk_ids: `[num_tokens, top_k]` int64, logical experts.
+            topk_weights: `[num_tokens, top_k]` float32.
+
+        Returns:
+            (rows `[num_received, hidden_size]`; the slots of this rank that each shall visit `[num_received, top_k]`
+            int64, -1 where the expert is elsewhere; their weights; a handle for `combine`).
+        """
+        size, ranks = self.placement.num_slots, self.group.world_size
+        physical = self.physical(topk_ids)
+        target = physical // size
+        goes = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device).scatter_(1, target, True)
+        rank, tokens = goes.T.nonzero(as_tuple=True)  # by rank, then by token
+        # Nobody can make room for rows that it does not know of: the numbers go first.
+        counts = goes.sum(0)
+        sent = counts.tolist()
+        received = self.group.all_to_all(counts, [1] * ranks, [1] * ranks).tolist()
+        rows = self.group.all_to_all(x[tokens], sent, received)
+        slots = torch.where(target[tokens] == rank[:, None], physical[tokens] % size, -1)
+        # One message for both: a slot travels as the bits of an int32 in a float32's place.
+        routing = torch.cat([slots.int().view(torch.float32), topk_weights[tokens].float()], dim=1)
+        routing = self.group.all_to_all(routing, sent, received)
+        slots, weights = routing.chunk(2, dim=1)
+        handle = DispatchHandle(tokens, sent, received, len(x))
+        return rows, slots.contiguous().view(torch.int32).long(), weights, handle
+
+    def combine(self, y: Tensor, handle: DispatchHandle) -> Tensor:
+        """The way back.
+
+        Args:
+            y: `[num_received, hidden_size]`: for each row received, the weighted sum over this rank's experts.
+
+        Returns: `[num_tokens, hidden_size]`: for each token of this rank, the sum over all ranks, added in float32.
+        """
+        back = self.group.all_to_all(y, handle.received, handle.sent)
+        out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
+        return out.index_add_(0, handle.tokens, back.float()).to(y.dtype)

@@ -1,0 +1,260 @@
+"""Expert parallel load balancing (EPLB): busy experts get replicas, and replicas go where there is room.
+
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
+from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
+
+logger = logging.getLogger(__name__)
+
+
+def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
+    """How many replicas each expert gets: every one has one, and each slot that is left goes to the expert whose
+    replicas are the busiest (the greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB).
+
+    Args:
+        loads: tokens of each logical expert.
+        num_slots: of all ranks together.
+        num_ranks: no expert gets more replicas than that.
+    """
+    counts = [1] * len(loads)
+    for _ in range(num_slots - len(loads)):
+        open_ones = [expert for expert, count in enumerate(counts) if count < num_ranks]
+        busiest = max(open_ones, key=lambda expert: loads[expert] / counts[expert])
+        counts[busiest] += 1
+    return counts
+
+
+def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -> list[set[int]]:
+    """Which experts go together on a rank: the heaviest replicas first, each onto the ranks that have least so far.
+
+    All ranks get equally many, and none gets an expert twice. Should that greedy choice leave some replica without a
+    rank, the ranks with the most free slots come first instead, which always ends well (Gale and Ryser, 1957).
+    """
+    size = sum(counts) // num_ranks
+    order = sorted(range(len(loads)), key=lambda expert: -loads[expert] / counts[expert])
+    packs: list[set[int]] = []
+    for fill_evenly in (False, True):
+        packs, total = [set() for _ in range(num_ranks)], [0.0] * num_ranks
+        for expert in order:
+            free = [rank for rank in range(num_ranks) if len(packs[rank]) < size]
+            free.sort(key=lambda rank: (len(packs[rank]) if fill_evenly else 0, total[rank]))
+            for rank in free[: counts[expert]]:
+                packs[rank].add(expert)
+                total[rank] += loads[expert] / counts[expert]
+        if all(len(pack) == size for pack in packs):
+            break
+    return packs
+
+
+def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
+    """Packs have no rank yet: give each to the rank that holds most of it already, and leave what stays in its slot."""
+    open_ranks, chosen = set(range(len(packs))), {}
+    pairs = [
+        (len(pack & set(slots)), i, rank)
+        for i, pack in enumerate(packs)
+        for rank, slots in enumerate(old.slots)
+    ]
+    for _, i, rank in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
+        if i not in chosen and rank in open_ranks:
+            chosen[i] = rank
+            open_ranks.remove(rank)
+    slots: list[tuple[int, ...]] = [()] * len(packs)
+    for i, rank in chosen.items():
+        newcomers = iter(sorted(packs[i] - set(old.slots[rank])))
+        slots[rank] = tuple(expert if expert in packs[i] else next(newcomers) for expert in old.slots[rank])
+    return ExpertPlacement(old.num_experts, tuple(slots))
+
+
+def balance(loads: Sequence[int], old: ExpertPlacement) -> ExpertPlacement:
+    """A placement for these loads: `old` itself if the greedy one would not lower the load of the busiest rank."""
+    ranks = len(old.slots)
+    counts = count_replicas(loads, ranks * old.num_slots, ranks)
+    new = settle(pack_replicas(loads, counts, ranks), old)
+    return new if max(new.rank_loads(loads)) < max(old.rank_loads(loads)) else old
+
+
+class Move(NamedTuple):
+    """An expert that one rank sends to another."""
+
+    source: int
+    source_slot: int
+    target: int
+    target_slot: int
+
+
+def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
+    """What has to be sent so that `new` holds; senders take turns. Every rank computes the same list."""
+    moves, sent = [], [0] * len(old.slots)
+    replicas = old.replicas
+    for target, slots in enumerate(new.slots):
+        for slot, expert in enumerate(slots):
+            if old.slots[target][slot] == expert:
+                continue
+            source, source_slot = min(
+                (divmod(physical, old.num_slots) for physical in replicas[expert]),
+                key=lambda place: sent[place[0]],
+            )
+            sent[source] += 1
+            moves.append(Move(source, source_slot, target, slot))
+    return moves
+
+
+def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoordinator) -> int:
+    """Carry the moves out with one uneven all-to-all.
+
+    Args:
+        weights: tensors `[num_slots, ...]` of this rank; an expert is one row of each.
+
+    Returns: bytes that all ranks together have sent.
+    """
+    rank = group.rank_in_group
+    leaving = sorted((move for move in moves if move.source == rank), key=lambda move: move.target)
+    coming = sorted((move for move in moves if move.target == rank), key=lambda move: move.source)
+    flat = [weight.flatten(1) for weight in weights]
+    rows = torch.cat([part[[move.source_slot for move in leaving]] for part in flat], dim=1)
+    ranks = range(group.world_size)
+    received = group.all_to_all(
+        rows,
+        [sum(move.target == other for move in leaving) for other in ranks],
+        [sum(move.source == other for move in coming) for other in ranks],
+    )
+    slots = [move.target_slot for move in coming]
+    for part, new in zip(flat, received.split([part.shape[1] for part in flat], dim=1), strict=True):
+        part[slots] = new
+    return len(moves) * rows.shape[1] * rows.element_size()
+
+
+@dataclass(frozen=True)
+class EPLBConfig:
+    """When to balance, and with how much room; names and defaults are those of vLLM's `--eplb-config`.
+
+    Attributes:
+        window_size: steps whose loads count.
+        step_interval: steps from one balancing to the next.
+        num_redundant_experts: slots beyond one for each expert, over all ranks.
+        log_balancedness: log mean over maximum of the ranks' loads each time.
+    """
+
+    window_size: int = 1000
+    step_interval: int = 3000
+    num_redundant_experts: int = 0
+    log_balancedness: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window_size < 1 or self.step_interval < 1 or self.num_redundant_experts < 0:
+            raise ValueError(
+                "window_size and step_interval must be at least 1, and num_redundant_experts at least 0"
+            )
+
+    @classmethod
+    def from_json(cls, text: str) -> EPLBConfig:
+        """Parse what the command line gives.
+
+        Raises:
+            ValueError: no JSON object, or a key that does not exist.
+        """
+        names = [field.name for field in fields(cls)]
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f'--eplb-config must be a JSON object, as {{"step_interval": 100}}: {error}'
+            ) from None
+        if not isinstance(given, dict) or set(given) - set(names):
+            raise ValueError(f"--eplb-config takes a JSON object with keys of {', '.join(names)}; got {text}")
+        return cls(**given)
+
+
+class BalancedLayer(Protocol):
+    """What the balancer needs of a layer with experts (`models.moe.MoE`)."""
+
+    load: Tensor
+    dispatcher: ExpertDispatcher
+
+    def expert_weights(self) -> list[Tensor]:
+        """Tensors `[num_slots, ...]` of this rank."""
+
+
+class LoadBalancer:
+    """Watches how many tokens each expert gets, and rearranges the experts from time to time.
+
+    Every rank of the expert parallel group has one and calls `after_step` after every forward of the model; so all
+    come to the same decision, from the same numbers, between the same two steps.
+
+    Args:
+        layers: the layers with experts, in order.
+        config: when.
+        group: default: the expert parallel group.
+
+    Attributes:
+        num_rebalanced: how often anything moved.
+        bytes_moved: of weights, by all ranks together.
+        balancedness: mean over maximum of the ranks' loads in the last window, before and after: 1 is perfect.
+    """
+
+    def __init__(
+        self, layers: Sequence[BalancedLayer], config: EPLBConfig, group: GroupCoordinator | None = None
+    ) -> None:
+        self.layers, self.config, self.group = layers, config, group or get_ep_group()
+        self.step = self.num_rebalanced = self.bytes_moved = 0
+        self.balancedness = (1.0, 1.0)
+        # Steps count when their loads can still matter: a window is a part of the interval, or several whole ones.
+        self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
+
+    def after_step(self) -> bool:
+        """Count a step, and balance if it is time.
+
+        Returns: whether experts have moved.
+        """
+        self.step += 1
+        phase = self.step % self.config.step_interval
+        if phase == 0:
+            return self.rebalance()
+        if self.config.step_interval - phase == self.config.window_size:
+            self._take_loads()
+        return False
+
+    # Weights and counters were made in inference mode, and only there they may be written.
+    @torch.inference_mode()
+    def _take_loads(self) -> Tensor:
+        """What was counted since the last call, `[num_layers, num_experts]` int64."""
+        counted = torch.stack([layer.load for layer in self.layers])
+        for layer in self.layers:
+            layer.load.zero_()
+        return counted
+
+    @torch.inference_mode()
+    def rebalance(self) -> bool:
+        """Balance every layer for the tokens of the window. Returns: whether experts have moved."""
+        self._past.append(self.group.all_reduce(self._take_loads()))
+        window = torch.stack(list(self._past)).sum(0).tolist()
+        before, after, moved = 0.0, 0.0, 0
+        for layer, loads in zip(self.layers, window, strict=True):
+            old = layer.dispatcher.placement
+            new = balance(loads, old)
+            before += max(old.rank_loads(loads))
+            after += max(new.rank_loads(loads))
+            if new != old:
+                moved += move_experts(layer.expert_weights(), plan_moves(old, new), self.group)
+                layer.dispatcher.place(new)
+        mean = sum(map(sum, window)) / self.group.world_size
+        self.balancedness = (mean / before, mean / after) if before else (1.0, 1.0)
+        self.num_rebalanced += moved > 0
+        self.bytes_moved += moved
+        if self.config.log_balancedness:
+            logger.info("balancedness of experts: %.2f, now %.2f; %d bytes moved", *self.balancedness, moved)
+        return moved > 0

@@ -1,0 +1,305 @@
+"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their answers.
+
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
+from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
+from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
+from nanovllm.distributed.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.models.layers import Layer, Place
+from nanovllm.models.llama import FUSED, LlamaForCausalLM, LlamaModel
+from nanovllm.models.moe_config import MoEConfig
+
+
+def select_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Which experts each token visits, and with what weight.
+
+    Args:
+        logits: `[num_tokens, num_experts]`, the router's.
+        bias: `[num_experts]` float32, added for choosing only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    Returns: (weights `[num_tokens, top_k]` float32, experts `[num_tokens, top_k]` int64), the best first.
+    """
+    scores = logits.float().softmax(-1) if config.scoring == "softmax" else logits.float().sigmoid()
+    choice = scores if bias is None else scores + bias
+    if config.num_groups > 1:
+        groups = choice.unflatten(1, (config.num_groups, -1))
+        best = groups.amax(-1) if bias is None else groups.topk(min(2, groups.shape[2])).values.sum(-1)
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(config.topk_group).indices, False
+        )
+        choice = groups.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
+    experts = choice.topk(config.top_k).indices
+    weights = scores.gather(1, experts)
+    if config.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * config.scaling_factor, experts
+
+
+class Router(Layer):
+    """Scores every expert for every token: one small product, whole on every rank."""
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
+        bias = torch.empty(config.num_experts, dtype=torch.float32) if config.correction_bias else None
+        self.e_score_correction_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`[num_tokens, hidden_size]` to what `select_experts` returns."""
+        dtype = torch.float32 if self.config.float32_router else x.dtype
+        logits = ops.linear(x.to(dtype), self.weight.to(dtype))
+        return select_experts(logits, self.config, self.e_score_correction_bias)
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """The bias stays in float32 whatever the model becomes: its steps in training are finer than bfloat16's."""
+        bias = None if self.e_score_correction_bias is None else self.e_score_correction_bias.data
+        super()._apply(function, recurse)
+        if bias is not None:
+            device = self.weight.device
+            kept = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
+            self.e_score_correction_bias = nn.Parameter(kept, requires_grad=False)
+        return self
+
+
+class Experts(nn.Module):
+    """The MLPs of some experts: down(silu(gate(x)) * up(x)) each.
+
+    Args:
+        num_slots: experts that this rank holds.
+        intermediate_size: of a whole expert; the ranks of `group` share each one, as they share an MLP.
+
+    Attributes:
+        w13: `[num_slots, 2 * intermediate_size, hidden_size]`, gate on up.
+        w2: `[num_slots, hidden_size, intermediate_size]`, down.
+    """
+
+    def __init__(
+        self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator
+    ) -> None:
+        super().__init__()
+        self.shard = Shard.equal(intermediate_size, group)
+        width = self.shard.size
+        self.w13 = nn.Parameter(torch.empty(num_slots, 2 * width, hidden_size), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(num_slots, hidden_size, width), requires_grad=False)
+
+    def forward(self, x: Tensor, slots: Tensor, weights: Tensor, num_absent: int = 0) -> Tensor:
+        """The weighted sum of the chosen experts' answers.
+
+        Args:
+            x: `[num_tokens, hidden_size]`.
+            slots: `[num_tokens, top_k]` int64; -1 for an expert that is not here.
+            weights: `[num_tokens, top_k]` float32.
+            num_absent: how many of the slots are -1; the host has to know, to leave them out.
+
+        Returns: `[num_tokens, hidden_size]`; with experts in slices, this rank's addend of it.
+        """
+        num_tokens, top_k = slots.shape
+        flat = slots.flatten()
+        order = flat.argsort(stable=True)[num_absent:]  # the pairs of token and expert, by expert
+        counts = torch.zeros(len(self.w13) + 1, dtype=torch.int64, device=x.device)
+        counts = counts.scatter_add_(0, flat + 1, torch.ones_like(flat))[1:]
+        gated = ops.silu_and_mul(ops.grouped_linear(x[order // top_k], self.w13, counts))
+        answers = ops.grouped_linear(gated, self.w2, counts) * weights.flatten()[order, None]
+        # Not index_add_: on a GPU that adds in whatever order threads come, and no two runs are alike.
+        pairs = answers.new_zeros(num_tokens * top_k, x.shape[1])
+        pairs[order] = answers
+        return pairs.view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
+
+    def place(self, slot: int | None, matrix: str) -> Place:
+        """Where a matrix of one expert belongs.
+
+        Args:
+            slot: of this rank; None if the expert is elsewhere.
+            matrix: "gate", "up" or "down".
+        """
+        hidden, width = self.w2.shape[1:]
+        if matrix == "down":
+            target = self.w2[slot] if slot is not None else self.w2[0, :0]
+            return Place(target, (slice(0, len(target)), self.shard.rows), (hidden, self.shard.total))
+        half = slice(0, width) if matrix == "gate" else slice(width, 2 * width)
+        target = self.w13[slot, half] if slot is not None else self.w13[0, :0]
+        rows = self.shard.rows if slot is not None else slice(0, 0)
+        return Place(target, (rows, slice(0, hidden)), (self.shard.total, hidden))
+
+    def pack(self) -> None:
+        """Put the matrices in the order in which this machine multiplies fastest, see `ops.pack_weight`."""
+        for name in ("w13", "w2"):
+            weight = getattr(self, name)
+            packed = ops.pack_weight(weight.flatten(0, 1)) if weight.shape[1] % 16 == 0 else weight
+            setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
+
+
+class SharedExperts(nn.Module):
+    """The experts that every token visits, as one MLP; whole on each rank of a group of one."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, group=group)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, reduce=False, group=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
+
+
+class MoE(nn.Module):
+    """A router and its experts, in the place of a layer's MLP.
+
+    Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, see the same tokens and add up.
+    With it, each rank of the expert-parallel group holds whole experts and sends tokens to where they are.
+
+    Attributes:
+        load: tokens that each expert got from this rank since somebody set it to zero, `[num_experts]` int64.
+        dispatcher: who sends tokens to their experts; None without expert parallelism.
+    """
+
+    def __init__(self, config: MoEConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config, self.tp, ep = config, get_tp_group(), get_ep_group()
+        self.gate = Router(config, hidden_size)
+        self.load = torch.zeros(config.num_routed, dtype=torch.int64, device="cpu")
+        self.dispatcher: ExpertDispatcher | None = None
+        holders, num_slots = self.tp, config.num_routed
+        if config.enable_expert_parallel:
+            placement = ExpertPlacement.initial(
+                config.num_routed, ep.world_size, config.num_redundant_experts
+            )
+            self.dispatcher, num_slots = ExpertDispatcher(placement, ep), placement.num_slots
+            holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # nobody shares an expert
+        self.experts = Experts(num_slots, hidden_size, config.intermediate_size, holders)
+        shared = 0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
+        self.shared_experts = SharedExperts(hidden_size, shared, holders) if shared else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same shape."""
+        if self.dispatcher is not None:
+            return self._over_ranks(x, self.dispatcher)
+        weights, experts = self._route(x)
+        out = self.experts(x, experts, weights)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(x)
+        return self.tp.all_reduce(out)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(weights, experts) of each token, which are counted."""
+        weights, experts = self.gate(x)
+        if self.config.shared_as_routed:  # everybody visits them, with weight 1
+            numbers = torch.arange(self.config.num_experts, self.config.num_routed, device=x.device)
+            experts = torch.cat([experts, numbers.expand(len(x), -1)], dim=1)
+            weights = F.pad(weights, (0, len(numbers)), value=1.0)
+        if self.load.device != x.device:
+            self.load = self.load.to(x.device)
+        flat = experts.flatten()
+        self.load.scatter_add_(0, flat, torch.ones_like(flat))
+        return weights, experts
+
+    def _over_ranks(self, x: Tensor, dispatcher: ExpertDispatcher) -> Tensor:
+        """Each tensor-parallel rank takes its share of the tokens, as all of them have all; then they exchange results."""
+        share = -(-len(x) // self.tp.world_size)
+        mine = x[self.tp.rank_in_group * share :][:share]
+        weights, experts = self._route(mine)
+        rows, slots, weights, handle = dispatcher.dispatch(mine, experts, weights)
+        num_absent = int((slots < 0).sum())
+        out = dispatcher.combine(self.experts(rows, slots, weights, num_absent), handle)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts(mine)
+        out = F.pad(out, (0, 0, 0, share - len(mine)))  # the last share may be shorter, or empty
+        return self.tp.all_gather(out, dim=0)[: len(x)]
+
+    def expert_weights(self) -> list[Tensor]:
+        """Tensors of which row i belongs to slot i of this rank: what moves with an expert."""
+        return [self.experts.w13.data, self.experts.w2.data]
+
+    def place(self, expert: int, matrix: str) -> Place:
+        """Where the "gate", "up" or "down" matrix of a logical expert belongs.
+
+        Raises:
+            KeyError: there is no such expert.
+        """
+        if not 0 <= expert < self.config.num_routed:
+            raise KeyError(
+                f"the configuration has {self.config.num_experts} experts, and this is number {expert}"
+            )
+        if self.dispatcher is None:
+            return self.experts.place(expert, matrix)
+        slots = self.dispatcher.placement.slots[self.dispatcher.group.rank_in_group]
+        return self.experts.place(slots.index(expert) if expert in slots else None, matrix)
+
+
+def check_experts(config: MoEConfig, tp: int, dp: int = 1) -> None:
+    """See whether experts can be divided among the ranks of a stage, before anything is loaded.
+
+    Raises:
+        ValueError: they cannot; the message says what would do.
+    """
+    if config.enable_expert_parallel:
+        ExpertPlacement.initial(config.num_routed, tp * dp, config.num_redundant_experts)
+    elif config.intermediate_size % tp:
+        raise ValueError(
+            f"experts with {config.intermediate_size} channels cannot be cut into {tp} slices; choose a "
+            "tensor_parallel_size that divides this number, or enable_expert_parallel, which leaves experts whole"
+        )
+
+
+EXPERT_NAME = re.compile(r"(.+\.mlp)\.(?:experts\.(\d+)|shared_experts)\.(\w+)\.weight")
+MATRICES = {
+    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+    "w1": "gate", "w3": "up", "w2": "down",
+}  # fmt: skip
+
+
+class MoEForCausalLM(LlamaForCausalLM):
+    """A decoder-only model some of whose layers have a `MoE` as `mlp`: how its experts are named in checkpoints."""
+
+    fused: ClassVar[dict[str, tuple[str, int]]] = FUSED | {
+        "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
+        "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
+    }
+
+    def moe_layers(self) -> dict[str, MoE]:
+        """The layers with experts that this rank has, in order, by their paths in the model."""
+        layers = cast(LlamaModel, self.model).layers.named_children()
+        return {
+            f"model.layers.{i}.mlp": cast(MoE, layer.mlp)
+            for i, layer in layers
+            if isinstance(getattr(layer, "mlp", None), MoE)
+        }
+
+    def checkpoint_place(self, name: str) -> Place | None:
+        name = name.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral calls it
+        found = EXPERT_NAME.fullmatch(name)
+        layer = self.moe_layers().get(found[1]) if found else None
+        if found is None or layer is None or (found[2] is None and layer.shared_experts is not None):
+            return super().checkpoint_place(name)
+        if found[3] not in MATRICES:
+            raise KeyError(f"this {self.config.architecture} has no place for {name!r}")
+        expert = layer.config.num_experts if found[2] is None else int(found[2])
+        return layer.place(expert, MATRICES[found[3]])
+
+    def pack_weights(self) -> None:
+        super().pack_weights()
+        for layer in self.moe_layers().values():
+            layer.experts.pack()
+
+
+def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
+    """What moves the experts of a model between ranks as their load asks for; see `LoadBalancer.after_step`.
+
+    Args:
+        settings: of `EPLBConfig`, as JSON.
+    """
+    layers = cast(MoEForCausalLM, model).moe_layers().values()
+    return LoadBalancer([cast(BalancedLayer, layer) for layer in layers], EPLBConfig.from_json(settings))
