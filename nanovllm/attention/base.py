@@ -98,10 +98,14 @@ def kv_cache_shape(
 
 @dataclass
 class ForwardContext:
-    """What a forward pass needs beside the model's inputs: who attends, over which caches, and where."""
+    """What a forward pass needs beside the model's inputs: who attends, over which caches, and where.
+
+    Attributes:
+        kv_caches: of each layer, by its number in the model; a rank that has some of the layers has no others.
+    """
 
     backend: AttentionBackend
-    kv_caches: list[Tensor]
+    kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
 
 
@@ -167,10 +171,22 @@ BACKENDS = {
 }
 
 
+# The same for models with latent attention (lecture 26).
+LATENT_BACKENDS = {
+    "torch": ("nanovllm.attention.latent", "TorchLatentBackend"),
+    "cpu": ("nanovllm.attention.latent", "CpuLatentBackend"),
+    "triton": ("nanovllm.attention.latent_kernels", "TritonLatentBackend"),
+}
+
+
 def get_backend(
-    name: str, device: torch.device, head_dim: int = 64, dtype: torch.dtype = torch.float32
+    name: str,
+    device: torch.device,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    latent: bool = False,
 ) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the fastest one for the device.
+    """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent attention.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run this model on this device; names the alternative.
@@ -192,5 +208,5 @@ def get_backend(
                 "attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle
             )
         name = "triton" if obstacle is None else "torch"
-    module, cls = BACKENDS[name]
+    module, cls = (LATENT_BACKENDS if latent else BACKENDS)[name]
     return getattr(import_module(module), cls)()

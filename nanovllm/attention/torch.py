@@ -48,10 +48,10 @@ def attend_dense(
 
     Args:
         q: `[query_len, num_heads, head_dim]`.
-        keys, values: `[num_kv_heads, seq_len, head_dim]`.
+        keys, values: `[num_kv_heads, seq_len, head_dim]`; values may have another width than keys.
 
     Returns:
-        `[query_len, num_heads, head_dim]` in q's dtype; scores and softmax in at least float32.
+        `[query_len, num_heads, value's head_dim]` in q's dtype; scores and softmax in at least float32.
     """
     query_len, num_heads, head_dim = q.shape
     num_kv_heads, seq_len, _ = keys.shape
@@ -70,7 +70,8 @@ def attend_dense(
         visible &= key_positions > query_positions - sliding_window
     weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     out = weights @ values.to(exact)
-    return out.view(num_kv_heads, query_len, group, head_dim).transpose(0, 1).reshape(q.shape).to(q.dtype)
+    out = out.view(num_kv_heads, query_len, group, values.shape[2]).transpose(0, 1)
+    return out.reshape(query_len, num_heads, values.shape[2]).to(q.dtype)
 
 
 class TorchBackend:

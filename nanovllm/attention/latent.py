@@ -1,0 +1,324 @@
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): the cache holds one short vector a token for all heads.
+
+Keys and values of every head are products of that vector, the latent, with matrices that the model knows. So they can be
+made from the cache whenever they are needed (naive), or not at all: the matrices move over to the queries and to the
+output (absorbed). Which one is cheaper depends on how many queries there are for each cached token.
+
+Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionMetadata, get_forward_context
+from nanovllm.attention.torch import attend_dense
+
+
+def latent_cache_shape(num_blocks: int, block_size: int, width: int) -> tuple[int, int, int]:
+    """Shape of one layer's cache: rows of `width = kv_lora_rank + qk_rope_head_dim` numbers, one a token. There are no
+    heads, and the row that is a token's key is its value, too."""
+    return (num_blocks, block_size, width)
+
+
+def write_latent(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Put each token's row into its slot.
+
+    Args:
+        latent: `[num_tokens, width]`, the normalised latent and behind it the rotated part of the key.
+        kv_cache: `[num_blocks, block_size, width]`, changed in place.
+        slot_mapping: `[num_tokens]` int64; -1 marks padding, which is not written.
+    """
+    real = slot_mapping >= 0
+    kv_cache.view(-1, kv_cache.shape[2])[slot_mapping[real]] = latent[real]
+
+
+def gather_latent(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor:
+    """Copy one sequence's rows out of its pages: `[seq_len, width]`."""
+    num_blocks = -(-seq_len // kv_cache.shape[1])
+    return kv_cache[block_table[:num_blocks].long()].flatten(0, 1)[:seq_len]
+
+
+def expand(rows: Tensor, up: Tensor, nope: int) -> tuple[Tensor, Tensor]:
+    """What the cache stands for: keys `[num_heads, seq_len, nope + rope]` and values `[num_heads, seq_len, v]`.
+
+    Args:
+        rows: `[seq_len, rank + rope]`.
+        up: `[num_heads, nope + v, rank]`, which makes a head's key and value of a latent.
+    """
+    rank, width = up.shape[2], up.shape[1]
+    heads = F.linear(rows[:, :rank], up.flatten(0, 1)).view(len(rows), -1, width).transpose(0, 1)
+    k_nope, values = heads.split([nope, width - nope], dim=2)
+    k_rope = rows[:, rank:].expand(len(up), -1, -1)  # one for all heads
+    return torch.cat([k_nope, k_rope], dim=2), values
+
+
+def absorb(q: Tensor, up: Tensor, rope: int) -> Tensor:
+    """Queries that can be compared with rows of the cache: `[num_tokens, num_heads, rank + rope]`.
+
+    q · (W c) = (Wᵀ q) · c: the matrix that would make a key of every latent is applied to the query instead, once. It
+    cannot pass the rotation, which differs from position to position; so the rotated channels stay as they are.
+
+    Args:
+        q: `[num_tokens, num_heads, nope + rope]`.
+    """
+    nope = q.shape[2] - rope
+    q_latent = q[:, :, :nope].transpose(0, 1) @ up[:, :nope]  # [num_heads, num_tokens, rank]
+    return torch.cat([q_latent.transpose(0, 1), q[:, :, nope:]], dim=2)
+
+
+def unabsorb(out: Tensor, up: Tensor, v: int) -> Tensor:
+    """From averages of latents to averages of values: `[num_tokens, num_heads, rank]` to `[..., v]`.
+
+    Σ p (W c) = W Σ p c: the matrix that would make a value of every latent is applied to their average, once.
+    """
+    return (out.transpose(0, 1) @ up[:, -v:].transpose(1, 2)).transpose(0, 1)
+
+
+class LatentShape(NamedTuple):
+    """Sizes of a layer's latent attention: query heads (of this rank), channels of a head without and with rotary
+    positions, channels of a value, and of a latent."""
+
+    num_heads: int
+    nope: int
+    rope: int
+    v: int
+    rank: int
+
+    @classmethod
+    def of(cls, q: Tensor, latent: Tensor, up: Tensor) -> LatentShape:
+        """Read off the arguments of `attend_latent`."""
+        num_heads, rows, rank = up.shape
+        rope = latent.shape[1] - rank
+        nope = q.shape[2] - rope
+        return cls(num_heads, nope, rope, rows - nope, rank)
+
+    def naive_flops(self, query_len: int, seq_len: int) -> int:
+        """Floating-point operations of one sequence's naive attention: expand all of the context, then attend."""
+        expand = seq_len * self.rank * (self.nope + self.v)
+        return 2 * self.num_heads * (expand + _pairs(query_len, seq_len) * (self.nope + self.rope + self.v))
+
+    def absorbed_flops(self, query_len: int, seq_len: int) -> int:
+        """The same of absorbed attention: two products a query, then heads as wide as the latent."""
+        absorb = query_len * self.rank * (self.nope + self.v)
+        return 2 * self.num_heads * (absorb + _pairs(query_len, seq_len) * (2 * self.rank + self.rope))
+
+    def prefers_naive(self, query_len: int, seq_len: int) -> bool:
+        """Whether expanding takes fewer operations. One new token never expands: it would read all keys and values of
+        all heads, which is what the latent was to avoid."""
+        return query_len > 1 and self.naive_flops(query_len, seq_len) < self.absorbed_flops(
+            query_len, seq_len
+        )
+
+
+def _pairs(query_len: int, seq_len: int) -> int:
+    """Pairs of a query and a token that it sees, if the queries are the last tokens."""
+    return query_len * seq_len - query_len * (query_len - 1) // 2
+
+
+def attend_naive(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Ordinary attention of the last tokens of a sequence over expanded keys and values, in float32 at least.
+
+    Args:
+        q: `[query_len, num_heads, nope + rope]`.
+        rows: `[seq_len, rank + rope]`, the sequence's part of the cache.
+
+    Returns:
+        `[query_len, num_heads, v]`.
+    """
+    rope = rows.shape[1] - up.shape[2]
+    return attend_dense(q, *expand(rows, up, q.shape[2] - rope), scale)
+
+
+def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
+    """The same result without keys and values: all heads share one key, the row, and one value, its latent."""
+    shape = LatentShape.of(q, rows, up)
+    keys = rows.unsqueeze(0)
+    return unabsorb(
+        attend_dense(absorb(q, up, shape.rope), keys, keys[:, :, : shape.rank], scale), up, shape.v
+    )
+
+
+class LatentBackend(Protocol):
+    """Writes new latents into the cache of one layer and attends over it."""
+
+    name: str
+
+    def forward(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        up: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """Attention of all new tokens, each over its own sequence up to itself.
+
+        Args:
+            q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.
+            latent: `[num_tokens, rank + rope]`, the normalised latent, and the rotated part of the key.
+            up: `[num_heads, nope + v, rank]`: for each head, what makes its key and its value of a latent.
+            kv_cache: `[num_blocks, block_size, rank + rope]` of this layer, changed in place.
+            scale: factor on q·k.
+
+        Returns:
+            `[num_tokens, num_heads, v]`, in q's dtype.
+        """
+
+
+def attend_latent(q: Tensor, latent: Tensor, up: Tensor, layer: int, scale: float) -> Tensor:
+    """Latent attention as a model calls it; shapes as in `LatentBackend.forward`."""
+    context = get_forward_context()
+    backend = cast(LatentBackend, context.backend)
+    return backend.forward(q, latent, up, context.kv_caches[layer], context.metadata, scale)
+
+
+class TorchLatentBackend:
+    """Gathers each sequence's rows and attends densely, in whichever way takes fewer operations. The oracle."""
+
+    name = "torch"
+
+    def forward(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        up: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """See `LatentBackend.forward`."""
+        write_latent(latent, kv_cache, metadata.slot_mapping)
+        shape = LatentShape.of(q, latent, up)
+        out = q.new_zeros(len(q), shape.num_heads, shape.v)
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        for s, seq_len in enumerate(seq_lens):
+            mine = slice(starts[s], starts[s + 1])
+            if starts[s] < starts[s + 1]:
+                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_len)
+                naive = shape.prefers_naive(starts[s + 1] - starts[s], seq_len)
+                out[mine] = (attend_naive if naive else attend_absorbed)(q[mine], rows, up, scale)
+        return out
+
+
+# Numbers of expanded keys and values at a time (128 MiB in 16 bits): of a long context, some heads after the others.
+EXPANDED_AT_ONCE = 2**26
+
+
+# Numbers of gathered rows at a time, in a batch of decodes (64 MiB in float32).
+GATHERED_AT_ONCE = 2**24
+
+
+def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
+    """The causal mask of the last tokens of a sequence."""
+    if device.type == "cuda":  # kernels that need no mask in memory; the module takes seconds to import
+        from torch.nn.attention.bias import causal_lower_right
+
+        return causal_lower_right(query_len, seq_len)
+    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril(seq_len - query_len)
+
+
+def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
+    """`attend_naive` for long sequences: torch's fused attention, some heads at a time, so that neither the scores nor
+    the keys and values of all heads ever exist at once."""
+    (query_len, num_heads, _), seq_len = q.shape, len(rows)
+    shape = LatentShape.of(q, rows, up)
+    at_once = max(1, EXPANDED_AT_ONCE // (seq_len * (shape.nope + shape.rope + shape.v)))
+    mask = None if query_len == seq_len else _lower_right(query_len, seq_len, q.device)
+    parts = []
+    for first in range(0, num_heads, at_once):
+        heads = slice(first, first + at_once)
+        keys, values = expand(rows, up[heads], shape.nope)
+        part = F.scaled_dot_product_attention(
+            q[:, heads].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            mask,
+            is_causal=mask is None,
+            scale=scale,
+        )
+        parts.append(part[0].transpose(0, 1))
+    return torch.cat(parts, dim=1)
+
+
+def decode_absorbed(
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float
+) -> Tensor:
+    """One absorbed query a sequence, for many sequences in two batched products.
+
+    Args:
+        q: `[num_seqs, num_heads, rank + rope]`.
+        block_tables: `[num_seqs, max_blocks]` int32.
+        seq_lens: `[num_seqs]` int32, at least 1.
+
+    Returns:
+        `[num_seqs, num_heads, rank]`: each head's average of its sequence's latents.
+    """
+    exact, block_size = torch.promote_types(q.dtype, torch.float32), kv_cache.shape[1]
+    longest = int(seq_lens.max())
+    position = torch.arange(-(-longest // block_size) * block_size, device=q.device)
+    seen = position < seq_lens.unsqueeze(1)
+    # An entry past a sequence's last block may name any block, and a row past its last token may be NaN.
+    tables = block_tables[:, : len(position) // block_size].where(seen[:, ::block_size], 0)
+    rows = kv_cache.index_select(0, tables.flatten()).view(len(q), len(position), q.shape[2]).to(exact)
+    rows[~seen] = 0
+    scores = torch.bmm(q.to(exact), rows.transpose(1, 2)) * scale  # [num_seqs, num_heads, positions]
+    weights = scores.masked_fill(~seen.unsqueeze(1), float("-inf")).softmax(dim=-1)
+    return torch.bmm(weights, rows[:, :, :rank]).to(q.dtype)
+
+
+def alike(lengths: list[int], most: int) -> list[list[int]]:
+    """Indices of sequences in groups that one batched product may serve: lengths within a factor of 1.5, padding
+    included at most `most` tokens (but one sequence at least)."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and longest <= 1.5 * lengths[index] + 16 and longest * (len(groups[-1]) + 1) <= most:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+class CpuLatentBackend:
+    """Decodes of similar length in two batched products; prompts and chunks one sequence at a time."""
+
+    name = "cpu"
+
+    def forward(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        up: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> Tensor:
+        """See `LatentBackend.forward`."""
+        write_latent(latent, kv_cache, metadata.slot_mapping)
+        shape = LatentShape.of(q, latent, up)
+        out = q.new_zeros(len(q), shape.num_heads, shape.v)
+        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+        counts = [last - first for first, last in pairwise(starts)]
+        decodes = [s for s, count in enumerate(counts) if count == 1]
+        for group in alike([seq_lens[s] for s in decodes], GATHERED_AT_ONCE // kv_cache.shape[2]):
+            seqs = torch.tensor([decodes[i] for i in group])
+            tokens = metadata.query_start_loc[seqs].long()
+            averages = decode_absorbed(
+                absorb(q[tokens], up, shape.rope), kv_cache, metadata.block_tables[seqs], metadata.seq_lens[seqs],
+                shape.rank, scale,
+            )  # fmt: skip
+            out[tokens] = unabsorb(averages, up, shape.v)
+        for s, count in enumerate(counts):
+            if count > 1:
+                mine = slice(starts[s], starts[s + 1])
+                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
+                way = attend_expanded if shape.prefers_naive(count, seq_lens[s]) else attend_absorbed
+                out[mine] = way(q[mine], rows, up, scale)
+        return out

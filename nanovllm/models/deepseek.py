@@ -1,0 +1,176 @@
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in all layers but the first.
+
+Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.attention.base import Rotary
+from nanovllm.attention.latent import attend_latent
+from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
+from nanovllm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.layers import Layer, Linear, Place, RMSNorm
+from nanovllm.models.llama import MLP, LlamaModel, rotary_table
+from nanovllm.models.moe import MoE, MoEForCausalLM
+
+# The norms inside of latent attention have an epsilon of their own, which no configuration changes.
+LATENT_EPS = 1e-6
+
+
+def yarn_frequencies(config: ModelConfig) -> Tensor:
+    """Angle a position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN stretches them (Peng et al.
+    2023, arXiv 2309.00071).
+
+    A pair that turns more than `beta_fast` times within the original context keeps its frequency, one that turns less
+    than `beta_slow` times is slowed by `factor`, and between those two pairs, by number, there is a straight ramp.
+    """
+    scaling, dim = config.rope_scaling, config.head_dim
+    frequencies = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+
+    def pair_that_turns(times: float) -> float:
+        context = scaling["original_max_position_embeddings"]
+        return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(pair_that_turns(scaling.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(pair_that_turns(scaling.get("beta_slow") or 1)), dim - 1)
+    slow = ((torch.arange(dim // 2, device="cpu") - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies * (1 - slow) + frequencies / scaling["factor"] * slow
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """What YaRN multiplies queries and keys with, since longer contexts want sharper attention."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
+    """`rotary_table`, and YaRN's where the checkpoint asks for it: `[max_positions, head_dim]` float32 on the CPU."""
+    scaling = config.rope_scaling
+    if scaling["rope_type"] != "yarn":
+        return rotary_table(config, max_positions)
+    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
+    angles = torch.outer(positions, yarn_frequencies(config))
+    scale, factor = scaling.get("attention_factor"), scaling["factor"]
+    if scale is None:
+        # DeepSeek applies the part that is for all channels to the scores; the rotated ones get what is left.
+        mscale, all_dim = scaling.get("mscale") or 0.0, scaling.get("mscale_all_dim") or 0.0
+        both = mscale > 0 and all_dim > 0
+        scale = (
+            yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
+        )
+    return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
+
+
+class LatentUpProjection(Layer):
+    """For each head of this rank, the matrix that makes its key and its value of a latent. Attention multiplies with
+    parts of it, and never with the whole, so it is no `Linear`: nobody may pack it."""
+
+    def __init__(self, config: ModelConfig, group: GroupCoordinator | None = None) -> None:
+        super().__init__()
+        self.head_rows = config.qk_nope_head_dim + config.v_head_dim
+        self.shard = Shard.equal(config.num_heads * self.head_rows, group or get_tp_group())
+        self.weight = nn.Parameter(torch.empty(self.shard.size, config.kv_lora_rank), requires_grad=False)
+
+    def place(self, kind: str, part: int = 0) -> Place:
+        """Where the rows of this rank's heads belong."""
+        return self.shard.place(self.get_parameter(kind))
+
+    @property
+    def heads(self) -> Tensor:
+        """`[num_heads, nope + v, rank]`."""
+        return self.weight.view(-1, self.head_rows, self.weight.shape[1])
+
+
+class LatentAttention(nn.Module):
+    """Projections to queries and to one latent for all heads, rotary positions, and a call to whoever attends.
+
+    Ranks share the heads; the latent has none, so that every rank computes and caches all of it.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.rank, self.nope = layer, config.kv_lora_rank, config.qk_nope_head_dim
+        self.interleaved = config.rope_interleave
+        self.head_dim = config.qk_nope_head_dim + config.head_dim
+        scaling = config.rope_scaling
+        sharper = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
+        self.scale = self.head_dim**-0.5 * sharper**2
+        hidden, width, bias = config.hidden_size, config.num_heads * self.head_dim, config.output_bias
+        if config.q_lora_rank:
+            self.q_a_proj = Linear(hidden, config.q_lora_rank, bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_b_proj = ColumnParallelLinear(config.q_lora_rank, width)
+        else:
+            self.q_proj = ColumnParallelLinear(hidden, width)
+        self.kv_a_proj_with_mqa = Linear(hidden, config.latent_width, bias)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS)
+        self.kv_b_proj = LatentUpProjection(config)
+        self.o_proj = RowParallelLinear(config.num_heads * config.v_head_dim, hidden, bias)
+        self.compresses_queries = config.q_lora_rank > 0
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        compressed = self.q_a_layernorm(self.q_a_proj(x)) if self.compresses_queries else x
+        q = (self.q_b_proj if self.compresses_queries else self.q_proj)(compressed)
+        q = q.view(len(x), -1, self.head_dim)
+        latent = self.kv_a_proj_with_mqa(x)
+        q_rope, k_rope = self._in_halves(q[:, :, self.nope :]), self._in_halves(latent[:, None, self.rank :])
+        q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
+        q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
+        latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
+        return self.o_proj(attend_latent(q, latent, self.kv_b_proj.heads, self.layer, self.scale).flatten(1))
+
+    def _in_halves(self, x: Tensor) -> Tensor:
+        """A copy with the first channels of all pairs before the second ones, as our rotation wants them. q·k does not
+        mind, as both are put in the same order."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x.contiguous()
+
+
+class DeepseekDecoderLayer(nn.Module):
+    """Latent attention and an MLP or experts, each on the normalised residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = LatentAttention(config, layer)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp: MoE | MLP = MLP(config)
+        if config.moe is not None and config.moe.sparse_layers[layer]:
+            self.mlp = MoE(config.moe, config.hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, rotary)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class DeepseekModel(LlamaModel):
+    """Embedding, layers, final norm: Llama's, made of the pieces above."""
+
+    layer_class = DeepseekDecoderLayer
+    rotary_table = staticmethod(latent_rotary_table)
+
+
+class DeepseekForCausalLM(MoEForCausalLM):
+    """DeepSeek-V2 and V3, which differ in how they route tokens to experts, and nowhere else."""
+
+    model_class = DeepseekModel
+    fused: ClassVar[dict[str, tuple[str, int]]] = {
+        name: place for name, place in MoEForCausalLM.fused.items() if name.startswith("mlp.")
+    }
+
+    def checkpoint_place(self, name: str) -> Place | None:
+        """As `MoEForCausalLM.checkpoint_place`; None, too, for what predicts one token more (V3's multi-token prediction,
+        which is stored as a layer after the last)."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is not None and int(layer[1]) >= self.config.num_layers:
+            return None
+        return super().checkpoint_place(name)
