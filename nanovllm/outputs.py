@@ -114,7 +114,8 @@ class OutputCollector:
 
 @dataclass
 class EngineStats:
-    """Where the engine stands after a step; counters count from its start."""
+    """Where the engine stands after a step; counters count from its start. `num_waves` counts those that have ended, of
+    an engine in lock-step with others."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -124,3 +125,4 @@ class EngineStats:
     num_queried_tokens: int = 0
     num_hit_tokens: int = 0
     num_steps: int = 0
+    num_waves: int = 0

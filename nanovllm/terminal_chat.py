@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
 import importlib
 import json
 import sys
@@ -149,7 +148,7 @@ def _refuse_idle_flags(arguments: argparse.Namespace) -> None:
         if arguments.api_key is not None:
             arguments.parser.error("--api-key has no effect without --url, which names the server it is for")
         return
-    for f in dataclasses.fields(EngineConfig):
+    for f in EngineConfig.flags():
         value = getattr(arguments, f.name)
         if f.name != "model" and value != f.default:
             flag = ("--no-" if value is False else "--") + f.name.replace("_", "-")

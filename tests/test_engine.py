@@ -746,10 +746,13 @@ OTHER_VALUES: dict[str, Any] = {
     "max_num_waiting": 0,
     "trace": "trace.jsonl",
     "attention_backend": "torch",
+    "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 2,
+    "data_parallel_size": 2,
 }
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(EngineConfig), ids=lambda field: field.name)
+@pytest.mark.parametrize("field", EngineConfig.flags(), ids=lambda field: field.name)
 def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     parser = argparse.ArgumentParser()
     EngineConfig.add_arguments(parser)

@@ -1,0 +1,369 @@
+"""Data parallelism: several engines, each in a process of its own, behind the interface of one.
+
+Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import zmq
+
+from nanovllm.config import EngineConfig
+from nanovllm.data_rank import DataRank, rank_environments
+from nanovllm.distributed.data_parallel import Router, Waves, rank_config
+from nanovllm.engine_process import Command, Report
+from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.remote import START_SECONDS, uninterrupted
+from nanovllm.hub import resolve_model
+from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import EngineStats
+from nanovllm.processor import EngineLimits
+from nanovllm.recorder import RecordSink
+from nanovllm.request import EngineOutput, EngineRequest
+from nanovllm.trace import Trace
+from nanovllm.trace_format import TraceDecoder
+from nanovllm.worker import HEARTBEAT_SECONDS, SILENCE_SECONDS
+
+if TYPE_CHECKING:
+    from nanovllm.engine import EngineCore
+
+logger = logging.getLogger(__name__)
+
+# An engine that loses another one, with which it is in lock-step, reports that, too: for so long, look for who was first.
+BLAME_SECONDS = 1.0
+
+
+class DataParallelCore:
+    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects what they say.
+
+    Engines of a model whose experts they share (`enable_expert_parallel`) can only step together; the coordinator starts
+    the waves of these steps, see `Waves`.
+
+    Args:
+        config: the settings of all engines.
+        trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file, see `trace_path`.)
+        blocking: `step` waits for a report. Else it takes what is there, for those who poll `sources`.
+
+    Raises:
+        ValueError: settings that do not fit; no process is left.
+        ExecutorError: an engine could not start.
+    """
+
+    has_work = False  # it only reacts
+    is_in_process = False
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
+        self.config, self.trace, self._blocking = config, trace, blocking
+        folder = resolve_model(config.model, config.revision)
+        name = config.served_model_name or config.model
+        has_experts = ModelConfig.from_pretrained(folder).moe is not None
+        self.waves = Waves() if config.enable_expert_parallel and has_experts else None
+        self.ranks: list[DataRank] = []
+        self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
+        self._reason = ""  # why there are no engines any more
+        self._looked = 0.0
+        self._sinks: list[RecordSink] = []
+        self._new_sinks: list[RecordSink] = []
+        self._decoder: TraceDecoder | None = None  # while somebody watches
+        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
+        settings = [cast(Report, rank.ready).trace_settings for rank in self.ranks]
+        capacity = min(each["num_blocks"] for each in settings) if config.enable_prefix_caching else 0
+        self.router = Router(len(self.ranks), config.block_size, capacity)
+        if trace is not None:
+            trace.settings |= self.trace_settings | {"model": name}
+            self.watch(trace.record)
+
+    def _start(self, config: EngineConfig) -> None:
+        environments = rank_environments(config)
+        names = tempfile.mkdtemp(prefix="nanovllm-")  # of sockets, for this user alone
+        address = f"file://{names}/rendezvous" if self.waves is not None else ""
+        try:
+            for rank, environment in enumerate(environments):
+                settings = rank_config(config, rank, address)
+                self.ranks.append(DataRank(self._context, names, rank, settings, environment))
+                self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
+            self._finalizer = weakref.finalize(self, _kill, [rank.process for rank in self.ranks])
+            self._wait_until_ready()
+        except BaseException:
+            self._end("the engines could not start")
+            raise
+        finally:
+            shutil.rmtree(names, ignore_errors=True)  # they are all connected
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while any(rank.ready is None for rank in self.ranks):
+            self._poller.poll(100)
+            for rank in self.ranks:
+                rank.receive()
+            self.check_health()
+            if time.monotonic() > deadline:
+                late = next(rank for rank in self.ranks if rank.ready is None)
+                self._fail(f"{late.name} has not started after {START_SECONDS:g} seconds")
+
+    # ---------------------------------------------------------------- what a front end asks for
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What every engine can take."""
+        limits = [cast(EngineLimits, cast(Report, rank.ready).limits) for rank in self.ranks]
+        return min(limits, key=lambda each: each.max_request_tokens)
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sums over the engines; of `kv_cache_usage`, the mean."""
+        each = [rank.stats for rank in self.ranks]
+        total = EngineStats(*(sum(column) for column in zip(*map(dataclasses.astuple, each), strict=True)))
+        total.num_waiting = sum(rank.num_waiting for rank in self.ranks) - total.num_swapped
+        total.kv_cache_usage /= len(each)
+        total.num_waves = max(stats.num_waves for stats in each)
+        return total
+
+    @property
+    def trace_settings(self) -> dict[str, Any]:
+        """Those of the first engine, which is the one that can be watched."""
+        first = cast(Report, self.ranks[0].ready).trace_settings
+        return first | {"data_rank": 0, "data_parallel_size": len(self.ranks)}
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return bool(self._rank_of)
+
+    @property
+    def sources(self) -> Sequence[zmq.Socket[Any]]:
+        """Sockets on which reports come that `step` should see to."""
+        return [rank.reports for rank in self.ranks]
+
+    def add_request(self, source: EngineRequest) -> None:
+        """Hand a sequence to one of the engines.
+
+        Raises:
+            ValueError: no engine could ever run it, or its id is in use.
+            ExecutorError: an engine has died.
+        """
+        self._check()
+        limit = self.limits.max_request_tokens
+        if source.request_id in self._rank_of:
+            raise ValueError(f"request id {source.request_id!r} is in use")
+        if not 0 < len(source.prompt_token_ids) < limit:
+            raise ValueError(
+                f"a prompt must have 1 to {limit - 1} tokens here, got {len(source.prompt_token_ids)}"
+            )
+        rank = self.ranks[self.router.choose(source, [rank.load for rank in self.ranks])]
+        with uninterrupted():
+            self._rank_of[source.request_id] = rank
+            rank.send(Command(add=[source]))
+            self._start_wave()
+
+    def abort_request(self, request_id: str, reason: str = "abort") -> bool:
+        """End a sequence within a step. False if it has ended already."""
+        rank = self._rank_of.pop(request_id, None)
+        if rank is not None and not self._reason:
+            rank.send(Command(abort={request_id: reason}))
+        return rank is not None
+
+    def step(self) -> list[EngineOutput]:
+        """What the engines have reported; if `blocking`, wait for something.
+
+        Raises:
+            ExecutorError: an engine has died, hangs, or failed; all others have been ended.
+        """
+        self._check()
+        outputs: list[EngineOutput] = []
+        seen = False
+        while not seen:
+            if self._blocking and self.has_unfinished:
+                self._poller.poll(int(HEARTBEAT_SECONDS * 1000))
+            with uninterrupted():
+                for rank in self.ranks:
+                    for report in rank.receive():
+                        seen = True
+                        outputs += self._take(rank, report)
+            self.check_health()
+            seen = seen or not (self._blocking and self.has_unfinished)
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, here and there."""
+        self._check()
+        self.router.forget()
+        for rank in self.ranks:
+            rank.send(Command(order="reset_prefix_cache"))
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step of the first engine; see `EngineCore.watch`."""
+        self._check()
+        if sink not in self._sinks + self._new_sinks:
+            self._new_sinks.append(sink)
+        self._decoder = self._decoder or TraceDecoder(self.trace_settings)
+        self.ranks[0].send(Command(order="watch", show_tokens=True))
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        self._sinks = [s for s in self._sinks if s != sink]
+        self._new_sinks = [s for s in self._new_sinks if s != sink]
+        if self._decoder is not None and not self._sinks + self._new_sinks and not self._reason:
+            self._decoder = None
+            self.ranks[0].send(Command(order="unwatch"))
+
+    # ---------------------------------------------------------------- reports
+
+    def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
+        refused = [EngineOutput(key, finish_reason="abort") for key in report.refused]
+        for request_id, reason in report.refused.items():  # its id was in use a moment ago
+            logger.error("%s has refused request %s: %s", rank.name, request_id, reason)
+        # What comes of requests that were aborted meanwhile is passed over.
+        news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
+        for output in news:
+            if output.finish_reason is not None:
+                del self._rank_of[output.request_id]
+        if self.waves is not None and report.stats.num_waves > self.waves.ended:
+            # The first to say so: the others will, or have a request and do not know yet that they wait for a start.
+            self.waves.end(report.stats.num_waves - 1)
+            self._start_wave()
+        for line, is_start in report.steps:
+            self._show(line, is_start)
+        return news
+
+    def _start_wave(self) -> None:
+        """If there is something to do, and no wave runs, have all engines start one."""
+        if self.waves is None or self.waves.running or not self._rank_of:
+            return
+        self.waves.start(self.waves.ended)
+        for rank in self.ranks:
+            rank.send(Command(order="start_wave", wave=self.waves.ended))
+
+    def _show(self, line: bytes, is_start: bool) -> None:
+        if self._decoder is None or not (is_start or self._sinks):
+            return
+        record = self._decoder.decode(line)
+        if is_start:
+            self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
+        for sink in self._sinks:
+            sink(record)
+
+    # ---------------------------------------------------------------- life and death
+
+    def check_health(self) -> None:
+        """See that every engine is alive.
+
+        Raises:
+            ValueError: one refuses what the user has asked for.
+            ExecutorError: one has died, hangs, or has failed.
+        """
+        self._check()
+        now = time.monotonic()
+        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # nobody was looking before
+            for rank in self.ranks:
+                rank.heard = now
+        self._looked = now
+        for rank in self.ranks:
+            rank.feel_pulse()
+            if rank.fatal is not None or rank.is_gone:
+                self._blame(rank)
+            # Until it is ready, an engine may keep the interpreter to itself while it imports its libraries.
+            if rank.ready is not None and now - rank.heard > SILENCE_SECONDS:
+                self._fail(
+                    f"{rank.name}, process {rank.process.pid}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
+                )
+
+    def _blame(self, suspect: DataRank) -> None:
+        """Something is wrong with this engine, or with one that it is in lock-step with: find out with which, and end all."""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while time.monotonic() < deadline and self._killed() is None:
+            time.sleep(0.02)
+            for rank in self.ranks:
+                rank.receive()
+        for rank in self.ranks:
+            rank.receive()  # its last words
+            if rank.fatal is not None and rank.fatal.user_error:
+                self._end(rank.fatal.fatal)
+                raise ValueError(rank.fatal.fatal)
+        if (killed := self._killed()) is not None:
+            self._fail(f"{killed.name}, process {killed.process.pid}, {killed.end()}")
+        words = [f"{r.name}: {r.fatal.fatal}" for r in self.ranks if r.fatal is not None]
+        # Who only misses another one speaks of a collective that failed.
+        words.sort(key=lambda text: ("CollectiveError" in text, text.count("\n")))
+        self._fail(words[0] if words else f"{suspect.name} has ended")
+
+    def _killed(self) -> DataRank | None:
+        """An engine that ended without a word. All who speak may only miss it."""
+        return next((rank for rank in self.ranks if rank.fatal is None and rank.end()), None)
+
+    def _check(self) -> None:
+        if self._reason:
+            raise ExecutorError(self._reason)
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._end(reason)
+        raise ExecutorError(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._reason:
+            return
+        self._reason = reason
+        self._rank_of.clear()
+        _kill([rank.process for rank in self.ranks])
+        for rank in self.ranks:
+            rank.close()
+        self._context.term()
+
+    def close(self) -> None:
+        """End all engines; those that do not in a second are killed."""
+        if not self._reason:
+            # One that left a wave in its middle would leave the others waiting.
+            for request_id in list(self._rank_of):
+                self.abort_request(request_id)
+            self._listen_until(self._all_pause)
+            for rank in self.ranks:
+                rank.send(Command(order="shutdown"))
+            self._listen_until(lambda: all(rank.end() for rank in self.ranks))
+            self._end("the engines have been shut down")
+        if self.trace is not None:
+            self.trace.close()
+
+    def _all_pause(self) -> bool:
+        """True if every engine that is in lock-step has seen the end of the last wave that was ordered."""
+        waves = self.waves
+        return waves is None or all(r.stats.num_waves == waves.ended + waves.running for r in self.ranks)
+
+    def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:
+        """Take in reports until the condition holds; not longer than so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            self._poller.poll(10)
+            for rank in self.ranks:
+                for report in rank.receive():
+                    self._take(rank, report)
+
+
+def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
+    """The engine that the settings ask for; or several, which answer to the same names.
+
+    Raises:
+        ValueError: settings that do not fit.
+        ExecutorError: a process could not start.
+    """
+    if config.is_divided:
+        return cast("EngineCore", DataParallelCore(config, trace, blocking))
+    from nanovllm.engine import EngineCore
+
+    return EngineCore(config, trace)
