@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pathlib
@@ -10,16 +11,17 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from nanovllm.bench import client, machine, report
+from nanovllm.bench import client, machine, report, watch
 from nanovllm.bench.client import ServerError
 from nanovllm.bench.engines import EngineFailed, EngineSettings, OfflineEngine, command_line_flags
 from nanovllm.bench.machine import Limits, MemoryMeter, Noise, NoiseMeter, process_tree
 from nanovllm.bench.metrics import Timeline, compare, figures, intruder_figures
 from nanovllm.bench.roofline import ModelCost, Work, least_work, roofline_share, workload_work
 from nanovllm.bench.suite import Launch, Results, Run, Started
-from nanovllm.bench.workloads import NAMED, BenchRequest, custom_workload
+from nanovllm.bench.workloads import NAMED, BenchRequest, custom_workload, endless_workload
 from nanovllm.cli import main
 from nanovllm.models.config import ModelConfig
 from tests.oracle import make_checkpoint
@@ -310,6 +312,77 @@ def test_an_engine_that_cannot_start_is_named_with_its_reason(
     assert process_tree(engine.process.pid) == []
 
 
+# ---------------------------------------------------------------- what a watcher costs
+
+
+def test_each_kind_of_pair_comes_in_both_orders() -> None:
+    kinds = [(pair.watched, pair.swapped) for pair in watch.plan(5)]
+    assert kinds[:4] == [(True, False), (False, False), (True, True), (False, True)] and len(kinds) == 10
+    assert [pair.windows for pair in watch.plan(2)] == [
+        (True, False),
+        (False,) * 2,
+        (False, True),
+        (False,) * 2,
+    ]
+
+
+def test_a_trend_favours_nobody() -> None:
+    num_windows = 4 * (watch.WARM_UP_PAIRS + 40)
+    pairs, noise = watch.plan(watch.WARM_UP_PAIRS + 40), Noise(0.0, 0.0, 2.0)
+    seen = [window for pair in pairs for window in pair.windows]
+    # Contexts grow, each window is 1 % slower than the one before; and who is watched loses 5 %.
+    speeds = [400 * 0.99**i * (0.95 if seen[i] else 1) for i in range(num_windows)]
+    found = watch.summarize(pairs, speeds, 20.0, 1.0, noise)
+    assert len(found.watched.pairs) == len(found.control.pairs) == 40
+    assert found.watched.ratio == pytest.approx(0.95, abs=0.001) and found.control.ratio == pytest.approx(
+        1, abs=0.001
+    )
+    assert found.watched.low < 0.95 < found.watched.high < 1 < found.control.high
+    assert found.tokens_per_second == pytest.approx(400 * 0.99 ** (num_windows / 2 + 4), rel=0.05)
+
+
+def test_an_interval_narrows_with_the_pairs() -> None:
+    few, many = (watch.Estimate.of([0.9, 1.0, 1.1, 1.0] * n) for n in (2, 20))
+    assert few.ratio == many.ratio == 1 and few.low < many.low <= 1 <= many.high < few.high
+    assert watch.Estimate.of([0.97]) == watch.Estimate(0.97, 0.97, 0.97, [0.97])
+
+
+def test_a_window_holds_whole_steps() -> None:
+    # A step of two tokens every 0.3 s, from 0.3 on.
+    lines = [Timeline(0.0, [(0.3 * (i + 1) + late, 1) for i in range(20)]) for late in (0.0, 0.001)]
+    assert watch.rates(lines, [(1.0, 2.0), (2.0, 2.5), (2.11, 5.0)]) == pytest.approx([2 / 0.3] * 3)
+    assert np.isnan(watch.rates(lines, [(0.1, 1.0), (1.0, 1.1), (7.0, 8.0)])).all()
+
+
+def test_pairs_without_a_speed_are_left_out() -> None:
+    pairs, noise = watch.plan(watch.WARM_UP_PAIRS + 3), Noise(0.0, 0.0, 2.0)
+    speeds = [100.0, 200.0] * len(pairs)
+    speeds[-3] = math.nan  # of the last pair that somebody watched
+    found = watch.summarize(pairs, speeds, 20.0, 1.0, noise)
+    assert found.watched.pairs == [0.5, 2.0] and found.control.pairs == [0.5, 2.0, 0.5]
+    with pytest.raises(EngineFailed, match="--window"):
+        watch.summarize(pairs, [math.nan] * len(speeds), 20.0, 1.0, noise)
+
+
+def test_the_streams_of_the_load_do_not_end_together() -> None:
+    requests = watch.endless_requests(endless_workload(4, 8, 100), VOCABULARY, seed=0)
+    first = list(itertools.islice(requests, 12))
+    assert [r.max_tokens for r in first] == [25, 50, 75, 100] + [100] * 8
+    assert len({tuple(r.prompt_token_ids) for r in first}) == 12 and all(
+        len(r.prompt_token_ids) == 8 for r in first
+    )
+
+
+def test_a_server_that_shows_no_step_is_named() -> None:
+    with watch.Watcher("http://127.0.0.1:9") as watcher:  # where nobody answers
+        watcher.watch(0.1)
+        watcher._process.wait()
+        with pytest.raises(EngineFailed, match="not let itself be watched"):
+            watcher.watch(0.1)
+        with pytest.raises(EngineFailed, match="showed no step"):
+            watcher.counts()
+
+
 # ---------------------------------------------------------------- reports
 
 
@@ -361,7 +434,6 @@ def test_markdown_and_json_say_the_same() -> None:
         (["latency", "--engine", "vllm"], "needs --vllm-python"),
         (["latency", "--engine", "vllm", "--vllm-python", "/nowhere"], "not an executable"),
         (["serve", "--engine", "hf"], "has no server"),
-        (["latency", "--engine", "nanovllm-watched"], "is a server"),
         (["latency", "--workload", "W9"], "unknown workload 'W9'"),
         (["latency", "--workload", "W2"], "belongs to `bench throughput`"),
         (["latency", "--workload", "W1", "--input-len", "3"], "exclude each other"),
@@ -374,6 +446,21 @@ def test_markdown_and_json_say_the_same() -> None:
         (["latency", "--json", "/nowhere/x.json"], "no such folder"),
         (["latency", "--input-len", "300"], "over the 256 that fit"),
         (["latency", "--device", "cuda"], "measures CPUs"),
+        (["latency", "--pairs", "3"], "belongs to `bench watch`"),
+        (["watch", "--minutes", "3"], "belongs to `bench gpu`"),
+        (["all", "--part", "orders"], "belongs to `bench parallel`"),
+        (["watch", "--dry-run"], "belongs to `bench gpu` and `bench parallel`"),
+        (["parallel", "--part", "orders,all"], "unknown part 'all'"),
+        (["parallel", "--engine", "hf"], "no option --engine"),
+        (["parallel", "--num-prompts", "3"], "no option --num-prompts"),
+        (["parallel", "--repeats", "0"], "--repeats must be"),
+        (["parallel", "-tp", "2"], "chooses the engine's settings"),
+        (["watch", "--engine", "hf"], "no option --engine"),
+        (["watch", "--repeats", "2"], "no option --repeats"),
+        (["watch", "--max-concurrency", "2"], "with --streams"),
+        (["watch", "--pairs", "0"], "--pairs must be"),
+        (["watch", "--window", "nan"], "--window above 0"),
+        (["watch", "--streams", "0"], "1 or more"),
     ],
 )
 def test_a_mistake_is_answered_in_one_line(
@@ -382,6 +469,27 @@ def test_a_mistake_is_answered_in_one_line(
     assert main(["bench", *words, "--model", str(checkpoint)]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("nanovllm bench: error: ") and message in lines[0]
+
+
+def test_watching_from_the_command_line_to_the_files(
+    checkpoint: pathlib.Path,
+    tmp_path: pathlib.Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nanovllm.bench.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
+    words = ["bench", "watch", "--model", str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "8MiB"]
+    words += ["--pairs", "2", "--window", "1", "--streams", "3", "--input-len", "8", "--output-len", "40"]
+    words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
+    assert main(words) == 0
+    data = json.loads((tmp_path / "r.json").read_text())
+    for kind in ("watched", "control"):
+        found = data[kind]
+        assert len(found["pairs"]) == 2 and 0 < found["low"] <= found["ratio"] <= found["high"]
+    assert data["tokens_per_second"] > 0 and data["lines_per_second"] > 0
+    shown, text = capsys.readouterr().out, (tmp_path / "r.md").read_text()
+    for name in ("watched / unwatched", "3 streams without an end"):
+        assert name in shown and name in text
 
 
 @pytest.mark.parametrize("benchmark", ["latency", "throughput", "serve"])
@@ -395,7 +503,7 @@ def test_from_the_command_line_to_the_files(
     # Measuring them takes seconds, and has a test of its own.
     for module in ("nanovllm.bench", "nanovllm.bench.suite"):
         monkeypatch.setattr(f"{module}.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
-    engines = ["nanovllm", "nanovllm-watched" if benchmark == "serve" else "hf"]
+    engines = ["nanovllm"] if benchmark == "serve" else ["nanovllm", "hf"]
     words = ["bench", benchmark, "--model", str(checkpoint), "--engine", ",".join(engines), "--repeats", "1"]
     words += ["--input-len", "12", "--output-len", "5", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
     words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3"]

@@ -20,7 +20,7 @@ import torch
 from nanovllm import ops
 from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
-from nanovllm.bench.gpu import attention, checks, command, environment, parts, report, tokens, trace
+from nanovllm.bench.gpu import attention, checks, command, environment, nccl, parts, report, tokens, trace
 from nanovllm.bench.gpu.cases import attention_case, oracle, relative_error
 from nanovllm.bench.gpu.parts import Outcome, Part, Runner
 from nanovllm.bench.gpu.results import Results
@@ -29,6 +29,7 @@ from nanovllm.bench.gpu.shapes import SHAPES
 from nanovllm.bench.gpu.trace import StepSplit, kind_of, split_steps
 from nanovllm.bench.roofline import ModelCost
 from nanovllm.cli import main
+from nanovllm.distributed.cost_model import Link
 from nanovllm.models.config import ModelConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,15 +57,16 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path) -> None:
     assert set(status.values()) == {"done"} and len(status) == len(parts.plan(dry_run=True)) - 1
     assert {limit["name"] for limit in found["limits"]} == {"bytes_per_second", "flops_per_second"}
     assert sum(check["passed"] is True for check in found["checks"]) >= 17
-    assert all("seconds" in row for row in found["decode"])
+    assert all("seconds" in row for row in found["decode"] + found["latent"])
     implementations = {row["implementation"] for row in found["prefill"] if "seconds" in row}
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
     engines = {row["engine"]: row for row in found["end_to_end"]}
     assert len(engines) == 4 and all("seconds" in row for row in found["end_to_end"])
+    assert [row["operation"] for row in found["collectives"]] == ["all-reduce"] * 3 + ["all-gather"] * 3
     splits = {(row["engine"], row["workload"]): row["running"] for row in found["step_split"]}
     modes = ("nanovllm, graphs", "nanovllm, eager")
     assert splits == {(mode, name): n for mode in modes for name, n in (("W1", 1), ("256 requests", 3))}
-    assert len(found["targets"]) == 6 and all(target["reached"] is None for target in found["targets"])
+    assert len(found["targets"]) == 7 and all(target["reached"] is None for target in found["targets"])
     text = files[1].read_text()
     assert report.DRY_RUN in text and "| dry run |" in text
 
@@ -260,6 +262,55 @@ def test_what_the_sanitizer_says(
         assert next(found)["passed"] is passed
 
 
+# ---------------------------------------------------------------- two GPUs
+
+TOPOLOGY = """\
+\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity
+GPU0\t X \t{}\tSYS\t0-63\t0
+GPU1\t{}\t X \tSYS\t0-63\t0
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "capability", "generation", "name"),
+    [
+        ("NV18", 9, "5", "NVLink 4"),
+        ("NV18", 10, "5", "NVLink 5"),
+        ("NV12", 8, "4", None),  # the cost model knows no NVLink 3
+        ("PHB", 9, "5", "PCIe 5.0 x16"),
+        ("SYS", 8, "4", "PCIe 4.0 x16"),
+        ("SYS", 7, "3", None),
+    ],
+)
+def test_the_link_is_read_from_the_topology(way: str, capability: int, generation: str, name: str) -> None:
+    link = nccl.link_of(TOPOLOGY.format(way, way), capability, generation)
+    assert (link and link.name) == name
+    assert nccl.link_of("", capability, generation) is None
+
+
+def test_collectives_are_compared_with_the_cost_model() -> None:
+    link = Link("made up", 2e-6, 400e9)
+    times = {
+        "all-reduce": [2 * (2e-6 + size / 2 / 400e9) for size in nccl.SIZES],
+        "all-gather": [2 * (2e-6 + size / 400e9) for size in nccl.SIZES],  # twice what it should take
+    }
+    rows = list(nccl.collective_rows(times, nccl.SIZES, link))
+    for row in rows:
+        slower = 2 if row["operation"] == "all-gather" else 1
+        assert row["predicted_seconds"] * slower == pytest.approx(row["seconds"])
+        assert row["fitted_seconds"] == pytest.approx(row["seconds"], rel=1e-6)
+        assert row["bus_bytes"] == row["num_bytes"]  # with two ranks, both have to send as much as they have
+    assert "predicted_seconds" not in next(nccl.collective_rows(times, nccl.SIZES, None))
+    text = report.markdown(results(rows))
+    assert "| all-reduce | 2048 |" in text and "| all-gather | 134217728 |" in text
+
+
+def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Skip, match="needs 2 GPUs, and this machine has 1"):
+        next(nccl.nccl(Setting(dry_run=False, seconds=60)))
+
+
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -404,6 +455,11 @@ def prefill(implementation: str, query_len: int, seconds: float) -> dict[str, An
     return row | {"implementation": implementation, "seconds": seconds}
 
 
+def latent(heads: int, batch: int, num_bytes: int) -> dict[str, Any]:
+    row = {"table": "latent", "heads": heads, "batch": batch, "context": 8192, "flops": 10**9}
+    return row | {"seconds": 1e-3, "num_bytes": num_bytes}
+
+
 def step_split(workload: str, running: int, split: StepSplit) -> dict[str, Any]:
     row = {"table": "step_split", "shape": "Llama-3.1-8B", "engine": "nanovllm, graphs", "steps": 2}
     return row | {"workload": workload, "running": running} | vars(split)
@@ -416,6 +472,9 @@ ROWS = [
     {"table": "decode", "batch": 64, "context": 8192, "seconds": 1e-3, "num_bytes": 9 * 10**8},
     {"table": "decode", "batch": 256, "context": 8192, "seconds": 1e-3, "num_bytes": 86 * 10**7},
     {"table": "decode", "batch": 256, "context": 32768, "reason": "does not fit into the memory"},
+    latent(16, 64, 82 * 10**7),
+    latent(16, 256, 79 * 10**7),
+    latent(128, 256, 10**7),
     prefill("nanovllm", 4096, 1e-3),
     prefill("nanovllm", 8192, 1e-3),
     prefill("SDPA flash", 4096, 0.8e-3),
@@ -438,6 +497,7 @@ def test_targets_take_the_worst_of_their_values() -> None:
     figures = [(target.measured, target.reached) for target in results(ROWS).targets()]
     assert figures == [
         (pytest.approx(86), True),  # of 90 and 86; a batch of one and what does not fit say nothing
+        (pytest.approx(79), False),  # of 82 and 79; 128 heads say nothing
         (pytest.approx(70), True),
         (pytest.approx(1.25), False),  # slower at 4k, faster at 8k
         (pytest.approx(90), True),
@@ -460,7 +520,7 @@ def test_ratios_are_between_equal_work_only() -> None:
 def test_whatever_was_found_can_be_reported(rows: list[dict[str, Any]]) -> None:
     text = report.markdown(results(rows))
     data = json.loads(report.as_json(results(rows)))
-    assert len(data["targets"]) == 6 and text.count("\n| ") >= 10
+    assert len(data["targets"]) == 7 and text.count("\n| ") >= 10
     for table in report.tables(results(rows)):
         assert {len(row) for row in table.rows} == {len(table.columns)}
     assert report.DRY_RUN in report.markdown(results(rows, dry_run=True))

@@ -7,27 +7,42 @@ run, and are compared pair by pair, because a machine that others use as well is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import rich.console
 
 from nanovllm.bench.engines import ENGINES, OFFLINE_ENGINES, SERVING_ENGINES, EngineSettings
 from nanovllm.bench.machine import measure_limits, usable_cores
-from nanovllm.bench.workloads import NAMED, Mode, Workload, custom_workload
+from nanovllm.bench.workloads import NAMED, Mode, Workload, custom_workload, endless_workload
 from nanovllm.config import EngineConfig
 
 if TYPE_CHECKING:
+    from nanovllm.bench.engines import EngineFailed
+    from nanovllm.bench.report import Context
     from nanovllm.bench.suite import Results, Suite
 
 MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
 DEFAULT_REPEATS, DEFAULT_MINUTES = 3, 9.0
+DEFAULT_PAIRS, DEFAULT_STREAMS, DEFAULT_WINDOW = 100, 16, 1.0
 _CUSTOM = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
+#: Options of some benchmarks only.
+_OWNERS = {
+    "dry_run": ("gpu", "parallel"),
+    "minutes": ("gpu",),
+    "part": ("parallel",),
+    **dict.fromkeys(("pairs", "streams", "window"), ("watch",)),
+}
+#: What `bench parallel` lets one choose of the engine.
+_PARALLEL_SETTINGS = ("model", "revision", "dtype", "seed")
 
 
 class BenchError(ValueError):
@@ -38,15 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of `bench`."""
     parser.add_argument(
         "benchmark",
-        choices=["latency", "throughput", "serve", "all", "gpu"],
-        help="what to measure; gpu: prove and measure everything that an NVIDIA GPU is needed for",
+        choices=["latency", "throughput", "serve", "all", "watch", "parallel", "gpu"],
+        help="what to measure; watch: what it costs nanovllm's server that somebody reads its /trace; parallel: what it "
+        "costs that several processes compute together; gpu: prove and measure everything that an NVIDIA GPU is needed for",
     )
     group = parser.add_argument_group("benchmark")
     group.add_argument(
         "--engine",
         action="append",
         metavar="NAMES",
-        help="nanovllm, nanovllm-watched (its server while somebody reads /trace), hf (transformers) or vllm; several, with commas or by repeating the flag, run in turn, and the "
+        help="nanovllm, hf (transformers) or vllm; several, with commas or by repeating the flag, run in turn, and the "
         "first is compared with the others (default: nanovllm)",
     )
     group.add_argument("--vllm-python", metavar="PATH", help="interpreter of the environment that has vLLM")
@@ -79,9 +95,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--threads", type=int, metavar="N", help="cores an engine computes on (default: all)")
     group.add_argument(
+        "--pairs",
+        type=int,
+        metavar="N",
+        help=f"watch: pairs of windows, and as many that nobody watches (default: {DEFAULT_PAIRS})",
+    )
+    group.add_argument(
+        "--streams", type=int, metavar="N", help=f"watch: requests at once (default: {DEFAULT_STREAMS})"
+    )
+    group.add_argument(
+        "--window", type=float, metavar="S", help=f"watch: seconds of a window (default: {DEFAULT_WINDOW:g})"
+    )
+    group.add_argument(
         "--dry-run",
-        action="store_true",
-        help="gpu: the same code on the CPU, with tiny sizes; no measurement",
+        action="store_const",
+        const=True,
+        help="gpu: the same code on the CPU, with tiny sizes; no measurement; parallel: tiny sizes, likewise",
+    )
+    group.add_argument(
+        "--part",
+        action="append",
+        metavar="NAMES",
+        help="parallel: some of orders, executor, all-reduce, pipeline, experts, weights, throughput (default: all)",
     )
     group.add_argument("--minutes", type=float, metavar="M", help="gpu: how long it may take (default: 9)")
     group.add_argument("--json", metavar="FILE", help="write every run to this file")
@@ -93,8 +128,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit code: 2 for a bad command line, 1 if an engine failed."""
     from nanovllm.models.config import UnsupportedModelError
 
+    others = {"gpu": _measure_gpu, "parallel": _measure_parallel, "watch": _measure_watched}
+    measure = others.get(arguments.benchmark, _measure)
     try:
-        return _measure_gpu(arguments) if arguments.benchmark == "gpu" else _measure(arguments)
+        for name, owners in _OWNERS.items():
+            if arguments.benchmark not in owners and getattr(arguments, name) is not None:
+                names = " and ".join(f"`bench {owner}`" for owner in owners)
+                _refuse(arguments, name, f"it belongs to {names}")
+        return measure(arguments)
     except (BenchError, UnsupportedModelError) as error:
         print(f"nanovllm bench: error: {error}", file=sys.stderr)
         return 2
@@ -104,26 +145,107 @@ def _measure(arguments: argparse.Namespace) -> int:
     from nanovllm.bench import report
 
     suite, results = _prepare(arguments)
-    # Engines have sessions of their own: however this process is told to stop, it has to end them.
+    with _ending_engines():
+        seconds, error = suite.timed_run(results)
+    context = _context(arguments, suite, results, seconds)
+    report.print_tables(results, context, _console())
+    _write(arguments, report.as_json(results, context), report.markdown(results, context))
+    return _failed(error) if error is not None else 0
+
+
+def _measure_watched(arguments: argparse.Namespace) -> int:
+    from nanovllm.bench import report, watch
+    from nanovllm.bench.engines import EngineFailed
+
+    given = {name: getattr(arguments, name) for name in ("engine", "vllm_python", "workload", *_CUSTOM)}
+    given["repeats"] = None if arguments.repeats == DEFAULT_REPEATS else arguments.repeats
+    for name, value in given.items():
+        if value is not None and name not in ("input_len", "output_len"):
+            _refuse(arguments, name, "it measures nanovllm's server, with --streams and --pairs")
+    num_pairs = DEFAULT_PAIRS if arguments.pairs is None else arguments.pairs
+    window = DEFAULT_WINDOW if arguments.window is None else arguments.window
+    if num_pairs < 1 or not 0 < window < float("inf"):
+        raise BenchError("--pairs must be 1 or more and --window above 0")
+    suite, results = _prepare(arguments)
+    start = time.perf_counter()
+    try:
+        with _ending_engines():
+            found = watch.measure(suite, results, num_pairs, window)
+    except EngineFailed as error:
+        return _failed(error)
+    context = _context(arguments, suite, results, time.perf_counter() - start)
+    lines = found.lines(context, suite.workloads[0])
+    report.show([found.table()], lines, _console())
+    _write(arguments, found.as_json(context), report.document(context.command, [lines], [found.table()]))
+    return 0
+
+
+def _measure_parallel(arguments: argparse.Namespace) -> int:
+    for name in ("engine", "vllm_python", "workload", *_CUSTOM):
+        if getattr(arguments, name) is not None:
+            _refuse(arguments, name, "it has workloads of its own; --part chooses among them")
+    config = EngineConfig.from_arguments(arguments)
+    if config != EngineConfig(**{name: getattr(arguments, name) for name in _PARALLEL_SETTINGS}):
+        free = ", ".join(f"--{name}" for name in _PARALLEL_SETTINGS)
+        raise BenchError(
+            f"`bench parallel` chooses the engine's settings itself, except {free}: leave the others out"
+        )
+    num_threads = _check(arguments, ["nanovllm"], [])
+    from nanovllm.bench import report
+    from nanovllm.bench.parallel import command
+    from nanovllm.bench.parallel.findings import Report
+
+    try:
+        names = command.part_names(arguments.part)
+    except ValueError as error:
+        raise BenchError(str(error)) from error
+    start = time.perf_counter()
+    with _ending_engines():
+        parts = command.run_parts(names, config, num_threads, arguments.repeats, bool(arguments.dry_run))
+    seconds = time.perf_counter() - start
+    model = "a tiny one" if arguments.dry_run else config.model
+    context = report.Context.now(_command_line(), model, config.dtype, num_threads, seconds)
+    found = Report(context, parts, bool(arguments.dry_run))
+    report.show(found.tables(), found.lines(), _console())
+    _write(arguments, found.as_json(), report.document(context.command, [found.lines()], found.tables()))
+    return int(found.failed)
+
+
+@contextlib.contextmanager
+def _ending_engines() -> Iterator[None]:
+    """Engines have sessions of their own: however this process is told to stop, it has to end them."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        seconds, error = suite.timed_run(results)
+        yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-    settings = suite.engines[0]
-    context = report.Context.now(
-        _command_line(), arguments.model, settings.options["dtype"], settings.num_threads, seconds, results
-    )
+
+
+def _context(arguments: argparse.Namespace, suite: Suite, results: Results, seconds: float) -> Context:
+    from nanovllm.bench.report import Context
+
+    dtype, threads = suite.engines[0].options["dtype"], suite.engines[0].num_threads
+    return Context.now(_command_line(), arguments.model, dtype, threads, seconds, results)
+
+
+def _console() -> rich.console.Console:
     # Where nobody watches, the tables need not fit into a window.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 120)
-    report.print_tables(results, context, console)
-    for path, write in ((arguments.json, report.as_json), (arguments.markdown, report.markdown)):
+    return rich.console.Console(width=None if sys.stdout.isatty() else 120)
+
+
+def _write(arguments: argparse.Namespace, json: str, markdown: str) -> None:
+    for path, text in ((arguments.json, json), (arguments.markdown, markdown)):
         if path is not None:
-            pathlib.Path(path).write_text(write(results, context), encoding="utf-8")
-    if error is not None:
-        print(f"nanovllm bench: error: {error}", file=sys.stderr)
-        return 1
-    return 0
+            pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+def _failed(error: EngineFailed) -> int:
+    print(f"nanovllm bench: error: {error}", file=sys.stderr)
+    return 1
+
+
+def _refuse(arguments: argparse.Namespace, name: str, why: str) -> NoReturn:
+    raise BenchError(f"`bench {arguments.benchmark}` has no option --{name.replace('_', '-')}: {why}")
 
 
 def _measure_gpu(arguments: argparse.Namespace) -> int:
@@ -133,11 +255,10 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
     if arguments.repeats != DEFAULT_REPEATS:
         given.append("repeats")
     if given:
-        raise BenchError(
-            f"`bench gpu` has no option --{given[0].replace('_', '-')}: it measures the same everywhere"
-        )
+        _refuse(arguments, given[0], "it measures the same everywhere")
     if EngineConfig.from_arguments(arguments) != EngineConfig():
         raise BenchError("`bench gpu` chooses the engine's settings itself: leave them out")
+    arguments.dry_run = bool(arguments.dry_run)
     arguments.minutes = DEFAULT_MINUTES if arguments.minutes is None else arguments.minutes
     if not 0 < arguments.minutes < float("inf"):
         raise BenchError(f"--minutes must be above 0, got {arguments.minutes}")
@@ -207,6 +328,12 @@ def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
         BenchError: an unknown workload, one of another benchmark, or options that exclude each other.
     """
     mode, custom = arguments.benchmark, {name: getattr(arguments, name) for name in _CUSTOM}
+    if mode == "watch":
+        streams = DEFAULT_STREAMS if arguments.streams is None else arguments.streams
+        try:
+            return [endless_workload(streams, arguments.input_len, arguments.output_len)]
+        except ValueError as error:
+            raise BenchError(str(error)) from error
     given = [name for name, value in custom.items() if value is not None]
     if given:
         flag = "--" + given[0].replace("_", "-")
@@ -260,9 +387,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _check(arguments: argparse.Namespace, names: list[str], workloads: list[Workload]) -> int:
     """Refuse what cannot work before anything starts; returns the number of threads."""
-    if arguments.dry_run or arguments.minutes is not None:
-        flag = "--dry-run" if arguments.dry_run else "--minutes"
-        raise BenchError(f"`bench {arguments.benchmark}` has no option {flag}; it belongs to `bench gpu`")
     if arguments.repeats < 1:
         raise BenchError(f"--repeats must be 1 or more, got {arguments.repeats}")
     num_cores = len(usable_cores())

@@ -19,6 +19,8 @@ PARTS = {
     "sanitizer": "checks",
     "tokens": "tokens",
     "decode": "attention",
+    "latent": "latent",
+    "nccl": "nccl",
     "prefill": "attention",
     "engine": "end_to_end",
     "transformers": "hugging_face",

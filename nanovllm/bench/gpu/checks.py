@@ -27,6 +27,7 @@ from nanovllm.bench.gpu.cases import (
     relative_error,
     rotated,
 )
+from nanovllm.bench.gpu.latent import latent_case
 from nanovllm.bench.gpu.setting import Row, Setting, Skip, reason_of
 from nanovllm.ops.triton_support import why_no_triton
 
@@ -58,6 +59,23 @@ LARGE: Cases = {
     "prompts alone": {"sequences": [(n, 0) for n in (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 513)], **_8B},
     # Past what 32 bits can count.
     "cache of 2.7e9 elements": {"sequences": [(1, 5000), (70, 3000)], "num_blocks": 81920, **_8B},
+}
+
+
+_DEEPSEEK = {"num_heads": 16, "rank": 512, "rope": 64, "nope": 128, "v": 128, "dtype": torch.bfloat16}
+LATENT: Cases = {
+    "mixed, 16 heads": {"sequences": MIXED, **_DEEPSEEK},
+    "mixed, fp16, 40 heads, padding": {
+        "sequences": MIXED, **_DEEPSEEK, "num_heads": 40, "dtype": torch.float16, "padding_rows": 3,
+    },
+    "mixed, fp32, blocks of 64": {"sequences": MIXED, **_DEEPSEEK, "dtype": torch.float32, "block_size": 64},
+    "decodes, 128 heads": {"sequences": [(1, 13 * i % 997) for i in range(70)], **_DEEPSEEK, "num_heads": 128},
+    "decode of 64k": {"sequences": [(1, 65535), (1, 40000), (1, 1)], **_DEEPSEEK},
+    "prompts of 2k and 300": {"sequences": [(2048, 0), (300, 0), (1, 100)], **_DEEPSEEK},
+    "chunk of 600 on 8k": {"sequences": [(600, 8000), (3, 8000)], **_DEEPSEEK},
+}  # fmt: skip
+FEW_LATENT: Cases = {
+    "bf16, small": {"sequences": [(1, 20), (1, 0), (5, 9), (0, 4), (18, 3)], "dtype": torch.bfloat16},
 }
 
 
@@ -110,6 +128,9 @@ def kernels(setting: Setting, share: str = "0/1", which: str = "all") -> Iterato
     cases = few_cases() if setting.dry_run or which == "few" else all_cases()
     for seed, (name, options) in enumerate(cases.items()):
         checks[f"attention: {name}"] = functools.partial(_attention, seed, options, device)
+    latent_cases = FEW_LATENT if setting.dry_run or which == "few" else LATENT
+    for seed, (name, options) in enumerate(latent_cases.items()):
+        checks[f"latent attention: {name}"] = functools.partial(_latent_attention, seed, options, device)
     for dtype_name, dtype in DTYPES.items():
         for name, check in OPERATORS.items():
             checks[f"{name}: {dtype_name}"] = functools.partial(check, operators, dtype, device)
@@ -152,6 +173,14 @@ def attention_error(case: AttentionCase) -> float:
     )
     errors = [case.error(out), case.cache_error()]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def _latent_attention(seed: int, options: dict[str, Any], device: torch.device) -> Row:
+    from nanovllm.attention.latent_kernels import TritonLatentBackend
+
+    case = latent_case(seed, device=device, **options)
+    errors = case.errors(TritonLatentBackend())
+    return verdict(math.nan if any(map(math.isnan, errors)) else max(errors), case.tolerance)
 
 
 # ---------------------------------------------------------------- the small operators

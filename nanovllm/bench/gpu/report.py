@@ -23,8 +23,8 @@ def number(value: float | None, factor: float = 1.0) -> str:
 
 def tables(results: Results) -> list[Table]:
     """The tables that have rows."""
-    found = [_targets(results), _parts(results), _decode(results), _prefill(results)]
-    found += [_end_to_end(results), _split(results), _checks(results)]
+    found = [_targets(results), _parts(results), _decode(results), _latent(results), _prefill(results)]
+    found += [_collectives(results), _end_to_end(results), _split(results), _checks(results)]
     return [table for table in found if table.rows]
 
 
@@ -47,6 +47,21 @@ def _decode(results: Results) -> Table:
         rows.append([*cells, number(row.get("percent_of_copy")), row.get("reason", "")])
     columns = ["sequences", "context", "µs", "GB/s", "% of copy", ""]
     return Table("Decode attention, 32/8 heads of 128, bf16, blocks of 16", columns, rows, num_labels=0)
+
+
+def _latent(results: Results) -> Table:
+    rows = []
+    for row in results.rows("latent"):
+        rate, speed = (
+            row[name] / row["seconds"] if "seconds" in row else None for name in ("num_bytes", "flops")
+        )
+        cells = [*(str(row[name]) for name in ("heads", "batch", "context")), number(row.get("seconds"), 1e6)]
+        cells += [number(rate, 1e-9), number(row.get("percent_of_copy"))]
+        rows.append([*cells, number(speed, 1e-12), number(row.get("percent_of_peak")), row.get("reason", "")])
+    columns = ["heads", "sequences", "context", "µs", "GB/s", "% of copy", "TFLOP/s", "% of peak", ""]
+    return Table(
+        "Latent decode, absorbed, latents of 512 + 64, bf16, blocks of 16", columns, rows, num_labels=0
+    )
 
 
 def _prefill(results: Results) -> Table:
@@ -72,6 +87,21 @@ def _prefill(results: Results) -> Table:
     columns = ["new tokens", "before them", "ms", "TFLOP/s", "% of peak", *(f"{o} ÷" for o in OTHERS), ""]
     title = "Prefill attention, the same shape, causal FLOPs; then the others' time over nanovllm's"
     return Table(title, columns, rows, num_labels=0)
+
+
+def _collectives(results: Results) -> Table:
+    rows = []
+    for row in results.rows("collectives"):
+        cells = [row["operation"], str(row["num_bytes"]), number(row["seconds"], 1e6)]
+        cells += [number(row["bus_bytes"] / row["seconds"], 1e-9)]
+        for name in ("predicted_seconds", "fitted_seconds"):
+            seconds = row.get(name)
+            cells += [number(seconds, 1e6), number(seconds and seconds / row["seconds"])]
+        rows.append(cells)
+    columns = ["operation", "bytes a rank", "µs", "GB/s sent"]
+    columns += ["data sheet: µs", "÷ measured", "best fit: µs", "÷ measured"]
+    title = "Collectives on 2 GPUs, and what the cost model says of the link"
+    return Table(title, columns, rows, num_labels=1)
 
 
 def _end_to_end(results: Results) -> Table:
@@ -146,7 +176,17 @@ def markdown(results: Results) -> str:
 
 def as_json(results: Results) -> str:
     """Everything as JSON."""
-    names = ("facts", "limits", "checks", "decode", "prefill", "end_to_end", "step_split")
+    names = (
+        "facts",
+        "limits",
+        "checks",
+        "decode",
+        "latent",
+        "prefill",
+        "collectives",
+        "end_to_end",
+        "step_split",
+    )
     found = {"dry_run": results.dry_run, "context": results.context, "failed": results.failed}
     found |= {"targets": [asdict(target) for target in results.targets()]}
     found |= {"parts": [{k: v for k, v in asdict(o).items() if k != "rows"} for o in results.outcomes]}

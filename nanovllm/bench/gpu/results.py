@@ -63,10 +63,10 @@ class Results:
     def derive(self) -> None:
         """Add to each row what follows from it and from the machine's ceilings, if those were measured."""
         bandwidth, peak = (self.limits.get(f"{name}_per_second") for name in ("bytes", "flops"))
-        for row in self.rows("decode"):
+        for row in self.rows("decode") + self.rows("latent"):
             if "seconds" in row and bandwidth:
                 row["percent_of_copy"] = 100 * row["num_bytes"] / row["seconds"] / bandwidth
-        for row in self.rows("prefill"):
+        for row in self.rows("prefill") + self.rows("latent"):
             if "seconds" in row and peak:
                 row["percent_of_peak"] = 100 * row["flops"] / row["seconds"] / peak
         for row in self.rows("end_to_end"):
@@ -111,6 +111,13 @@ class Results:
             for row in self.rows("decode")
             if row["batch"] >= 64 and row["context"] >= 8192 and "percent_of_copy" in row
         ]
+        latent_decodes = [
+            row["percent_of_copy"]
+            for row in self.rows("latent")
+            if (row["heads"], row["batch"]) in ((16, 64), (16, 256))
+            and row["context"] >= 8192
+            and "percent_of_copy" in row
+        ]
         at_8k = self._values("prefill", "percent_of_peak", implementation=OURS, query_len=8192, context=0)
         slower = [1 / ratio for ratio in self.prefill_ratios(FLASH).values()]
         step = self._values(
@@ -123,6 +130,7 @@ class Results:
         at_least, at_most = Target.at_least, Target.at_most
         found = [
             at_least("decode attention from 64 × 8k up, of copy bandwidth", 85, " %", big_decodes),
+            at_least("latent decode, 16 heads, from 64 × 8k up, of copy bandwidth", 80, " %", latent_decodes),
             at_least("prefill attention of 8k, of the bf16 matrix peak", 60, " %", at_8k),
             at_most("prefill attention, time over that of torch's flash SDPA", 1.1, "", slower),
             at_least("8B shape, decode step of one stream, of the weight-bandwidth limit", 85, " %", step),
