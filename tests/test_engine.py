@@ -729,6 +729,7 @@ def test_parse_bytes(text: str | int, expected: int) -> None:
 
 
 OTHER_VALUES: dict[str, Any] = {
+    "eplb_config": '{"step_interval": 100}',
     "model": "some/model",
     "tokenizer": "some/tokenizer",
     "served_model_name": "short",
@@ -752,6 +753,13 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 
+# What makes sense only together with others.
+COMPANIONS = {
+    "enable_eplb": ["enable_expert_parallel"],
+    "eplb_config": ["enable_expert_parallel", "enable_eplb"],
+}
+
+
 @pytest.mark.parametrize("field", EngineConfig.flags(), ids=lambda field: field.name)
 def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     parser = argparse.ArgumentParser()
@@ -765,7 +773,9 @@ def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
         value = choices[-1] if choices else OTHER_VALUES[field.name]
         arguments = [f"{flag}={value}"]
     assert value != field.default
+    companions = COMPANIONS.get(field.name, [])
+    arguments += ["--" + name.replace("_", "-") for name in companions]
     parsed = EngineConfig.from_arguments(parser.parse_args(arguments))
-    assert parsed == dataclasses.replace(EngineConfig(), **{field.name: value})
+    assert parsed == EngineConfig(**{field.name: value}, **dict.fromkeys(companions, True))
     assert EngineConfig.from_arguments(parser.parse_args([])) == EngineConfig()
     assert flag in parser.format_help()
