@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-import subprocess
 import tempfile
 import time
 import weakref
@@ -22,6 +21,7 @@ from nanovllm.data_rank import DataRank, rank_environments
 from nanovllm.distributed.data_parallel import Router, Waves, rank_config
 from nanovllm.engine_process import Command, Report
 from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.multiprocess import clean_up
 from nanovllm.executor.remote import START_SECONDS, uninterrupted
 from nanovllm.hub import resolve_model
 from nanovllm.models.config import ModelConfig
@@ -85,20 +85,20 @@ class DataParallelCore:
 
     def _start(self, config: EngineConfig) -> None:
         environments = rank_environments(config)
-        names = tempfile.mkdtemp(prefix="nanovllm-")  # of sockets, for this user alone
+        names = self._names = tempfile.mkdtemp(prefix="nanovllm-")  # of sockets, for this user alone
         address = f"file://{names}/rendezvous" if self.waves is not None else ""
         try:
             for rank, environment in enumerate(environments):
                 settings = rank_config(config, rank, address)
                 self.ranks.append(DataRank(self._context, names, rank, settings, environment))
                 self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
-            self._finalizer = weakref.finalize(self, _kill, [rank.process for rank in self.ranks])
+            self._finalizer = weakref.finalize(self, clean_up, [rank.process for rank in self.ranks], names)
             self._wait_until_ready()
+            if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
+                shutil.rmtree(names)  # they are all connected; but NCCL meets when two ranks first talk
         except BaseException:
             self._end("the engines could not start")
             raise
-        finally:
-            shutil.rmtree(names, ignore_errors=True)  # they are all connected
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -314,7 +314,7 @@ class DataParallelCore:
             return
         self._reason = reason
         self._rank_of.clear()
-        _kill([rank.process for rank in self.ranks])
+        clean_up([rank.process for rank in self.ranks], self._names)
         for rank in self.ranks:
             rank.close()
         self._context.term()
@@ -346,13 +346,6 @@ class DataParallelCore:
             for rank in self.ranks:
                 for report in rank.receive():
                     self._take(rank, report)
-
-
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
 
 
 def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:

@@ -63,8 +63,11 @@ class MemoryBudget:
 
     def free(self) -> int:
         """Bytes that the pool may take if nobody says how many."""
-        if self.runner.device.type != "cuda":
-            return min(psutil.virtual_memory().available // 4, 4 * 2**30)
+        if (
+            self.runner.device.type != "cuda"
+        ):  # all ranks share the memory; on several machines, there is more than this
+            ranks = self.config.world_size * self.config.data_parallel_size
+            return min(psutil.virtual_memory().available // 4, 4 * 2**30) // ranks
         with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
             profile = self.profile()
         share = self.config.gpu_memory_utilization

@@ -247,7 +247,7 @@ class ModelRunner:
         batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
         hidden = self._forward(batch)
         if self.balancer is not None:
-            self.balancer.after_step()
+            self.balancer.after_step(was_dummy=schedule.empty)
         if hidden is None:
             return StepResult
         sampled = self._sample(schedule, batch, hidden)

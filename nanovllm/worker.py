@@ -130,9 +130,9 @@ class Worker:
 
 
 class Mouth(threading.Thread):
-    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and between that, that this
-    process lives. When nobody listens any more, the
-    process ends: it has lost its parent.
+    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and besides, every second,
+    that this process lives: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
+    its parent.
 
     Args:
         send: sends a message (a sign of life is None), or raises OSError.
@@ -145,6 +145,7 @@ class Mouth(threading.Thread):
         super().__init__(name="mouth", daemon=True)
         self._send, self._on_lost = send, on_lost
         self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), threading.Event()
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message, which the function returns once it is there."""
@@ -172,18 +173,26 @@ class Mouth(threading.Thread):
 
     def run(self) -> None:
         """The thread."""
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        while (message := self._messages.get()) is not None:
+            if not self._speak(message()):
+                break
+        self._closed.set()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_SECONDS):
+            if not self._speak(None):
+                break
+
+    def _speak(self, message: Any) -> bool:
+        """Send; False if nobody listens."""
         try:
-            while True:
-                try:
-                    message = self._messages.get(timeout=HEARTBEAT_SECONDS)
-                except queue.Empty:
-                    self._send(None)
-                    continue
-                if message is None:
-                    return
-                self._send(message())
+            with self._lock:
+                self._send(message)
+            return True
         except OSError:
             self._on_lost()
+            return False
 
 
 def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
@@ -225,6 +234,13 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
             wait = worker.launch(*arguments)
             if worker.is_output_rank:
                 mouth.answer(number, wait)
+        elif name == "allocate":
+            try:
+                worker.allocate(*arguments)
+            except ValueError as error:  # not enough memory: the message says which setting to change
+                mouth.complain(Complaint(True, str(error)))
+                return False
+            mouth.answer(number, _done(None))
         else:
             mouth.answer(number, _done(getattr(worker, name)(*arguments)))
     destroy_groups()

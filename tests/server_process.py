@@ -28,6 +28,11 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = 
         time.sleep(0.02)
 
 
+def are_gone(processes: list[psutil.Process]) -> bool:
+    """Whether none of them runs any more."""
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
 class ServerProcess:
     """`nanovllm serve` on a port that the system chose.
 

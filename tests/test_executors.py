@@ -26,7 +26,7 @@ from nanovllm.executor.remote import uninterrupted
 from nanovllm.models.config import ModelConfig
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.rank_faults import EXIT_CODE
-from tests.server_process import wait_until
+from tests.server_process import are_gone, wait_until
 
 OPTIONS: dict[str, Any] = {
     "attention_backend": "torch",
@@ -54,11 +54,6 @@ def processes_of(llm: LLM) -> list[psutil.Process]:
     executor = llm.engine.core.executor
     assert isinstance(executor, multiprocess.MultiprocessExecutor)
     return [psutil.Process(rank.process.pid) for rank in executor.ranks]
-
-
-def are_gone(processes: list[psutil.Process]) -> bool:
-    """Whether none of them runs any more."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
 def prompts_with_common_prefix(count: int) -> list[list[int]]:

@@ -517,6 +517,27 @@ def test_only_the_window_counts() -> None:
         assert before < after > 0.95
 
 
+def test_padding_of_dummy_steps_does_not_count() -> None:
+    """Rank 1 has a request in the first step only; what its padding visits afterwards moves no expert."""
+
+    def work(group: ThreadGroup) -> Any:
+        layer = OneLayer(ExpertPlacement.initial(6, 2, 2), group)
+        balancer = LoadBalancer([layer], EPLBConfig(window_size=5, step_interval=5), group)
+        for step in range(5):
+            is_dummy = group.rank_in_group == 1 and step > 0
+            layer.load += torch.tensor([500, 0, 0, 0, 0, 0] if is_dummy else [1, 1, 1, 1, 1, 30])
+            balancer.after_step(was_dummy=is_dummy)
+        return layer.dispatcher.placement
+
+    for placement in on_threads(2, work):
+        assert len(placement.replicas[5]) == 2
+
+
+def test_a_stage_without_experts_has_nothing_to_balance() -> None:
+    balancer = LoadBalancer([], EPLBConfig(window_size=1, step_interval=2), GroupCoordinator("ep", [0], 0))
+    assert not any(balancer.after_step() for _ in range(5))
+
+
 def test_a_window_of_several_intervals() -> None:
     group = GroupCoordinator("ep", [0], 0)
     layer = OneLayer(ExpertPlacement.initial(4, 1), group)

@@ -25,7 +25,7 @@ from nanovllm.executor.remote import interface_of
 from nanovllm.executor.torchrun import Launch, _introduce, _meet
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
-from tests.server_process import START_SECONDS, wait_until
+from tests.server_process import START_SECONDS, are_gone, wait_until
 
 # The engine reports a lost rank within 5 s; a busy machine may take longer.
 SOON = 15.0
@@ -256,8 +256,7 @@ def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.
     assert response.status_code == 200, response.text
     assert response.json()["usage"]["completion_tokens"] == 150
     wait_until(lambda: job.is_over, SOON, "torchrun and all ranks have ended")
-    listening = [p for p in job.processes if p.is_running()]
-    assert not listening and "the engine is dead" not in job.text
+    assert are_gone(job.processes) and "the engine is dead" not in job.text
 
 
 @pytest.mark.parametrize(

@@ -186,4 +186,7 @@ class ExpertDispatcher:
         """
         back = self.group.all_to_all(y, handle.received, handle.sent)
         out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
-        return out.index_add_(0, handle.tokens, back.float()).to(y.dtype)
+        # Rank by rank, since a token comes once from each: in one go, a GPU would add in whatever order threads come.
+        for tokens, rows in zip(handle.tokens.split(handle.sent), back.split(handle.sent), strict=True):
+            out[tokens] += rows.float()
+        return out.to(y.dtype)

@@ -147,12 +147,14 @@ class EPLBConfig:
         step_interval: steps from one balancing to the next.
         num_redundant_experts: slots beyond one for each expert, over all ranks.
         log_balancedness: log mean over maximum of the ranks' loads each time.
+        shared_as_routed: place a model's shared expert as one that every token is routed to (not in vLLM).
     """
 
     window_size: int = 1000
     step_interval: int = 3000
     num_redundant_experts: int = 0
     log_balancedness: bool = False
+    shared_as_routed: bool = False
 
     def __post_init__(self) -> None:
         if self.window_size < 1 or self.step_interval < 1 or self.num_redundant_experts < 0:
@@ -214,12 +216,26 @@ class LoadBalancer:
         self.balancedness = (1.0, 1.0)
         # Steps count when their loads can still matter: a window is a part of the interval, or several whole ones.
         self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
+        self._known = [
+            torch.zeros_like(layer.load) for layer in layers
+        ]  # loads after the last step that counted
 
-    def after_step(self) -> bool:
+    @torch.inference_mode()
+    def after_step(self, was_dummy: bool = False) -> bool:
         """Count a step, and balance if it is time.
+
+        Args:
+            was_dummy: this rank had no request in the step: what its padding visited does not count.
 
         Returns: whether experts have moved.
         """
+        if not self.layers:  # a stage of a pipeline that has none, all of whose ranks have none
+            return False
+        for layer, known in zip(self.layers, self._known, strict=True):
+            if was_dummy:
+                layer.load.copy_(known)
+            else:
+                known.copy_(layer.load)
         self.step += 1
         phase = self.step % self.config.step_interval
         if phase == 0:
@@ -233,8 +249,9 @@ class LoadBalancer:
     def _take_loads(self) -> Tensor:
         """What was counted since the last call, `[num_layers, num_experts]` int64."""
         counted = torch.stack([layer.load for layer in self.layers])
-        for layer in self.layers:
+        for layer, known in zip(self.layers, self._known, strict=True):
             layer.load.zero_()
+            known.zero_()
         return counted
 
     @torch.inference_mode()

@@ -157,12 +157,16 @@ def with_expert_settings(model_config: ModelConfig, config: EngineConfig) -> Mod
         raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; leave it out")
     if not config.enable_expert_parallel or model_config.moe is None:
         return model_config
-    redundant = 0
+    moe = replace(model_config.moe, enable_expert_parallel=True)
     if config.enable_eplb:
         from nanovllm.distributed.load_balance import EPLBConfig
 
-        redundant = EPLBConfig.from_json(config.eplb_config or "{}").num_redundant_experts
-    moe = replace(model_config.moe, enable_expert_parallel=True, num_redundant_experts=redundant)
+        settings = EPLBConfig.from_json(config.eplb_config or "{}")
+        moe = replace(
+            moe,
+            num_redundant_experts=settings.num_redundant_experts,
+            shared_as_routed=settings.shared_as_routed,
+        )
     return replace(model_config, moe=moe)
 
 
@@ -175,12 +179,11 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     """
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
     from nanovllm.distributed.tensor_parallel import check_tensor_parallel
+    from nanovllm.models.moe import check_experts
 
     check_tensor_parallel(model_config, config.tensor_parallel_size)
     check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     if model_config.moe is not None:
-        from nanovllm.models.moe import check_experts
-
         check_experts(model_config.moe, config.tensor_parallel_size, config.data_parallel_size)
     backend = choose_backend(config)
     asked = (
@@ -216,6 +219,7 @@ def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:
     """In words: the grids of `least` to `most` ranks that a model can be divided into."""
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
     from nanovllm.distributed.tensor_parallel import check_tensor_parallel
+    from nanovllm.models.moe import check_experts
 
     found = []
     for tensor in range(1, most + 1):
@@ -223,6 +227,8 @@ def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:
             with contextlib.suppress(ValueError):
                 check_tensor_parallel(model_config, tensor)
                 check_pipeline_parallel(model_config.num_layers, pipeline)
+                if model_config.moe is not None:
+                    check_experts(model_config.moe, tensor)
                 found.append(f"{tensor} x {pipeline}")
     return " or ".join(found) or "another number of processes: no grid of this model has as many ranks"
 

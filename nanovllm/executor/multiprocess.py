@@ -23,7 +23,7 @@ from nanovllm.distributed.data_parallel import engine_grid
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import RemoteExecutor, RemoteRank, uninterrupted
+from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, RemoteRank, uninterrupted
 from nanovllm.models.config import ModelConfig
 from nanovllm.worker import SILENCE_SECONDS, WorkerSetup
 
@@ -45,7 +45,8 @@ class RankProcess(RemoteRank):
         self.connection = Connection(ours.detach())
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         # All ranks are on this machine, so nothing has to listen beyond it.
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        for library in ("GLOO", "NCCL"):
+            environment.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", self.program, str(theirs.fileno())],
@@ -72,11 +73,13 @@ class RankProcess(RemoteRank):
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _kill(processes: list[subprocess.Popen[bytes]]) -> None:
+def clean_up(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
+    """End processes, whatever they do, and remove a folder."""
     for process in processes:
         process.kill()
     for process in processes:
         process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _order_queue(num_ranks: int) -> MessageQueue | None:
@@ -107,7 +110,8 @@ class MultiprocessExecutor(RemoteExecutor):
         try:
             for rank in range(self.grid.world_size):
                 self.ranks.append(RankProcess(rank, self.grid, threads))
-            self._finalizer = weakref.finalize(self, _kill, [rank.process for rank in self.ranks])
+            processes = [rank.process for rank in self.ranks]
+            self._finalizer = weakref.finalize(self, clean_up, processes, self._folder)
             self._orders = _order_queue(self.grid.world_size)
             handle = self._orders.handle if self._orders is not None else None
             address = config.data_parallel_address or f"file://{self._folder}/rendezvous"
@@ -117,11 +121,15 @@ class MultiprocessExecutor(RemoteExecutor):
                 setup = WorkerSetup(config, model_config, folder, *place, address, threads, handle, level)
                 r.connection.send(setup)
             self._start()
+            if self._orders is not None:
+                self._orders.wait_until_attached(
+                    SILENCE_SECONDS
+                )  # where its memory has a name, it loses that now
+            if not self.on_gpu:  # NCCL meets when two ranks first talk, gloo has met
+                shutil.rmtree(self._folder, ignore_errors=True)
         except BaseException:
             self._end()
             raise
-        finally:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """End all ranks; those that do not in a second are killed."""
@@ -136,12 +144,17 @@ class MultiprocessExecutor(RemoteExecutor):
         self._end()
 
     def _send(self, order: bytes) -> None:
-        if self._orders is not None:
-            with contextlib.suppress(PeerLost, TimeoutError):  # who is gone, or hangs, will be blamed
-                return self._orders.put(order, SILENCE_SECONDS)
-        for rank in self.ranks:
-            with contextlib.suppress(OSError):
-                rank.connection.send_bytes(order)
+        if self._orders is None:
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):  # it is gone, and will be blamed
+                    rank.connection.send_bytes(order)
+            return
+        try:
+            self._orders.put(order, ORDER_SECONDS)
+        except PeerLost:
+            pass  # it will be blamed
+        except TimeoutError as error:
+            self._fail(str(error))
 
     def _listen(self, timeout: float) -> None:
         by_connection = {rank.connection: rank for rank in self.ranks if not rank.is_gone}
@@ -152,7 +165,7 @@ class MultiprocessExecutor(RemoteExecutor):
 
     def _end(self) -> None:
         self.is_broken = True
-        _kill([rank.process for rank in self.ranks])
+        clean_up([rank.process for rank in self.ranks], self._folder)
         for rank in self.ranks:
             rank.connection.close()
         if self._orders is not None:

@@ -21,6 +21,8 @@ from nanovllm.worker import HEARTBEAT_SECONDS, SILENCE_SECONDS, Complaint
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
 START_SECONDS = 600.0
+# A rank that lives and does not come to the end of an order will not, after this.
+ORDER_SECONDS = 300.0
 # Ranks that lose a peer report it, too: for so long, look for who was first.
 BLAME_SECONDS = 0.5
 
@@ -176,14 +178,15 @@ class RemoteExecutor(Executor):
         number = self._order(name, *arguments)
         return [self._answer(rank, number) for rank in self.ranks]
 
-    def _answer(self, rank: RemoteRank, order: int, timeout: float = float("inf")) -> Any:
+    def _answer(self, rank: RemoteRank, order: int, timeout: float = ORDER_SECONDS) -> Any:
         """What this rank answers to an order, while all are listened to. Earlier answers are not waited for any more."""
         self._check()
         deadline = time.monotonic() + timeout
         while order not in rank.answers:
             self._hear(HEARTBEAT_SECONDS)
             if time.monotonic() > deadline:
-                self._fail(f"{rank.name} has not started after {timeout:g} seconds")
+                what = "answered" if rank.is_ready else "started"
+                self._fail(f"{rank.name}, {rank.where}, has not {what} after {timeout:g} seconds")
         answer = rank.answers[order]
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer

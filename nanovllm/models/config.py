@@ -117,7 +117,7 @@ class ModelConfig:
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedModelError(
-                f"quantized checkpoints ({method}) are not supported yet; use the original one"
+                f"quantized checkpoints ({method}) are not supported yet; use one in bfloat16 or float16"
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))

@@ -141,9 +141,8 @@ class DeepseekDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = LatentAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp: MoE | MLP = MLP(config)
-        if config.moe is not None and config.moe.sparse_layers[layer]:
-            self.mlp = MoE(config.moe, config.hidden_size)
+        sparse = config.moe is not None and config.moe.sparse_layers[layer]
+        self.mlp: MoE | MLP = MoE(config.moe, config.hidden_size) if config.moe and sparse else MLP(config)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)

@@ -14,7 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops import reference
+from nanovllm.ops import reference, triton_interpreter
+from nanovllm.ops.triton_support import is_interpreted
+
+if is_interpreted():
+    triton_interpreter.repair()
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
