@@ -135,13 +135,16 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         Launch.from_environment()
 
 
-def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_that_leads_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
     Launch(0, 0, 1, 2, 0, "127.0.0.1", 1).choose_interface()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     Launch(0, 0, 1, 2, 0, "127.0.0.1", 1).choose_interface()  # the other machine cannot be there
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert "--master-addr 127.0.0.1 is a loopback address here" in caplog.text
     loopback = interface_of("127.0.0.1")
     assert loopback is not None and interface_of("203.0.113.1") is None
     Launch(0, 0, 2, 2, 0, "127.0.0.1", 1).choose_interface()

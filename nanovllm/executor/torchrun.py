@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import pickle
@@ -36,6 +37,8 @@ from nanovllm.worker import Complaint, Mouth, WorkerSetup, run_worker
 ORPHAN_SECONDS = 60.0
 # What may differ from machine to machine, or is rank 0's business alone.
 OWN_SETTINGS = ("model", "tokenizer", "revision", "served_model_name", "trace")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,12 @@ class Launch:
             probe.connect(found[4])  # sends nothing
             ours = probe.getsockname()[0]
         interface = interface_of(ours)
-        if interface is not None and not ours.startswith("127."):
+        if ours.startswith("127."):  # as a host's own name does on some systems
+            logger.warning(
+                "--master-addr %s is a loopback address here (%s), where ranks on other machines cannot come: give one of "
+                "the network that leads to them, or name that network in GLOO_SOCKET_IFNAME", self.address, ours,
+            )  # fmt: skip
+        elif interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
