@@ -677,18 +677,20 @@ def test_http(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
 
         def ask() -> None:
             body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
-            failures.append(server.post("/v1/completions", body))
+            while (response := server.post("/v1/completions", body)).status_code == 200:
+                pass  # again, so that there is load when the engine is killed
+            failures.append(response)
 
         askers = [threading.Thread(target=ask) for _ in range(4)]
         for asker in askers:
             asker.start()
-        wait_until(lambda: server.metrics()["num_requests_running"] == 4)
+        wait_until(lambda: server.metrics()["num_requests_running"] >= 2)
         ranks[1].kill()
         start = time.monotonic()
         for asker in askers:
             asker.join(20)
         assert time.monotonic() - start < 15
-        assert [r.status_code for r in failures] == [500] * 4 or all(r.status_code >= 500 for r in failures)
+        assert len(failures) == 4 and all(r.status_code >= 500 for r in failures)
         assert all(f"data rank 1, process {ranks[1].pid}, was killed by SIGKILL" in r.text for r in failures)
         assert server.get("/health").status_code == 503
         wait_until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in ranks))
