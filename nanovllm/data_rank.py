@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.data_parallel import load_score
 from nanovllm.distributed.shared_collectives import CollectiveError
 from nanovllm.engine_process import Command, Report, run_engine
+from nanovllm.executor.multiprocess import how_it_ended
 from nanovllm.outputs import EngineStats
 from nanovllm.worker import Mouth
 
@@ -126,10 +126,7 @@ class DataRank:
 
     def end(self) -> str:
         """How its process ended, in words; "" if it lives."""
-        code = self.process.poll()
-        if code is None:
-            return ""
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self.process)
 
     def close(self) -> None:
         """Close the lines to it."""

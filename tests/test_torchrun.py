@@ -96,17 +96,14 @@ def test_a_program_on_two_ranks(tiny_model: pathlib.Path, script: pathlib.Path) 
     assert "Traceback" not in ended.stderr and "terminate called" not in ended.stderr
 
 
+def serve_on_two_ranks() -> list[str]:
+    """A command line, without the model."""
+    options = ["--nproc-per-node", "2", "--master-port", str(free_port())]
+    return [*TORCHRUN, *options, "-m", "nanovllm", "serve"]
+
+
 def test_as_many_processes_as_ranks(tiny_model: pathlib.Path) -> None:
-    command = [
-        *TORCHRUN,
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-        "-m",
-        "nanovllm",
-        "serve",
-    ]
+    command = serve_on_two_ranks()
     ended = subprocess.run(
         [*command, str(tiny_model), "-tp", "4"], capture_output=True, text=True, timeout=200
     )
@@ -160,16 +157,7 @@ class Job:
 
     def __init__(self, model: pathlib.Path, folder: pathlib.Path) -> None:
         self.output = folder / "output.txt"
-        command = [
-            *TORCHRUN,
-            "--nproc-per-node",
-            "2",
-            "--master-port",
-            str(free_port()),
-            "-m",
-            "nanovllm",
-            "serve",
-        ]
+        command = serve_on_two_ranks()
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
                 [*command, str(model), "--port", "0", "-tp", "2", *FLAGS],

@@ -67,10 +67,15 @@ class RankProcess(RemoteRank):
 
     def end(self) -> str:
         """How it ended, in words; "" if it lives."""
-        code = self.process.poll()
-        if code is None:
-            return ""
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self.process)
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words; "" if it lives."""
+    code = process.poll()
+    if code is None:
+        return ""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 def clean_up(processes: list[subprocess.Popen[bytes]], folder: str) -> None:
