@@ -63,26 +63,39 @@ def test_a_rank_that_fails_ends_all_and_says_why() -> None:
 # ---------------------------------------------------------------- figures
 
 
+def passages(*times: list[float], begin: float = 100.0, wait: float = 0.0) -> list[pipeline.Passage]:
+    """What stages see that compute so long for each micro-batch, if sending takes no time; `wait` is lost at the end."""
+    free = pipeline.with_free_lines([pipeline.Passage(0, 0, each) for each in times])
+    return [pipeline.Passage(begin, begin + each.end + wait, each.computing) for each in free]
+
+
+def by_stage(rounds: list[list[pipeline.Passage]]) -> list[list[pipeline.Passage]]:
+    return [list(stage) for stage in zip(*rounds, strict=True)]
+
+
 def test_the_bubble_of_stages_that_take_equally_long_is_the_theorys() -> None:
-    step = 0.25
-    stages: list[list[Any]] = [[], []]
-    for count in pipeline.MICRO_BATCHES:
-        for stage in range(2):
-            begin = 100.0 + stage * step
-            stages[stage].append((count, (begin, begin + count * step, count * step)))
-    found = pipeline.report_bubbles(stages, tokens=7)
+    equal = [passages([0.25] * count, [0.25] * count) for count in pipeline.MICRO_BATCHES]
+    found = pipeline.report_bubbles(by_stage(equal), "steps", has_goal=True)
     assert reached(found) == [True] * 4
     assert [f.measured for f in found.findings] == pytest.approx([50, 100 / 3, 20, 100 / 9])
     assert [row[0] for row in found.tables[0].rows] == ["1", "2", "4", "8"]
 
-    # Stage 1 waits for everything: nothing overlaps, and half of the time is lost however many there are.
-    for index, count in enumerate(pipeline.MICRO_BATCHES):
-        stages[1][index] = (count, (0.0, 100.0 + 2 * count * step, count * step))
-        stages[0][index] = (count, (100.0, 100.0 + count * step, count * step))
-    stages[1] = [(count, (100.0, end, busy)) for count, (_, end, busy) in stages[1]]
-    found = pipeline.report_bubbles(stages, tokens=7)
+    # Nothing overlaps, and half of the time is lost however many there are.
+    lost = [passages([0.25] * n, [0.25] * n, wait=0.25 * (n - 1)) for n in pipeline.MICRO_BATCHES]
+    found = pipeline.report_bubbles(by_stage(lost), "steps", has_goal=True)
     assert reached(found) == [True, False, False, False]
     assert [f.measured for f in found.findings] == pytest.approx([50] * 4)
+    assert [row[-2:] for row in found.tables[0].rows] == [[row[-1]] * 2 for row in found.tables[0].rows]
+    assert not pipeline.report_bubbles(by_stage(lost), "steps", has_goal=False).findings
+
+
+def test_steps_that_are_not_equally_long_cost_time_on_free_lines_too() -> None:
+    first, second = passages([1.0, 3.0], [2.0, 2.0])
+    assert (first.end, second.end) == (104, 106)  # the second one waits from 103 to 104
+    assert pipeline.bubble([first, second]) == pytest.approx(1 - 8 / 12)
+    assert pipeline.bubble(passages([2.0, 2.0], [2.0, 2.0])) == pytest.approx(1 / 3)
+    assert pipeline.bubble(passages([2.0, 2.0], [3.0, 1.0])) == pytest.approx(1 / 3)
+    assert pipeline.bubble(passages([1.0, 3.0], [3.0, 1.0])) == pytest.approx(1 - 8 / 10)
 
 
 def test_all_reduces_are_compared_by_pairs_and_predicted_from_other_sizes() -> None:

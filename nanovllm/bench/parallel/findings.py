@@ -55,6 +55,10 @@ class Found:
     tables: list[Table] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
 
+    def __add__(self, other: Found) -> Found:
+        """What both found."""
+        return Found(self.findings + other.findings, self.tables + other.tables, self.data | other.data)
+
 
 @dataclass
 class Part:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from nanovllm.bench.gpu.engine import add_requests, start_engine
@@ -36,27 +36,56 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
 
 
+@dataclass(frozen=True)
+class Passage:
+    """All micro-batches, as one stage saw them; in seconds of one clock.
+
+    Attributes:
+        begin, end: before the first micro-batch, and after the last one.
+        computing: how long the stage computed for each of them, without what it waited, sent and received.
+    """
+
+    begin: float
+    end: float
+    computing: list[float]
+
+    @property
+    def busy(self) -> float:
+        """How long it computed."""
+        return sum(self.computing)
+
+
 def theory(micro_batches: int, stages: int = STAGES) -> float:
     """The share of the stages' time that nobody can use: the first one has nothing to do at the end, the last one at the
     beginning. For stages that take equally long."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def bubble(spans: list[tuple[float, float, float]]) -> float:
-    """The share of their time in which stages did not compute.
-
-    Args:
-        spans: of each stage, when it began, when it had done its last micro-batch, and how long it computed in between,
-            in seconds of one clock.
-    """
-    whole = max(end for _, end, _ in spans) - min(begin for begin, _, _ in spans)
-    return 1 - sum(busy for _, _, busy in spans) / (len(spans) * whole)
+def whole(stages: list[Passage]) -> float:
+    """From the first stage's begin to the last one's end."""
+    return max(stage.end for stage in stages) - min(stage.begin for stage in stages)
 
 
-def run_stage(
-    folder: str, options: dict[str, Any], tokens: int, rounds: int
-) -> list[tuple[int, tuple[float, float, float]]]:
-    """On each stage: prompts of so many tokens, one a micro-batch, as fast as they come; see `bubble` for the answer.
+def bubble(stages: list[Passage]) -> float:
+    """The share of their time in which stages did not compute."""
+    return 1 - sum(stage.busy for stage in stages) / (len(stages) * whole(stages))
+
+
+def with_free_lines(stages: list[Passage]) -> list[Passage]:
+    """The same computations, each as soon as the stage is free and the one before it has done with the micro-batch: what
+    is left of the bubble if nothing takes time on the way. Steps that are not equally long make it larger than theory."""
+    arrived, passages = [0.0] * len(stages[0].computing), []
+    for stage in stages:
+        free = 0.0
+        for i, seconds in enumerate(stage.computing):
+            free = arrived[i] = max(free, arrived[i]) + seconds
+        passages.append(Passage(0.0, free, stage.computing))
+    return passages
+
+
+def run_stage(folder: str, options: dict[str, Any], tokens: int, rounds: int) -> list[Passage]:
+    """On each stage: prompts of so many tokens, one a micro-batch, as fast as they come; `rounds` times for each number of
+    micro-batches.
 
     Every stage has a scheduler of its own, and all come to the same plans: nobody has to be told, so there is nothing but the
     pipeline to be seen.
@@ -71,21 +100,18 @@ def run_stage(
             plans = [core.scheduler.schedule() for _ in range(count)]
             assert all(plan.num_tokens == tokens for plan in plans), "a prompt a step"
             get_world_group().barrier()
-            begin, waited = time.perf_counter(), receiving.seconds + sending.seconds
-            results = [core.executor.launch(plan) for plan in plans]
-            _take(results)
+            begin, computing = time.perf_counter(), []
+            for plan in plans:
+                started, on_the_line = time.perf_counter(), receiving.seconds + sending.seconds
+                core.executor.launch(plan)()
+                on_the_line = receiving.seconds + sending.seconds - on_the_line
+                computing.append(time.perf_counter() - started - on_the_line)
             end = time.perf_counter()
-            waited = receiving.seconds + sending.seconds - waited
             core.runner.link.flush()
             if turn:  # the first one is to warm up
-                found.append((count, (begin, end, end - begin - waited)))
+                found.append(Passage(begin, end, computing))
             _forget(core, plans)
     return found
-
-
-def _take(results: list[Callable[[], StepResult]]) -> None:
-    for result in results:
-        result()
 
 
 def _forget(core: EngineCore, plans: list[Schedule]) -> None:
@@ -95,36 +121,40 @@ def _forget(core: EngineCore, plans: list[Schedule]) -> None:
 
 
 def pipeline(setting: Setting) -> Found:
-    """Two stages, and 1 to 8 prompts."""
-    tokens, rounds = (16, 1) if setting.dry_run else (256, 2 * setting.repeats)
-    arguments = str(setting.folder), setting.options(max_model_len=2 * tokens), tokens, rounds
+    """Two stages, and 1 to 8 prompts: long steps, for which the goal is, since what else happens on the machine is small
+    beside them; and short ones."""
+    found, rounds = Found(), 1 if setting.dry_run else 2 * setting.repeats
     threads = max(1, setting.threads // STAGES)
-    stages = run_ranks(run_stage, Grid(pipeline=STAGES), *arguments, threads=threads)
-    return report_bubbles(stages, tokens)
+    for long_steps, tokens, dtype in ((True, 512, "float32"), (False, 256, setting.dtype)):
+        tokens = 16 if setting.dry_run else tokens
+        options = setting.options(max_model_len=2 * tokens, dtype=dtype)
+        work = (str(setting.folder), options, tokens, rounds)
+        stages = run_ranks(run_stage, Grid(pipeline=STAGES), *work, threads=threads)
+        of_what = f"prompts of {tokens} tokens, {dtype}"
+        found += report_bubbles(stages, of_what, has_goal=long_steps)
+    return found
 
 
-def report_bubbles(stages: list[list[tuple[int, tuple[float, float, float]]]], tokens: int) -> Found:
+def report_bubbles(stages: list[list[Passage]], of_what: str, has_goal: bool) -> Found:
     """What the stages' times say; see `run_stage`."""
-    found, rows = Found(data={"seconds": stages}), []
-    rounds = [
-        (first[0], [span for _, span in each]) for each in zip(*stages, strict=True) for first in each[:1]
-    ]
+    found, rows = Found(data={of_what: [[asdict(each) for each in stage] for stage in stages]}), []
+    rounds = [list(each) for each in zip(*stages, strict=True)]
     for count in MICRO_BATCHES:
-        spans = [each for number_of, each in rounds if number_of == count]
-        measured, expected = statistics.median(map(bubble, spans)), theory(count)
-        figure = f"pipeline bubble, {count} micro-batch{'es' * (count > 1)} on {STAGES} stages"
-        found.findings.append(Finding.near(figure, 100 * measured, " %", 100 * expected, TOLERANCE))
-        busy = [statistics.median(each[stage][2] for each in spans) for stage in range(STAGES)]
-        whole = statistics.median(max(e for _, e, _ in s) - min(b for b, _, _ in s) for s in spans)
-        cells = [str(count), number(1e3 * whole), *(number(1e3 * seconds) for seconds in busy)]
-        rows.append([*cells, number(100 * measured), number(100 * expected)])
-    columns = [
-        "micro-batches",
-        "ms",
-        *(f"stage {s} computes, ms" for s in range(STAGES)),
-        "bubble %",
-        "theory %",
-    ]
-    title = f"{STAGES} stages, prompts of {tokens} tokens, a prompt a micro-batch, medians of {len(rounds) // len(MICRO_BATCHES)}"
+        of_count = [each for each in rounds if len(each[0].computing) == count]
+        measured, expected = statistics.median(map(bubble, of_count)), theory(count)
+        if has_goal:
+            figure = f"pipeline bubble, {count} micro-batch{'es' * (count > 1)} on {STAGES} stages"
+            found.findings.append(Finding.near(figure, 100 * measured, " %", 100 * expected, TOLERANCE))
+        milliseconds = [statistics.median(map(whole, of_count))]
+        milliseconds += [statistics.median(each[stage].busy for each in of_count) for stage in range(STAGES)]
+        uneven = statistics.median(bubble(with_free_lines(each)) for each in of_count)
+        shares = (measured, uneven, expected)
+        rows.append(
+            [str(count), *(number(1e3 * s) for s in milliseconds), *(number(100 * s) for s in shares)]
+        )
+    computing = [f"stage {s} computes, ms" for s in range(STAGES)]
+    columns = ["micro-batches", "ms", *computing, "bubble %", "with free lines %", "theory %"]
+    repeats = len(rounds) // len(MICRO_BATCHES)
+    title = f"{STAGES} stages, {of_what}, a prompt a micro-batch, medians of {repeats}"
     found.tables.append(Table(title, columns, rows, num_labels=0))
     return found
