@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import numpy as np
 import pytest
 
+from nanovllm import LLM
 from nanovllm.bench import client, machine, report, watch
 from nanovllm.bench.client import ServerError
 from nanovllm.bench.engines import EngineFailed, EngineSettings, OfflineEngine, command_line_flags
@@ -24,7 +26,7 @@ from nanovllm.bench.suite import Launch, Results, Run, Started
 from nanovllm.bench.workloads import NAMED, BenchRequest, custom_workload, endless_workload
 from nanovllm.cli import main
 from nanovllm.models.config import ModelConfig
-from tests.oracle import make_checkpoint
+from tests.oracle import make_checkpoint, reference_model
 
 VOCABULARY = 1000
 
@@ -167,15 +169,67 @@ def tiny_model() -> ModelConfig:
     return ModelConfig("LlamaForCausalLM", 50, 8, 12, 2, 2, 1, 4, 128, layer_windows=[0, 0])
 
 
-def test_the_weights_of_a_step_are_those_of_the_model(checkpoint: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "llama-biased",
+        "llama-mha-tied",
+        "qwen3",
+        "gemma2",
+        "mixtral",
+        "qwen3-moe",
+        "deepseek-v2",
+        "deepseek-v3",
+    ],
+)
+def test_the_cost_of_a_model_is_counted_right(variant: str, tmp_path: pathlib.Path) -> None:
+    """By its checkpoint, by the operations of transformers for one token, and by the cache that the engine makes."""
+    import torch
     from safetensors import safe_open
+    from torch.utils.flop_counter import FlopCounterMode
 
-    config = ModelConfig.from_pretrained(checkpoint)
-    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+    folder = make_checkpoint(tmp_path, variant)
+    cost = ModelCost.of(ModelConfig.from_pretrained(folder), 4)
+    with safe_open(folder / "model.safetensors", "pt") as file:
         sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    embedding = sizes.pop("model.embed_tokens.weight")
-    assert "lm_head.weight" in sizes and embedding == config.vocab_size * config.hidden_size
-    assert ModelCost.of(config, 2).weight_bytes == 2 * sum(sizes.values())
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    embedding = sizes["model.embed_tokens.weight"] if "lm_head.weight" in sizes else 0
+    assert cost.weight_bytes == 4 * (sum(sizes.values()) - experts - embedding)
+    assert cost.expert_bytes == 4 * experts and (cost.expert_share > 0) == (experts > 0)
+
+    model = reference_model(str(folder))
+    if experts:
+        model.set_experts_implementation("eager")  # whose products can be counted
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(torch.tensor([[5]]))
+    counts = {name: sum(found.values()) for name, found in counter.get_flop_counts().items()}
+    layers = sum(n for name, n in counts.items() if re.fullmatch(r"\w+\.model\.layers\.\d+", name))
+    assert layers == cost.layer_flops + cost.attention_flops  # which sees itself, and nothing before it
+    assert counts[f"{type(model).__name__}.lm_head"] == cost.head_flops
+
+    runner = LLM(str(folder), dtype="float32", num_kv_blocks=3, block_size=8).engine.core.runner
+    assert sum(cache.nbytes for cache in runner.kv_caches) == 3 * 8 * cost.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+def test_how_many_experts_a_step_reads(num_tokens: int) -> None:
+    cost = ModelCost(50, 0, 0, 0, 0, expert_bytes=1600, expert_share=3 / 16)
+    draw, trials = random.Random(0), 2000
+    visited = [
+        len({expert for _ in range(num_tokens) for expert in draw.sample(range(16), 3)})
+        for _ in range(trials)
+    ]
+    assert cost.step_bytes(num_tokens) == pytest.approx(50 + 100 * sum(visited) / trials, rel=0.02)
+
+
+def test_full_steps_share_experts() -> None:
+    cost = ModelCost(1000, 0, 0, 0, 0, expert_bytes=25600, expert_share=0.25)
+    one, two, four = (1000 + 25600 * (1 - 0.75**n) for n in (1, 2, 4))
+    assert least_work(cost, [BenchRequest([1] * 9, 10)]).num_bytes == 10 * one
+    assert least_work(cost, [BenchRequest([1], 10)] * 4).num_bytes == 10 * four
+    assert least_work(cost, [BenchRequest([1], 10)] * 4, max_concurrency=1).num_bytes == 40 * one
+    uneven = [BenchRequest([1], 10), BenchRequest([1], 3)]
+    assert least_work(cost, uneven).num_bytes == 3 * two + 7 * one
 
 
 def test_least_work_by_hand() -> None:

@@ -22,15 +22,18 @@ from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.bench.gpu import attention, checks, command, environment, nccl, parts, report, tokens, trace
 from nanovllm.bench.gpu.cases import attention_case, oracle, relative_error
+from nanovllm.bench.gpu.engine import run_requests, start_engine
 from nanovllm.bench.gpu.parts import Outcome, Part, Runner
 from nanovllm.bench.gpu.results import Results
 from nanovllm.bench.gpu.setting import Setting, Skip
-from nanovllm.bench.gpu.shapes import SHAPES
+from nanovllm.bench.gpu.shapes import SHAPES, write_checkpoint
 from nanovllm.bench.gpu.trace import StepSplit, kind_of, split_steps
 from nanovllm.bench.roofline import ModelCost
+from nanovllm.bench.workloads import BenchRequest
 from nanovllm.cli import main
 from nanovllm.distributed.cost_model import Link
 from nanovllm.models.config import ModelConfig
+from tests.oracle import reference_tokens
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEQUENCES = [(1, 40), (5, 0), (7, 30), (1, 0), (0, 0), (0, 4), (33, 17)]
@@ -56,7 +59,8 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path) -> None:
     assert status.pop("compute-sanitizer") == "skipped"
     assert set(status.values()) == {"done"} and len(status) == len(parts.plan(dry_run=True)) - 1
     assert {limit["name"] for limit in found["limits"]} == {"bytes_per_second", "flops_per_second"}
-    assert sum(check["passed"] is True for check in found["checks"]) >= 17
+    passed = [check["name"] for check in found["checks"] if check["passed"] is True]
+    assert len(passed) >= 18 and sum("experts that move" in name for name in passed) == 2
     assert all("seconds" in row for row in found["decode"] + found["latent"])
     implementations = {row["implementation"] for row in found["prefill"] if "seconds" in row}
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
@@ -309,6 +313,54 @@ def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Skip, match="needs 2 GPUs, and this machine has 1"):
         next(nccl.nccl(Setting(dry_run=False, seconds=60)))
+
+
+@pytest.mark.parametrize("model", ["Llama", "DeepSeek-V3"])
+def test_the_checkpoints_that_are_divided_are_models(model: str, tmp_path: pathlib.Path) -> None:
+    """Those whose experts are named as in the hub's files, so that transformers can read them."""
+    folder = str(write_checkpoint(tmp_path, nccl.DIVIDED[model][0]))
+    requests = [BenchRequest(list(range(3, 40)), 12), BenchRequest([9, 8, 7], 12)]
+    core = start_engine(folder, dtype="float32", device="cpu", num_kv_blocks=64)
+    found, _ = run_requests(core, requests)
+    assert found == [reference_tokens(folder, request.prompt_token_ids, 12) for request in requests]
+    assert len({token for tokens in found for token in tokens}) > 12, "hardly another token ever comes"
+
+
+def test_what_is_wrong_with_a_divided_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    divisions: dict[str, dict[str, Any]] = {
+        "alike": {"seed": 1},
+        "unlike": {"tensor_parallel_size": 2},
+        "moving": {"enable_eplb": True},
+        "still": {"enable_eplb": True, "tensor_parallel_size": 3},
+        "broken": {"data_parallel_size": 2},
+    }
+
+    class Engine:
+        def __init__(self, folder: str, **options: Any) -> None:
+            if options == divisions["broken"]:
+                raise RuntimeError("no second GPU")
+            if "enable_eplb" in options:
+                moved = 12 if options == divisions["moving"] else 0
+                for _ in range(2):  # as ranks do: they know nothing of this process's sys.stderr
+                    os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
+            self.tokens = [[1, 2], [3, 5 if options == divisions["unlike"] else 4]]
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(nccl, "start_engine", Engine)
+    monkeypatch.setattr(nccl, "run_requests", lambda core, requests: (core.tokens, None))
+    rows = {row["name"]: row for row in nccl.compare("M", "", [], {}, divisions)}
+    assert [row["passed"] for row in rows.values()] == [True, False, True, False, False]
+    reasons = [row.get("reason", "") for row in rows.values()]
+    assert "requests [1] differ" in reasons[1] and "not moved" in reasons[3] and "no second GPU" in reasons[4]
+
+    def refuse(folder: str, **options: Any) -> None:
+        raise RuntimeError("no engine today")
+
+    monkeypatch.setattr(nccl, "start_engine", refuse)
+    (row,) = nccl.compare("M", "", [], {}, divisions)
+    assert row["passed"] is False and row["name"].endswith("one rank")
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -28,6 +28,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from nanovllm import LLM, ops
 from nanovllm.course.greedy import GreedyLoop
 from nanovllm.course.ranks import run_ranks
+from nanovllm.distributed import groups
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, GroupCoordinator, get_dp_group, get_ep_group
 from nanovllm.distributed.load_balance import (
@@ -635,9 +636,9 @@ def test_grids_that_do_not_fit_are_refused_before_loading() -> None:
         check_experts(parallel, 3, 2)
 
 
-def test_shared_as_routed_needs_one_of_that_size() -> None:
-    with pytest.raises(ValueError, match=r"needs one shared expert.*there are 2"):
-        dataclasses.replace(SHARED, num_shared_experts=2, shared_as_routed=True)
+def test_shared_as_routed_needs_shared_experts() -> None:
+    with pytest.raises(ValueError, match=r"shared_as_routed: this model has no shared experts; leave it out"):
+        dataclasses.replace(SHARED, num_shared_experts=0, shared_as_routed=True)
 
 
 # ---------------------------------------------------------------- whole models on real ranks
@@ -746,31 +747,105 @@ def test_a_checkpoint_with_other_experts(tmp_path: pathlib.Path) -> None:
             load_model(folder, ModelConfig.from_dict(raw), torch.float32)
 
 
-def test_experts_move_while_the_engine_serves(
-    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+def test_a_checkpoint_with_more_shared_experts(tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path, "deepseek-v2")
+    config = ModelConfig.from_pretrained(folder)
+    assert config.moe is not None and config.moe.num_shared_experts == 2
+    config.moe = dataclasses.replace(config.moe, num_shared_experts=1, shared_as_routed=True)
+    with pytest.raises(CheckpointError, match=r"has 8 experts, and this is number 9"):
+        load_model(folder, config, torch.float32)
+
+
+# ---------------------------------------------------------------- random weights
+
+DIVISIONS: dict[str, tuple[str, int, dict[str, int], dict[str, Any]]] = {
+    "kv heads repeated": ("llama-biased", 4, {"tp": 4}, {}),
+    "tied, stages": ("llama-mha-tied", 2, {"pp": 2}, {}),
+    "slices of experts": ("mixtral", 2, {"tp": 2}, {}),
+    "whole experts": ("deepseek-v3", 2, {"tp": 2, "ep": 2}, EP | {"num_redundant_experts": 2}),
+    "shared ones among them": (
+        "deepseek-v2", 2, {"tp": 2, "ep": 2}, EP | {"num_redundant_experts": 4, "shared_as_routed": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_random_weights_are_the_same_on_every_grid(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_checkpoint(tmp_path, "mixtral")
-    prompts = [[5, 6, 7, 8, 9] * 3, [40, 41, 42] * 5, [100, 3, 200]]
+    """What a rank holds of a tensor is that part of what one rank alone would hold."""
+    variant, num_ranks, division, experts = DIVISIONS[name]
+    folder = str(make_checkpoint(tmp_path, variant))
+    monkeypatch.setattr("nanovllm.models.loader.DRAWN_AT_ONCE", 1000)  # else a block is a whole tensor
+    config = ModelConfig.from_pretrained(folder)
+    alone = load_model(folder, config, torch.float32, load_format="dummy", seed=3)
+    whole = {name: alone.checkpoint_place(name).target for name, _ in alone.checkpoint_shapes()}  # type: ignore[union-attr]
+    if config.moe is not None:
+        config.moe = dataclasses.replace(config.moe, **experts)
+    seen: set[str] = set()
+    for rank in range(num_ranks):
+        for group, size in division.items():
+            monkeypatch.setitem(groups._groups, group, GroupCoordinator(group, list(range(size)), rank))
+        model = load_model(folder, config, torch.float32, load_format="dummy", seed=3)
+        for name, _ in model.checkpoint_shapes():
+            for part_name, part in model.checkpoint_parts(name, whole[name]):
+                place = model.checkpoint_place(part_name)
+                if place is not None and place.target.numel():
+                    assert torch.equal(place.target, part[place.source]), part_name
+                    seen.add(name)
+    assert seen == set(whole)
+    matrices = torch.cat([tensor.flatten() for name, tensor in whole.items() if "norm" not in name])
+    assert float(matrices.std()) == pytest.approx(0.02, rel=0.02) and matrices.abs().max() < 0.2
+    assert len(matrices.unique()) > 0.99 * len(matrices), "numbers come again and again"
+
+
+@pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_random_weights_say_the_same_on_every_grid(grid: dict[str, int], tmp_path: pathlib.Path) -> None:
+    folder = str(make_checkpoint(tmp_path, "mixtral"))
+
+    def tokens(seed: int, **division: int) -> list[list[int]]:
+        options = {"dtype": "float32", "load_format": "dummy", "num_kv_blocks": 64}
+        llm = LLM(folder, seed=seed, **options, **division)
+        try:
+            return greedy(llm, prompts(), NUM_TOKENS)
+        finally:
+            llm.engine.core.close()
+
+    assert tokens(1, **grid) == tokens(1) != tokens(2)
+
+
+MOVING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "tp2": ("mixtral", {"tensor_parallel_size": 2}, {}),
+    "dp2": ("mixtral", {"data_parallel_size": 2}, {}),
+    # Two shared experts, in the checkpoint one MLP of twice the width, have slots and replicas as all others have.
+    "two-shared": ("deepseek-v2", {"tensor_parallel_size": 2}, {"shared_as_routed": True}),
+}
+
+
+@pytest.mark.parametrize("case", MOVING)
+def test_experts_move_while_the_engine_serves(
+    case: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    variant, grid, more = MOVING[case]
+    folder = str(make_checkpoint(tmp_path, variant))
+    # Alone, the last one leaves an engine of two without a request: that makes dummy steps, and balances with the other.
+    batches = [[[5, 6, 7, 8, 9] * 3, [40, 41, 42] * 5, [100, 3, 200]], [[7, 90, 230, 11]]]
     caplog.set_level(logging.INFO, "nanovllm")
+    eplb = {"window_size": 4, "step_interval": 5, "num_redundant_experts": 2, "log_balancedness": True}
     llm = LLM(
-        str(folder),
-        dtype="float32",
-        tensor_parallel_size=2,
-        enable_expert_parallel=True,
-        enable_eplb=True,
-        eplb_config={
-            "window_size": 4,
-            "step_interval": 5,
-            "num_redundant_experts": 2,
-            "log_balancedness": True,
-        },
-        num_kv_blocks=64,
-        block_size=4,
-    )
-    assert greedy(llm, prompts, 24) == [reference_tokens(str(folder), prompt, 24) for prompt in prompts]
+        folder, dtype="float32", num_kv_blocks=64, block_size=4, enable_expert_parallel=True, enable_eplb=True,
+        eplb_config=eplb | more, **grid,
+    )  # fmt: skip
+    said: list[str] = []
+    for batch in batches:
+        assert greedy(llm, batch, 24) == [reference_tokens(folder, prompt, 24) for prompt in batch]
+        said.append(capfd.readouterr().err)
     llm.engine.core.close()
-    moved = re.findall(r"rank 0 .*now [01]\.\d\d; (\d+) bytes moved", capfd.readouterr().err)
-    assert len(moved) >= 4 and any(int(count) for count in moved)
+    said.append(capfd.readouterr().err)
+    moved = [re.findall(r"balancedness of experts: .*; (\d+) bytes moved", text) for text in said]
+    assert all(sum(int(count) > 0 for count in counts) >= 4 for counts in moved[: len(batches)])
+    both = Counter(count for counts in moved for count in counts)
+    assert all(number % 2 == 0 for number in both.values()), "each of two ranks says it"
 
 
 @pytest.mark.parametrize(

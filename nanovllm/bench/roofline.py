@@ -1,9 +1,9 @@
 """The least work that a workload takes, against what the machine can do (the roofline model, Williams et al. 2009).
 
-A step of the engine reads every weight once, however many tokens it computes, and every decoding sequence reads its
-keys and values. So the time is at least `bytes / bandwidth`, and at least `FLOPs / peak`; the larger of the two is
-the roof. Both count only what cannot be avoided: as few steps as the longest output and the concurrency allow, no
-token computed twice, no activations.
+A step of the engine reads every weight once, however many tokens it computes (of experts, those that a token visits),
+and every decoding sequence reads its keys and values. So the time is at least `bytes / bandwidth`, and at least
+`FLOPs / peak`; the larger of the two is the roof. Both count only what cannot be avoided: as few steps as the longest
+output and the concurrency allow, no token computed twice, no activations.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ class ModelCost:
     """What a model costs.
 
     Attributes:
-        weight_bytes: read in every step: all layers and the output head. Of the input embedding only single rows
-            are read, so it counts only as far as it is the head.
+        weight_bytes: read in every step: all layers without their routed experts, and the output head. Of the input
+            embedding only single rows are read, so it counts only as far as it is the head.
         kv_bytes_per_token: of the KV cache, read for every token of context at every decode.
         layer_flops: for one token through all layers, without attention.
         head_flops: for the logits of one token.
-        attention_flops: for one query token and one token of context.
+        attention_flops: for one query token and one token of context. Of the two ways of latent attention, this is the
+            one with fewer operations, which makes keys and values of latents (as `layer_flops` does, once a token).
+        expert_bytes: of all routed experts, of which a step reads those that its tokens visit.
+        expert_share: how many of the experts of a layer one token visits, of all.
     """
 
     weight_bytes: int
@@ -34,24 +37,58 @@ class ModelCost:
     layer_flops: int
     head_flops: int
     attention_flops: int
+    expert_bytes: int = 0
+    expert_share: float = 0.0
 
     @classmethod
     def of(cls, model: ModelConfig, bytes_per_number: int) -> ModelCost:
         """The cost of a model in a dtype with so many bytes a number."""
-        hidden, query = model.hidden_size, model.num_heads * model.head_dim
-        key_value = 2 * model.num_kv_heads * model.head_dim
-        matrices = hidden * (query + key_value) + query * hidden + 3 * hidden * model.intermediate_size
-        vectors = (
-            2 * hidden + (query + key_value if model.qkv_bias else 0) + (hidden if model.output_bias else 0)
-        )
+        hidden, moe = model.hidden_size, model.moe
+        sparse = sum(moe.sparse_layers) if moe else 0
+        matrices, vectors = (model.num_layers * count for count in _attention_sizes(model))
+        matrices += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
+        if model.mlp_bias:
+            vectors += (model.num_layers - sparse) * (2 * model.intermediate_size + hidden)
+        expert = visited = 0
+        if moe:
+            expert, visited = 3 * hidden * moe.intermediate_size, moe.top_k
+            matrices += sparse * (hidden * moe.num_experts + moe.num_shared_experts * expert)
+            vectors += sparse * moe.num_experts * moe.correction_bias
+        norms = 4 if model.architecture == "Gemma2ForCausalLM" else 2
+        vectors += (model.num_layers * norms + 1) * hidden
         head = model.vocab_size * hidden
-        return cls(
-            weight_bytes=(model.num_layers * (matrices + vectors) + hidden + head) * bytes_per_number,
-            kv_bytes_per_token=model.kv_elements_per_token * bytes_per_number,
-            layer_flops=2 * model.num_layers * matrices,
-            head_flops=2 * head,
-            attention_flops=4 * model.num_layers * query,
+        nope, value = (
+            (model.qk_nope_head_dim, model.v_head_dim) if model.kv_lora_rank else (0, model.head_dim)
         )
+        return cls(
+            weight_bytes=(matrices + vectors + head) * bytes_per_number,
+            kv_bytes_per_token=model.kv_elements_per_token * bytes_per_number,
+            layer_flops=2 * (matrices + sparse * visited * expert),
+            head_flops=2 * head,
+            attention_flops=2 * model.num_layers * model.num_heads * (nope + model.head_dim + value),
+            expert_bytes=sparse * moe.num_experts * expert * bytes_per_number if moe else 0,
+            expert_share=visited / moe.num_experts if moe else 0.0,
+        )
+
+    def step_bytes(self, num_tokens: int) -> float:
+        """Of the weights, what a step of so many tokens reads: the expected number of experts, if each token visits any of
+        them with equal chance."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
+
+
+def _attention_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Numbers in the matrices and in the vectors (biases and norms) of one layer's attention."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if not model.kv_lora_rank:
+        query, key_value = heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+        vectors = (query + key_value) * model.qkv_bias + hidden * model.output_bias
+        return hidden * (2 * query + key_value), vectors + 2 * model.head_dim * model.qk_norm
+    query, up = (heads * (model.qk_nope_head_dim + width) for width in (model.head_dim, model.v_head_dim))
+    compressed = model.q_lora_rank
+    queries = compressed * (hidden + query) if compressed else hidden * query
+    matrices = queries + hidden * (model.latent_width + heads * model.v_head_dim) + model.kv_lora_rank * up
+    biases = (compressed + model.latent_width + hidden) * model.output_bias
+    return matrices, compressed + model.kv_lora_rank + biases
 
 
 @dataclass(frozen=True)
@@ -79,7 +116,13 @@ def least_work(
     outputs = [request.max_tokens for request in requests]
     # Every step gives each of its requests one token; the one that ends the prefill gives the first.
     num_steps = max(max(outputs), -(-sum(outputs) // (max_concurrency or len(outputs))))
-    num_bytes, flops = num_steps * cost.weight_bytes, sum(outputs) * cost.head_flops
+    # More requests in a step visit more experts, but fewer each. So the fewest are read if a step has either as many
+    # requests as it may, or one. (Of prompts, whose steps these are, too, no further experts are counted.)
+    at_once = min(max_concurrency or len(outputs), len(outputs))
+    full_steps = (sum(outputs) - num_steps) / max(1, at_once - 1)
+    one, full = cost.step_bytes(1), cost.step_bytes(at_once)
+    num_bytes = round(num_steps * one + full_steps * (full - one))
+    flops = sum(outputs) * cost.head_flops
     for index, request in enumerate(requests):
         cached = prefix_len if cache == "hot" or (cache == "cold" and index > 0) else 0
         prompt = len(request.prompt_token_ids)

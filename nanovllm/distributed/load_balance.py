@@ -147,7 +147,7 @@ class EPLBConfig:
         step_interval: steps from one balancing to the next.
         num_redundant_experts: slots beyond one for each expert, over all ranks.
         log_balancedness: log mean over maximum of the ranks' loads each time.
-        shared_as_routed: place a model's shared expert as one that every token is routed to (not in vLLM).
+        shared_as_routed: place a model's shared experts as ones that every token is routed to (not in vLLM).
     """
 
     window_size: int = 1000

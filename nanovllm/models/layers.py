@@ -84,6 +84,11 @@ class Place:
     shape: tuple[int, ...] = ()
     padding: Tensor | None = None
 
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return self.shape or tuple(part.stop for part in self.source)
+
     @classmethod
     def whole(cls, parameter: Tensor) -> Place:
         """All of the tensor fills all of the parameter."""

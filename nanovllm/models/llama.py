@@ -6,7 +6,8 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import math
-from itertools import islice
+from collections.abc import Iterator
+from itertools import islice, product
 from typing import Any, ClassVar, cast
 
 import torch
@@ -229,6 +230,24 @@ class LlamaForCausalLM(nn.Module):
             return cast(Layer, self.get_submodule(prefix)).place(kind, part)
         except AttributeError as error:
             raise KeyError(f"this {self.config.architecture} has no place for {name!r}") from error
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Names and whole shapes of a checkpoint's tensors: all that `checkpoint_place` has a place for."""
+        for path, module in self.named_modules():
+            if not isinstance(module, Layer):
+                continue
+            fused = [
+                path.removesuffix(whole) + part
+                for part, (whole, _) in self.fused.items()
+                if path.endswith(whole)
+            ]
+            for prefix, (kind, _) in product(fused or [path], module.named_parameters()):
+                if (place := self.checkpoint_place(f"{prefix}.{kind}")) is not None:
+                    yield f"{prefix}.{kind}", place.whole_shape
+
+    def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+        """A checkpoint's tensor as `checkpoint_place` knows it: here, as it is; elsewhere, cut into several."""
+        yield name, tensor
 
     def pack_weights(self) -> None:
         """Put the matrices in the order in which this machine multiplies fastest. Nothing can be loaded afterwards:

@@ -5,10 +5,13 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import pathlib
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import chain, starmap
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,7 +66,7 @@ def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
             raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
-def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | RandomTensor]]) -> None:
     """Copy each tensor to its place, converting the dtype on the way.
 
     Raises:
@@ -75,7 +78,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
     }
     filled = dict.fromkeys(unfilled, 0)
     starts = sorted(unfilled)
-    for name, tensor in tensors:
+    for name, tensor in chain.from_iterable(starmap(model.checkpoint_parts, tensors)):
         try:
             place = model.checkpoint_place(name)
         except KeyError as error:
@@ -84,10 +87,9 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
             ) from error
         if place is None:
             continue
-        shape = place.shape or tuple(part.stop for part in place.source)
-        if shape != tensor.shape:
+        if place.whole_shape != tensor.shape:
             raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the configuration says {list(shape)}"
+                f"{name} has shape {list(tensor.shape)}, the configuration says {list(place.whole_shape)}"
             )
         place.target.copy_(tensor[place.source])  # of mapped memory nothing but this slice is read
         memories = [place.target]
@@ -103,18 +105,56 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor]])
         raise CheckpointError(f"the checkpoint does not fill {', '.join(missing[:5])}{more}")
 
 
-def fill_dummy_weights(model: LlamaForCausalLM, seed: int) -> None:
-    """Random weights of a plausible size, for measurements: norms are 1, the rest is normal with deviation 0.02.
+# Numbers that a random tensor draws at once: few enough to stay in a cache, and enough for a GPU to be busy.
+DRAWN_AT_ONCE = 2**20
 
-    Ranks that share a layer draw the same numbers, so what each of them holds whole is the same on all.
+
+class RandomTensor:
+    """A checkpoint's tensor that is nowhere: normal numbers of deviation 0.02, drawn where some of them are asked for.
+
+    Each block of rows has a seed of its own, made of the tensor's name. So a rank draws little more than its share, and
+    every grid of ranks has the same model.
+
+    Args:
+        shape: of the whole tensor.
+        seed, name: what decides on the numbers.
+        dtype, device: of the parts.
     """
-    device = next(model.parameters()).device
-    generator = torch.Generator(device=device).manual_seed(seed)
-    for name, parameter in model.named_parameters():
+
+    def __init__(
+        self, shape: tuple[int, ...], seed: int, name: str, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape, self.seed, self.name, self.dtype, self.device = shape, seed, name, dtype, device
+        self.block_rows = max(1, DRAWN_AT_ONCE // math.prod(shape[1:]))
+
+    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+        rows, *others = (range(*axis.indices(size)) for axis, size in zip(where, self.shape, strict=True))
+        part = torch.empty([len(rows), *map(len, others)], dtype=self.dtype, device=self.device)
+        for first in range(rows.start - rows.start % self.block_rows, rows.stop, self.block_rows):
+            begin, end = max(rows.start, first), min(rows.stop, first + self.block_rows)
+            here = slice(begin - first, end - first), *where[1:]
+            part[begin - rows.start : end - rows.start] = self._block(first)[here]
+        return part
+
+    def _block(self, first: int) -> Tensor:
+        """The rows from `first` on that are drawn together."""
+        seed = hashlib.sha256(f"{self.seed} {self.name} {first}".encode()).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(seed[:6], "little"))
+        shape = min(self.block_rows, self.shape[0] - first), *self.shape[1:]
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
+            0.0, 0.02, generator=generator
+        )
+
+
+def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor | RandomTensor]]:
+    """A checkpoint of random weights of a plausible size, for measurements: norms are 1, all else is random."""
+    parameter = next(model.parameters())
+    dtype, device = parameter.dtype, parameter.device
+    for name, shape in model.checkpoint_shapes():
         if "norm" in name:
-            parameter.fill_(1.0)
+            yield name, torch.ones(shape, dtype=dtype, device=device)
         else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+            yield name, RandomTensor(shape, seed, name, dtype, device)
 
 
 # Architectures whose layers differ from Llama's in more than what the configuration says.
@@ -125,6 +165,12 @@ MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {
     "DeepseekV2ForCausalLM": DeepseekForCausalLM,
     "DeepseekV3ForCausalLM": DeepseekForCausalLM,
 }
+
+
+def build_model(config: ModelConfig) -> LlamaForCausalLM:
+    """The model, or this rank's part of it, on torch's meta device: it has shapes, and no memory."""
+    with torch.device("meta"):
+        return MODEL_CLASSES.get(config.architecture, LlamaForCausalLM)(config, 1)
 
 
 @torch.inference_mode()
@@ -145,8 +191,7 @@ def load_model(
     Raises:
         CheckpointError: see `load_weights` and `checkpoint_files`.
     """
-    with torch.device("meta"):
-        model = MODEL_CLASSES.get(config.architecture, LlamaForCausalLM)(config, 1)
+    model = build_model(config)
     # What `to_empty` does, without the half second that torch's own way from meta takes to import.
     model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
     if config.tie_word_embeddings:
@@ -154,8 +199,6 @@ def load_model(
     # Always float32: in bfloat16, neighbouring positions far out would share an angle.
     table = model.model.rotary_table(config, max_positions or config.max_position_embeddings)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
-    if load_format == "dummy":
-        fill_dummy_weights(model, seed)
-    else:
-        load_weights(model, checkpoint_tensors(pathlib.Path(folder)))
+    dummy = load_format == "dummy"
+    load_weights(model, dummy_tensors(model, seed) if dummy else checkpoint_tensors(pathlib.Path(folder)))
     return model.eval()

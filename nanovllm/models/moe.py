@@ -6,7 +6,7 @@ Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, cast
 
 import torch
@@ -282,17 +282,42 @@ class MoEForCausalLM(LlamaForCausalLM):
         name = name.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral calls it
         found = EXPERT_NAME.fullmatch(name)
         layer = self.moe_layers().get(found[1]) if found else None
-        if found is None or layer is None or (found[2] is None and layer.shared_experts is not None):
+        if found is None or layer is None or found[2] is None:
             return super().checkpoint_place(name)
         if found[3] not in MATRICES:
             raise KeyError(f"this {self.config.architecture} has no place for {name!r}")
-        expert = layer.config.num_experts if found[2] is None else int(found[2])
-        return layer.place(expert, MATRICES[found[3]])
+        return layer.place(int(found[2]), MATRICES[found[3]])
+
+    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from super().checkpoint_shapes()
+        for path, layer in self.moe_layers().items():
+            config, hidden = layer.config, self.config.hidden_size
+            widths = {f"experts.{i}": config.intermediate_size for i in range(config.num_experts)}
+            if config.shared_as_routed:
+                widths["shared_experts"] = config.num_shared_experts * config.intermediate_size
+            for expert, width in widths.items():
+                for matrix in ("gate_proj", "up_proj", "down_proj"):
+                    shape = (hidden, width) if matrix == "down_proj" else (width, hidden)
+                    yield f"{path}.{expert}.{matrix}.weight", shape
 
     def pack_weights(self) -> None:
         super().pack_weights()
         for layer in self.moe_layers().values():
             layer.experts.pack()
+
+    def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
+        """Shared experts are stored as one wide MLP, which is the sum of MLPs of a routed one's width: these are what
+        has a place where they are treated as routed ones."""
+        found = EXPERT_NAME.fullmatch(name)
+        layer = self.moe_layers().get(found[1]) if found and found[2] is None else None
+        if found is None or layer is None or not layer.config.shared_as_routed:
+            yield name, tensor
+            return
+        width, axis = layer.config.intermediate_size, int(found[3] == "down_proj")
+        for i, start in enumerate(range(0, tensor.shape[axis], width)):
+            channels = slice(start, start + width)
+            part = tensor[:, channels] if axis else tensor[channels, :]
+            yield f"{found[1]}.experts.{layer.config.num_experts + i}.{found[3]}.weight", part
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:

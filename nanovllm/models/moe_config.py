@@ -53,10 +53,8 @@ class MoEConfig:
                 f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}: "
                 "groups must be equal, and topk_group at most their number"
             )
-        if self.shared_as_routed and self.num_shared_experts != 1:
-            raise ValueError(
-                f"shared_as_routed needs one shared expert, of a routed one's size; there are {self.num_shared_experts}"
-            )
+        if self.shared_as_routed and not self.num_shared_experts:
+            raise ValueError("shared_as_routed: this model has no shared experts; leave it out")
         allowed = self.num_experts // self.num_groups * self.topk_group
         if not 1 <= self.top_k <= allowed:
             raise ValueError(f"a token cannot visit {self.top_k} of {allowed} experts (num_experts_per_tok)")

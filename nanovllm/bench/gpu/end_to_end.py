@@ -112,7 +112,7 @@ def measured(workload: Workload, model: ModelConfig, run: RunRequests, setting: 
     }
     gaps = [gap for line in timelines for gap in line.gaps]
     if workload.num_prompts == 1 and gaps:  # transformers tells only when all is done
-        row |= {"weight_bytes": cost.weight_bytes, "step_seconds": statistics.median(gaps)}
+        row |= {"weight_bytes": round(cost.step_bytes(1)), "step_seconds": statistics.median(gaps)}
     return row
 
 

@@ -10,13 +10,14 @@ from nanovllm.bench.metrics import Timeline
 from nanovllm.bench.workloads import BenchRequest
 from nanovllm.config import EngineConfig
 from nanovllm.engine import EngineCore
+from nanovllm.engine_group import create_core
 from nanovllm.request import EngineRequest
 from nanovllm.sampling_params import SamplingParams
 
 
 def start_engine(folder: str, **options: Any) -> EngineCore:
-    """An engine in this process; options are fields of `EngineConfig`."""
-    return EngineCore(EngineConfig(model=folder, **options))
+    """An engine, or several with `data_parallel_size`; options are fields of `EngineConfig`."""
+    return create_core(EngineConfig(model=folder, **options))
 
 
 def add_requests(core: EngineCore, requests: Sequence[BenchRequest]) -> None:

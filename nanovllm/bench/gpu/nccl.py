@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import pathlib
+import re
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,19 +20,45 @@ import torch
 
 from nanovllm.bench.gpu.engine import run_requests, start_engine
 from nanovllm.bench.gpu.setting import Row, Setting, Skip, reason_of
-from nanovllm.bench.gpu.shapes import TINY, write_checkpoint
+from nanovllm.bench.gpu.shapes import TINY, TINY_DEEPSEEK, TINY_MIXTRAL, write_checkpoint
 from nanovllm.bench.ranks import run_ranks
-from nanovllm.bench.workloads import Workload
+from nanovllm.bench.workloads import BenchRequest, Workload
 from nanovllm.distributed.cost_model import LINKS, Link, fit, ring_all_gather, ring_all_reduce, wire_bytes
 from nanovllm.distributed.groups import Grid, get_tp_group
 
 RANKS = 2
-# What divided engines have in common with an undivided one: every token.
-DIVIDED: dict[str, dict[str, Any]] = {
-    "tensor parallel 2": {"tensor_parallel_size": 2},
-    "tensor parallel 2, eager": {"tensor_parallel_size": 2, "enforce_eager": True},
-    "pipeline parallel 2": {"pipeline_parallel_size": 2},
+_TENSOR, _DATA = {"tensor_parallel_size": RANKS}, {"data_parallel_size": RANKS}
+_WHOLE = {"enable_expert_parallel": True}
+# Every fifth step, experts go to where the last four steps would have wanted them.
+_MOVING: dict[str, Any] = _WHOLE | {
+    "enable_eplb": True,
+    "eplb_config": {
+        "window_size": 4, "step_interval": 5, "num_redundant_experts": 2, "log_balancedness": True,
+    },
+}  # fmt: skip
+# What divided engines have in common with an undivided one: every token. By model: its shape and the divisions.
+DIVIDED: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "Llama": (
+        TINY,
+        {
+            "tensor parallel 2": _TENSOR,
+            "tensor parallel 2, eager": _TENSOR | {"enforce_eager": True},
+            "pipeline parallel 2": {"pipeline_parallel_size": RANKS},
+        },
+    ),
+    "Mixtral": (
+        TINY_MIXTRAL,
+        {
+            "tensor parallel 2, whole experts": _TENSOR | _WHOLE,
+            "tensor parallel 2, experts that move": _TENSOR | _MOVING,
+            "data parallel 2, whole experts": _DATA | _WHOLE,
+            "data parallel 2, experts that move": _DATA | _MOVING,
+        },
+    ),
+    "DeepSeek-V3": (TINY_DEEPSEEK, {"tensor parallel 2": _TENSOR}),
 }
+# Enough for a dry run to go through all that is written here; tests/ have the other divisions on a CPU.
+_DRY = ("pipeline parallel 2", "tensor parallel 2, experts that move", "data parallel 2, experts that move")
 # From a decode step of one request to a prefill of 8192 tokens, 8192 bfloat16 numbers each.
 SIZES = tuple(1 << shift for shift in (11, 14, 16, 18, 20, 22, 24, 27))
 _ROUNDS = 5
@@ -44,31 +75,77 @@ def nccl(setting: Setting) -> Iterator[Row]:
 
 def _tokens(setting: Setting) -> Iterator[Row]:
     """Whether two GPUs sample the tokens of one, in float32."""
-    count, lengths, outputs = (2, (3, 20), (3, 3)) if setting.dry_run else (8, (5, 150), (48, 48))
+    count, lengths, outputs = (3, (3, 20), (9, 9)) if setting.dry_run else (8, (5, 150), (48, 48))
+    requests = Workload("", "throughput", "", count, lengths, outputs).requests(TINY["vocab_size"])
     options: dict[str, Any] = {"dtype": "float32", "device": setting.device.type, "num_kv_blocks": 128}
     # A small budget: prompts come in chunks, beside requests that decode.
     options |= {"max_num_seqs": count, "max_num_batched_tokens": 16 if setting.dry_run else 64}
-    with tempfile.TemporaryDirectory() as work:
-        folder = str(write_checkpoint(pathlib.Path(work), TINY))
-        requests = Workload("", "throughput", "", count, lengths, outputs).requests(TINY["vocab_size"])
-        core = start_engine(folder, **options)
-        expected, _ = run_requests(core, requests)
-        core.close()
-        for name, division in DIVIDED.items():
-            if setting.dry_run and division.get("enforce_eager"):
-                continue  # there are no graphs on a CPU
-            row: Row = {"table": "checks", "name": f"greedy tokens: {name} as one rank"}
-            try:
-                core = start_engine(folder, **options, **division)
-                try:
-                    found, _ = run_requests(core, requests)
-                finally:
-                    core.close()
-            except Exception as error:  # the next one may tell more
-                yield row | {"passed": False, "reason": reason_of(error)}
-                continue
-            wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
-            yield row | {"passed": not wrong} | ({"reason": f"requests {wrong} differ"} if wrong else {})
+    for model, (shape, divisions) in DIVIDED.items():
+        chosen = {name: each for name, each in divisions.items() if name in _DRY or not setting.dry_run}
+        if not chosen:
+            continue
+        with tempfile.TemporaryDirectory() as work:
+            folder = str(write_checkpoint(pathlib.Path(work), shape))
+            yield from compare(model, folder, requests, options, chosen)
+
+
+def compare(
+    model: str,
+    folder: str,
+    requests: list[BenchRequest],
+    options: dict[str, Any],
+    divisions: dict[str, dict[str, Any]],
+) -> Iterator[Row]:
+    """For each division of a model, whether it gives the tokens of one rank; where experts shall move, whether they do."""
+
+    def run(**division: Any) -> list[list[int]]:
+        core = start_engine(folder, **options, **division)
+        try:
+            return run_requests(core, requests)[0]
+        finally:
+            core.close()
+
+    undivided: dict[str, dict[str, Any]] = {"one rank": {}}
+    expected: list[list[int]] = []
+    for name, division in (undivided | divisions).items():
+        row: Row = {"table": "checks", "name": f"greedy tokens, {model}: {name}"}
+        try:
+            with log_of_ranks() as said:
+                found = run(**division)
+        except Exception as error:
+            yield row | {"passed": False, "reason": reason_of(error)}
+            if not division:
+                return  # there is nothing to compare with
+            continue
+        if not division:
+            expected = found
+            continue
+        wrong = [i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]]
+        row |= {"passed": False, "reason": f"requests {wrong} differ"} if wrong else {"passed": True}
+        moves = [int(count) for count in re.findall(r"now .*; (\d+) bytes moved", said[0])]
+        if "enable_eplb" in division and not (any(moves) and len(moves) % RANKS == 0):
+            row |= {"passed": False, "reason": f"experts have not moved on both ranks: {moves} bytes"}
+        yield row
+
+
+@contextlib.contextmanager
+def log_of_ranks() -> Iterator[list[str]]:
+    """Collects what the processes of the ranks log, which is there (one text) afterwards, and passes it on."""
+    said: list[str] = []
+    logger, own_error = logging.getLogger("nanovllm"), os.dup(2)
+    level = logger.level
+    with tempfile.TemporaryFile("w+") as file:
+        logger.setLevel(logging.INFO)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(own_error, 2)
+            os.close(own_error)
+            logger.setLevel(level)
+            file.seek(0)
+            said.append(file.read())
+            sys.stderr.write(said[0])
 
 
 # ---------------------------------------------------------------- bandwidth

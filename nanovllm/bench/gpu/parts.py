@@ -67,7 +67,7 @@ def plan(dry_run: bool) -> list[Part]:
         Part("decode attention", ("decode",), 60),
         Part("latent attention", ("latent",), 60),
         Part("prefill attention", ("prefill",), 90),
-        Part("two GPUs, NCCL", ("nccl",), 120),
+        Part("two GPUs, NCCL", ("nccl",), 180),
         Part(f"{small}, graphs", ("engine", small, "graphs"), 75),
         Part(f"{large}, graphs", ("engine", large, "graphs"), 110),
         Part(f"{small}, eager", ("engine", small, "eager"), 75),

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import build_model
+
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -60,6 +63,30 @@ TINY: dict[str, Any] = _LLAMA | {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+TINY_MIXTRAL: dict[str, Any] = TINY | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+TINY_DEEPSEEK: dict[str, Any] = TINY | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "head_dim": 32,  # transformers takes it for the rotated channels
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 def write_config(folder: pathlib.Path, shape: dict[str, Any]) -> pathlib.Path:
@@ -72,33 +99,12 @@ def write_config(folder: pathlib.Path, shape: dict[str, Any]) -> pathlib.Path:
 def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0) -> pathlib.Path:
     """The same with weights, which are large enough that the text depends on all of the prompt: with weights of the usual
     size, a random model says nearly the same token for ever, and no error would show."""
-    hidden, head_dim = shape["hidden_size"], shape["head_dim"]
-    query, key_value = (shape[f"num_{kind}_heads"] * head_dim for kind in ("attention", "key_value"))
-    inner, vocabulary = shape["intermediate_size"], shape["vocab_size"]
-    matrices = {
-        "self_attn.q_proj": (query, hidden),
-        "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden),
-        "self_attn.o_proj": (hidden, query),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*size: int, deviation: float) -> torch.Tensor:
-        return torch.randn(size, generator=generator) * deviation
-
-    tensors = {
-        "model.embed_tokens.weight": draw(vocabulary, hidden, deviation=1.0),
-        "lm_head.weight": draw(vocabulary, hidden, deviation=0.25),
-        "model.norm.weight": 1 + draw(hidden, deviation=0.2),
-    }
-    for layer in range(shape["num_hidden_layers"]):
-        for name, size in matrices.items():
-            tensors[f"model.layers.{layer}.{name}.weight"] = draw(*size, deviation=0.25)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{name}.weight"] = 1 + draw(hidden, deviation=0.2)
+    tensors = {}
+    for name, size in build_model(ModelConfig.from_dict(shape)).checkpoint_shapes():
+        numbers = torch.randn(size, generator=generator)
+        # Routers and their biases as well: all experts get tokens, and some get many.
+        tensors[name] = 1 + 0.2 * numbers if "norm" in name else numbers * (1.0 if "embed" in name else 0.25)
     write_config(folder, shape | {"torch_dtype": "float32"})
     save_file(tensors, folder / "model.safetensors")
     return folder
