@@ -152,6 +152,9 @@ def test_a_closed_end_says_so(library):
     queue.put(b"2")
     with pytest.raises(PeerLost, match="reader 0 of 1 has not made room in the queue: it has left"):
         queue.put(b"3")
+    queue.close()
+    with pytest.raises(ValueError, match="closed"):
+        queue.put(b"4")
 
 
 def test_closing_ends_a_wait_in_another_thread(library):

@@ -177,6 +177,36 @@ void leave(char* segment, int member) {
     wake_sleepers(self.count);
 }
 
+// A message that fits into slot number `count`, after its length. False if a reader has not made room, or this end is
+// closed.
+bool put_short(char* segment, int64_t payload, int64_t slot_bytes, int64_t num_slots, int64_t num_readers,
+               int64_t count, const char* message, int64_t length) {
+    Member* members = reinterpret_cast<Member*>(segment);
+    if (members[0].left.load()) return false;
+    for (int64_t reader = 1; reader <= num_readers; reader++)
+        if (!has_reached(members[reader], uint32_t(count + 1 - num_slots))) return false;
+    char* slot = segment + payload + count % num_slots * slot_bytes;
+    memcpy(slot, &length, sizeof length);
+    memcpy(slot + sizeof length, message, length);
+    set_count(members[0], uint32_t(count + 1));
+    return true;
+}
+
+// Waits briefly for the message in slot number `count`, and takes it out. Returns its length; -1 if none has come or this
+// end is closed, -2 if it is longer than a slot, and still there.
+int64_t get_short(char* segment, int64_t payload, int64_t slot_bytes, int64_t num_slots, int64_t reader, int64_t count,
+                  char* message) {
+    Member* members = reinterpret_cast<Member*>(segment);
+    if (members[reader].left.load() || !wait_briefly(members[0], uint32_t(count + 1))) return -1;
+    const char* slot = segment + payload + count % num_slots * slot_bytes;
+    int64_t length;
+    memcpy(&length, slot, sizeof length);
+    if (length > slot_bytes - int64_t(sizeof length)) return -2;
+    memcpy(message, slot + sizeof length, length);
+    set_count(members[reader], uint32_t(count + 1));
+    return length;
+}
+
 // All-reduce (row == 0; `sum` says of what) or all-gather (row: bytes that stay together) of `bytes` from x into out.
 //
 // Goes on from byte `begin`, of a part that is in the segment already if `published`. Returns the bytes that are done:

@@ -46,6 +46,9 @@ def load_shared_memory_library() -> ctypes.CDLL | None:
     library.wait_for.restype = ctypes.c_bool
     library.count_to.restype = library.leave.restype = None
     library.leave.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.put_short.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_char_p, ctypes.c_int64]
+    library.get_short.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_void_p]
+    library.put_short.restype, library.get_short.restype = ctypes.c_bool, ctypes.c_int64
     return library
 
 
@@ -292,6 +295,9 @@ class MessageQueue:
         self._parts: list[bytes] = []  # of a message that has not come to its end
         self._missing = 0
         self._broken = ""
+        self._library = load_shared_memory_library()
+        self._place = (segment.address, segment.payload, slot_bytes, num_slots)
+        self._slot = ctypes.create_string_buffer(slot_bytes)
 
     @classmethod
     def create(cls, num_readers: int, slot_bytes: int = 1 << 16, num_slots: int = 16) -> MessageQueue:
@@ -335,6 +341,8 @@ class MessageQueue:
             PeerLost: a reader that would have to make room has died or left.
         """
         self._check(writer=True)
+        if self._put_short(data):
+            return
         deadline = time.monotonic() + timeout
         data = memoryview(data).cast("B")
         slots_left = -(-(_LENGTH + len(data)) // self.slot_bytes)
@@ -389,6 +397,8 @@ class MessageQueue:
             PeerLost: the writer has died or left, and all its messages have been read.
         """
         self._check(writer=False)
+        if (message := self._get_short()) is not None:
+            return message
         deadline = time.monotonic() + timeout
         while True:
             self._segment.wait_for(0, self._count + 1, deadline, lambda: "the writer has not sent a message")
@@ -411,6 +421,22 @@ class MessageQueue:
                 message = part if len(self._parts) == 1 else b"".join(self._parts)
                 self._parts = []
                 return message
+
+    def _put_short(self, data: bytes | bytearray | memoryview) -> bool:
+        """Write a message that fits into a slot, if there is room now: what nearly all are, in one call."""
+        if not self._library or not isinstance(data, bytes) or len(data) > self.slot_bytes - _LENGTH:
+            return False
+        is_written = self._library.put_short(*self._place, self.num_readers, self._count, data, len(data))
+        self._count += is_written
+        return is_written
+
+    def _get_short(self) -> bytes | None:
+        """The next message, if it comes soon and fits into a slot; it is taken out in one call."""
+        if not self._library or self._parts:
+            return None
+        size = self._library.get_short(*self._place, self._segment.member, self._count, self._slot)
+        self._count += size >= 0
+        return ctypes.string_at(self._slot, size) if size >= 0 else None
 
     def _check(self, writer: bool) -> None:
         if writer != (self._segment.member == 0):
