@@ -26,11 +26,13 @@ from nanovllm.distributed.data_parallel import load_score
 from nanovllm.distributed.shared_collectives import CollectiveError
 from nanovllm.engine_process import Command, Report, run_engine
 from nanovllm.executor.multiprocess import how_it_ended
+from nanovllm.life_signs import Complaint, Mouth, Peer
 from nanovllm.outputs import EngineStats
-from nanovllm.worker import Mouth
+from nanovllm.recorder import RecordSink
+from nanovllm.trace_format import TraceDecoder
 
 
-class DataRank:
+class DataRank(Peer):
     """One of the engines, as the coordinator knows it.
 
     Args:
@@ -41,12 +43,13 @@ class DataRank:
         environment: variables of its process beside those of this one.
 
     Attributes:
-        name: "data rank 1".
+        program: what runs as the engine.
         reports: the socket on which `Report`s come.
         stats: as of its last report.
         ready: its first report; None until that has come.
-        fatal: its last words.
     """
+
+    program = "from nanovllm.data_rank import main; main()"
 
     def __init__(
         self,
@@ -56,12 +59,10 @@ class DataRank:
         config: EngineConfig,
         environment: dict[str, str],
     ) -> None:
-        self.rank, self.name = rank, f"data rank {rank}"
+        super().__init__(f"data rank {rank}")
+        self.rank = rank
         self.stats = EngineStats()
         self.ready: Report | None = None
-        self.fatal: Report | None = None
-        self.is_gone = False
-        self.heard = time.monotonic()
         self._num_sent = self._num_taken = 0
         self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         self._start(config, folder, environment)
@@ -74,15 +75,16 @@ class DataRank:
             addresses.append(f"ipc://{folder}/{kind}{self.rank}")
             bound.bind(addresses[-1])
         ours, theirs = socket.socketpair()
-        self._pulse = Connection(ours.detach())  # only signs of life come here
+        self._pulse = Connection(ours.detach())  # only signs of life come here, and that it hangs
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from nanovllm.data_rank import main; main()", str(theirs.fileno())],
+                [sys.executable, "-c", self.program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | environment,
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal is for the parent to see
             )
+        self.where = f"process {self.process.pid}"
         self._pulse.send((config, *addresses))
 
     @property
@@ -107,19 +109,21 @@ class DataRank:
         while self.reports.poll(0):
             report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
             if report.fatal:
-                self.fatal = report
+                ended = time.time() - (time.monotonic() - report.time)
+                text = report.fatal if report.user_error else f"failed: {report.fatal}"
+                self.complaint = Complaint(report.user_error, text, ended)
                 break
-            self.ready = self.ready or report
+            self.ready, self.is_ready = self.ready or report, True
             self.heard = time.monotonic()
             self.stats, self._num_taken = report.stats, report.num_taken
             found.append(report)
         return found
 
     def feel_pulse(self) -> None:
-        """See whether it has given signs of life, or has ended."""
+        """See whether it has given signs of life, hangs, or has ended."""
         try:
             while self._pulse.poll(0):
-                self._pulse.recv()
+                self.complaint = self._pulse.recv() or self.complaint
                 self.heard = time.monotonic()
         except (EOFError, OSError):
             self.is_gone = True
@@ -133,6 +137,48 @@ class DataRank:
         self._pulse.close()
         self.commands.close()
         self.reports.close()
+
+
+class WatchedRank:
+    """One of the engines, for those who look on: makes records of the lines that come from its process.
+
+    Attributes:
+        trace_settings: see `EngineCore.trace_settings`.
+    """
+
+    def __init__(self, rank: DataRank) -> None:
+        assert rank.ready is not None, "its first report has not come"
+        self._rank = rank
+        (self.trace_settings,) = rank.ready.trace_settings
+        self._sinks: list[RecordSink] = []
+        self._new_sinks: list[RecordSink] = []  # they begin with the next line that one can start at
+        self._decoder: TraceDecoder | None = None  # while somebody watches
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
+        if sink not in self._sinks + self._new_sinks:
+            self._new_sinks.append(sink)
+        self._decoder = self._decoder or TraceDecoder(self.trace_settings)
+        self._rank.send(Command(order="watch", show_tokens=True))
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        self._sinks = [s for s in self._sinks if s != sink]
+        self._new_sinks = [s for s in self._new_sinks if s != sink]
+        if self._decoder is not None and not self._sinks + self._new_sinks:
+            self._decoder = None
+            self._rank.send(Command(order="unwatch"))
+
+    def show(self, report: Report) -> None:
+        """Pass on what it has reported of its steps."""
+        for line, is_start in report.steps.get(0, ()):
+            if self._decoder is None or not (is_start or self._sinks):
+                continue
+            record = self._decoder.decode(line)
+            if is_start:
+                self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
+            for sink in self._sinks:
+                sink(record)
 
 
 def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
@@ -169,7 +215,9 @@ def main() -> None:
     )
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
-    Mouth(connection.send).start()
+    mouth = Mouth(connection.send)
+    mouth.watch_this_thread()
+    mouth.start()
     code: Any = 0
     try:
         run_engine(config, commands, reports, connection.fileno())

@@ -17,29 +17,25 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import zmq
 
 from nanovllm.config import EngineConfig
-from nanovllm.data_rank import DataRank, rank_environments
+from nanovllm.data_rank import DataRank, WatchedRank, rank_environments
 from nanovllm.distributed.data_parallel import Router, Waves, rank_config
 from nanovllm.engine_process import Command, Report
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.multiprocess import clean_up
 from nanovllm.executor.remote import START_SECONDS, uninterrupted
 from nanovllm.hub import resolve_model
+from nanovllm.life_signs import LOOK_SECONDS, Watch
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.recorder import RecordSink
 from nanovllm.request import EngineOutput, EngineRequest
 from nanovllm.trace import Trace
-from nanovllm.trace_format import TraceDecoder
-from nanovllm.worker import HEARTBEAT_SECONDS, SILENCE_SECONDS
 
 if TYPE_CHECKING:
     from nanovllm.engine import EngineCore
 
 logger = logging.getLogger(__name__)
-
-# An engine that loses another one, with which it is in lock-step, reports that, too: for so long, look for who was first.
-BLAME_SECONDS = 1.0
 
 
 class DataParallelCore:
@@ -52,6 +48,9 @@ class DataParallelCore:
         config: the settings of all engines.
         trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file, see `trace_path`.)
         blocking: `step` waits for a report. Else it takes what is there, for those who poll `sources`.
+
+    Attributes:
+        engines: each of them, for those who `watch`.
 
     Raises:
         ValueError: settings that do not fit; no process is left.
@@ -70,14 +69,12 @@ class DataParallelCore:
         self.ranks: list[DataRank] = []
         self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
         self._reason = ""  # why there are no engines any more
-        self._looked = 0.0
-        self._sinks: list[RecordSink] = []
-        self._new_sinks: list[RecordSink] = []
-        self._decoder: TraceDecoder | None = None  # while somebody watches
+        self._watch = Watch(self.ranks)
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
-        settings = [cast(Report, rank.ready).trace_settings for rank in self.ranks]
-        capacity = min(each["num_blocks"] for each in settings) if config.enable_prefix_caching else 0
+        self.engines = [WatchedRank(rank) for rank in self.ranks]
+        blocks = min(engine.trace_settings["num_blocks"] for engine in self.engines)
+        capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
         if trace is not None:
             trace.settings |= self.trace_settings | {"model": name}
@@ -121,19 +118,18 @@ class DataParallelCore:
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over the engines; of `kv_cache_usage`, the mean."""
-        each = [rank.stats for rank in self.ranks]
-        total = EngineStats(*(sum(column) for column in zip(*map(dataclasses.astuple, each), strict=True)))
-        total.num_waiting = sum(rank.num_waiting for rank in self.ranks) - total.num_swapped
-        total.kv_cache_usage /= len(each)
-        total.num_waves = max(stats.num_waves for stats in each)
-        return total
+        """All engines together, and each of them. Requests on their way to one wait there already."""
+        return EngineStats.together(
+            [
+                dataclasses.replace(rank.stats, num_waiting=rank.num_waiting - rank.stats.num_swapped)
+                for rank in self.ranks
+            ]
+        )
 
     @property
     def trace_settings(self) -> dict[str, Any]:
-        """Those of the first engine, which is the one that can be watched."""
-        first = cast(Report, self.ranks[0].ready).trace_settings
-        return first | {"data_rank": 0, "data_parallel_size": len(self.ranks)}
+        """Those of the first engine; see `engines` for the others."""
+        return self.engines[0].trace_settings
 
     @property
     def has_unfinished(self) -> bool:
@@ -184,7 +180,7 @@ class DataParallelCore:
         seen = False
         while not seen:
             if self._blocking and self.has_unfinished:
-                self._poller.poll(int(HEARTBEAT_SECONDS * 1000))
+                self._poller.poll(int(LOOK_SECONDS * 1000))
             with uninterrupted():
                 for rank in self.ranks:
                     for report in rank.receive():
@@ -202,20 +198,14 @@ class DataParallelCore:
             rank.send(Command(order="reset_prefix_cache"))
 
     def watch(self, sink: RecordSink) -> None:
-        """Hand `sink` a record of every step of the first engine; see `EngineCore.watch`."""
+        """Hand `sink` a record of every step of the first engine. See `EngineCore.watch`, and `engines` for the others."""
         self._check()
-        if sink not in self._sinks + self._new_sinks:
-            self._new_sinks.append(sink)
-        self._decoder = self._decoder or TraceDecoder(self.trace_settings)
-        self.ranks[0].send(Command(order="watch", show_tokens=True))
+        self.engines[0].watch(sink)
 
     def unwatch(self, sink: RecordSink) -> None:
         """Hand `sink` no more records."""
-        self._sinks = [s for s in self._sinks if s != sink]
-        self._new_sinks = [s for s in self._new_sinks if s != sink]
-        if self._decoder is not None and not self._sinks + self._new_sinks and not self._reason:
-            self._decoder = None
-            self.ranks[0].send(Command(order="unwatch"))
+        if not self._reason:
+            self.engines[0].unwatch(sink)
 
     # ---------------------------------------------------------------- reports
 
@@ -226,14 +216,14 @@ class DataParallelCore:
         # What comes of requests that were aborted meanwhile is passed over.
         news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
         for output in news:
+            output.engine = rank.rank
             if output.finish_reason is not None:
                 del self._rank_of[output.request_id]
         if self.waves is not None and report.stats.num_waves > self.waves.ended:
             # The first to say so: the others will, or have a request and do not know yet that they wait for a start.
             self.waves.end(report.stats.num_waves - 1)
             self._start_wave()
-        for line, is_start in report.steps:
-            self._show(line, is_start)
+        self.engines[rank.rank].show(report)
         return news
 
     def _start_wave(self) -> None:
@@ -243,15 +233,6 @@ class DataParallelCore:
         self.waves.start(self.waves.ended)
         for rank in self.ranks:
             rank.send(Command(order="start_wave", wave=self.waves.ended))
-
-    def _show(self, line: bytes, is_start: bool) -> None:
-        if self._decoder is None or not (is_start or self._sinks):
-            return
-        record = self._decoder.decode(line)
-        if is_start:
-            self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
-        for sink in self._sinks:
-            sink(record)
 
     # ---------------------------------------------------------------- life and death
 
@@ -263,51 +244,28 @@ class DataParallelCore:
             ExecutorError: one has died, hangs, or has failed.
         """
         self._check()
-        now = time.monotonic()
-        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # nobody was looking before
-            for rank in self.ranks:
-                rank.heard = now
-        self._looked = now
+        verdict = self._watch.look(self._feel_pulses, last_words=self._hear_last_words)
+        if verdict is not None:
+            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
+
+    def _feel_pulses(self, timeout: float) -> None:
         for rank in self.ranks:
             rank.feel_pulse()
-            if rank.fatal is not None or rank.is_gone:
-                self._blame(rank)
-            # Until it is ready, an engine may keep the interpreter to itself while it imports its libraries.
-            if rank.ready is not None and now - rank.heard > SILENCE_SECONDS:
-                self._fail(
-                    f"{rank.name}, process {rank.process.pid}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
-                )
 
-    def _blame(self, suspect: DataRank) -> None:
-        """Something is wrong with this engine, or with one that it is in lock-step with: find out with which, and end all."""
-        deadline = time.monotonic() + BLAME_SECONDS
-        while time.monotonic() < deadline and self._killed() is None:
-            time.sleep(0.02)
-            for rank in self.ranks:
-                rank.receive()
+    def _hear_last_words(self, timeout: float) -> None:
+        """Their reports, too, of which only the one that says why an engine ends matters now."""
+        time.sleep(timeout)
         for rank in self.ranks:
-            rank.receive()  # its last words
-            if rank.fatal is not None and rank.fatal.user_error:
-                self._end(rank.fatal.fatal)
-                raise ValueError(rank.fatal.fatal)
-        if (killed := self._killed()) is not None:
-            self._fail(f"{killed.name}, process {killed.process.pid}, {killed.end()}")
-        words = [f"{r.name}: {r.fatal.fatal}" for r in self.ranks if r.fatal is not None]
-        # Who only misses another one speaks of a collective that failed.
-        words.sort(key=lambda text: ("CollectiveError" in text, text.count("\n")))
-        self._fail(words[0] if words else f"{suspect.name} has ended")
-
-    def _killed(self) -> DataRank | None:
-        """An engine that ended without a word. All who speak may only miss it."""
-        return next((rank for rank in self.ranks if rank.fatal is None and rank.end()), None)
+            rank.feel_pulse()
+            rank.receive()
 
     def _check(self) -> None:
         if self._reason:
             raise ExecutorError(self._reason)
 
-    def _fail(self, reason: str) -> NoReturn:
+    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
         self._end(reason)
-        raise ExecutorError(reason)
+        raise kind(reason)
 
     def _end(self, reason: str) -> None:
         if self._reason:

@@ -21,8 +21,10 @@ import msgspec
 import zmq
 
 from nanovllm.config import EngineConfig
+from nanovllm.life_signs import in_step
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
+from nanovllm.recorder import RecordSink
 from nanovllm.request import EngineOutput, EngineRequest
 from nanovllm.step_record import StepRecord
 from nanovllm.trace_format import TraceEncoder
@@ -42,6 +44,7 @@ class Command:
     Attributes:
         order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
             "start_wave" has an engine in lock-step make steps with the others.
+        engine: with "watch" and "unwatch", which of several engines.
         show_tokens: with "watch", whether sampled token ids may leave the engine's process.
         wave: with "start_wave", its number.
     """
@@ -49,6 +52,7 @@ class Command:
     add: list[EngineRequest] = field(default_factory=list)
     abort: dict[str, str] = field(default_factory=dict)
     order: Literal["", "reset_prefix_cache", "watch", "unwatch", "start_wave", "shutdown"] = ""
+    engine: int = 0
     show_tokens: bool = False
     wave: int = 0
 
@@ -61,9 +65,10 @@ class Report:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
         refused: sequence id to reason, for what the engine could not take.
-        steps: lines of the trace (see `trace_format`) while somebody watches, each with whether one can start to read there.
+        steps: by engine, lines of its trace (see `trace_format`) while somebody watches it, each with whether one can start to
+            read there.
         limits: in the first report only: the engine is ready.
-        trace_settings: in the first report only: what the trace's header says.
+        trace_settings: in the first report only: what the trace's header says, of each engine.
         fatal: why the engine is about to end; empty while it lives.
         user_error: the fatal error is one that the user can mend, such as an unknown model.
     """
@@ -73,9 +78,9 @@ class Report:
     time: float = 0.0
     num_taken: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    steps: list[tuple[bytes, bool]] = field(default_factory=list)
+    steps: dict[int, list[tuple[bytes, bool]]] = field(default_factory=dict)
     limits: EngineLimits | None = None
-    trace_settings: dict[str, Any] = field(default_factory=dict)
+    trace_settings: list[dict[str, Any]] = field(default_factory=list)
     fatal: str = ""
     user_error: bool = False
 
@@ -103,8 +108,8 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
-        self._steps: list[tuple[bytes, bool]] = []
-        self._encoder: TraceEncoder | None = None  # while somebody watches
+        self._steps: dict[int, list[tuple[bytes, bool]]] = {}
+        self._sinks: dict[int, RecordSink] = {}  # of the engines that somebody watches
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
         for source in (commands, *core.sources):
@@ -114,10 +119,13 @@ class EngineLoop:
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
-        self.report(Report(limits=self.core.limits, trace_settings=self.core.trace_settings))
+        settings = [engine.trace_settings for engine in self.core.engines]
+        self.report(Report(limits=self.core.limits, trace_settings=settings))
         while self._take_commands(wait=not self.core.has_work):
             # Without work this step computes nothing; the report then says what an abort has freed.
-            self.report(Report(self.core.step()))
+            with in_step():
+                outputs = self.core.step()
+            self.report(Report(outputs))
 
     def report(self, report: Report) -> None:
         """Hand a report to the front end."""
@@ -125,7 +133,7 @@ class EngineLoop:
         report.time = time.monotonic()
         report.num_taken = self._num_taken
         report.refused, self._refused = self._refused, {}
-        report.steps, self._steps = self._steps, []
+        report.steps, self._steps = self._steps, {}
         self.reports.send(msgspec.msgpack.encode(report))
 
     def _take_commands(self, wait: bool) -> bool:
@@ -155,20 +163,24 @@ class EngineLoop:
         if command.order == "reset_prefix_cache":
             self.core.reset_prefix_cache()
         elif command.order == "watch":
-            if self._encoder is None:
-                self._encoder = TraceEncoder(self.core.trace_settings, hide_tokens=not command.show_tokens)
-            self.core.watch(self._note)
+            if command.engine not in self._sinks:
+                self._sinks[command.engine] = self._sink(command.engine, hide_tokens=not command.show_tokens)
+            self.core.engines[command.engine].watch(self._sinks[command.engine])
         elif command.order == "start_wave":
             self.core.start_wave(command.wave)
         elif command.order == "unwatch":
-            self.core.unwatch(self._note)
-            self._encoder = None
+            self.core.engines[command.engine].unwatch(self._sinks.pop(command.engine))
         return command.order != "shutdown"
 
-    def _note(self, record: StepRecord) -> None:
-        """A step is over: its line goes out with the next report."""
-        assert self._encoder is not None
-        self._steps.append((self._encoder.encode(record), record.snapshot is not None))
+    def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:
+        """Takes the records of an engine's steps, whose lines go out with the next report."""
+        encoder = TraceEncoder(self.core.engines[engine].trace_settings, hide_tokens)
+
+        def note(record: StepRecord) -> None:
+            line = encoder.encode(record), record.snapshot is not None
+            self._steps.setdefault(engine, []).append(line)
+
+        return note
 
 
 def run_engine(
@@ -207,7 +219,8 @@ def run_engine(
         if not user_error:
             logger.exception("the engine failed")
         reason = str(error) if user_error else f"{type(error).__name__}: {error}"
-        reports.send(msgspec.msgpack.encode(Report(fatal=reason, user_error=user_error)))
+        fatal = Report(time=time.monotonic(), fatal=reason, user_error=user_error)
+        reports.send(msgspec.msgpack.encode(fatal))
         sys.exit(1)
     finally:
         gc.unfreeze()  # else libraries see objects that nobody will free, and complain

@@ -11,30 +11,22 @@ import logging
 import os
 import pathlib
 import pickle
-import queue
 import signal
 import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.data_parallel import engine_grid
 from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
+from nanovllm.life_signs import Complaint, Mouth, in_step
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler import Schedule, StepResult
 
 if TYPE_CHECKING:
     from nanovllm.distributed.shared_memory import QueueHandle
-
-# A rank says so often that it lives, ...
-HEARTBEAT_SECONDS = 1.0
-# ... and one that has not for so long is taken to hang.
-SILENCE_SECONDS = 4.0
 
 
 @dataclass
@@ -59,21 +51,6 @@ class WorkerSetup:
     threads: int = 1
     orders: QueueHandle | None = None
     log_level: int = logging.WARNING
-
-
-@dataclass
-class Complaint:
-    """A rank's last words.
-
-    Attributes:
-        is_users: the user has asked for what cannot be; else something has failed.
-        text: what it is, or the traceback.
-        time: seconds of the clock that machines share: who was first is to blame, for the others only miss it.
-    """
-
-    is_users: bool
-    text: str
-    time: float = field(default_factory=time.time)
 
 
 class Worker:
@@ -129,72 +106,6 @@ class Worker:
         self.runner.forget_requests()
 
 
-class Mouth(threading.Thread):
-    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and besides, every second,
-    that this process lives: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
-    its parent.
-
-    Args:
-        send: sends a message (a sign of life is None), or raises OSError.
-        on_lost: called once nobody listens.
-    """
-
-    def __init__(
-        self, send: Callable[[Any], None], on_lost: Callable[[], None] = lambda: os._exit(1)
-    ) -> None:
-        super().__init__(name="mouth", daemon=True)
-        self._send, self._on_lost = send, on_lost
-        self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._lock, self._closed = threading.Lock(), threading.Event()
-
-    def say(self, message: Callable[[], Any]) -> None:
-        """Queue a message, which the function returns once it is there."""
-        self._messages.put(message)
-
-    def answer(self, order: int, wait: Callable[[], Any]) -> None:
-        """Queue the answer to an order, which `wait` returns once it is there."""
-
-        def message() -> tuple[int, Any] | Complaint:
-            try:
-                return order, wait()
-            except Exception:
-                return Complaint(False, traceback.format_exc())
-
-        self.say(message)
-
-    def complain(self, complaint: Complaint) -> None:
-        """Queue the last message."""
-        self.say(lambda: complaint)
-
-    def close(self) -> None:
-        """Say what is left, then end."""
-        self._messages.put(None)
-        self.join()
-
-    def run(self) -> None:
-        """The thread."""
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
-        while (message := self._messages.get()) is not None:
-            if not self._speak(message()):
-                break
-        self._closed.set()
-
-    def _beat(self) -> None:
-        while not self._closed.wait(HEARTBEAT_SECONDS):
-            if not self._speak(None):
-                break
-
-    def _speak(self, message: Any) -> bool:
-        """Send; False if nobody listens."""
-        try:
-            with self._lock:
-                self._send(message)
-            return True
-        except OSError:
-            self._on_lost()
-            return False
-
-
 def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
     """Start the rank, tell of its memory, and carry out orders, in their order, until one says that it is over. What goes
     wrong is said.
@@ -205,12 +116,13 @@ def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth
     Returns:
         True if an order has ended it.
     """
+    mouth.watch_this_thread()
     try:
         return _obey(setup, next_order, mouth)
     except EOFError:
         return False  # the executor is gone
     except Exception:
-        mouth.complain(Complaint(False, traceback.format_exc()))
+        mouth.complain(Complaint.of_error())
         return False
     finally:
         mouth.close()
@@ -231,7 +143,8 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
         if name == "shutdown":
             break
         if name == "launch":
-            wait = worker.launch(*arguments)
+            with in_step():
+                wait = worker.launch(*arguments)
             if worker.is_output_rank:
                 mouth.answer(number, wait)
         elif name == "allocate":

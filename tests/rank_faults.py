@@ -1,45 +1,110 @@
-"""Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.worker`, but for what RANK_FAULT says:
-"1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step."""
+"""Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.worker`, but for what RANK_FAULT says.
+
+"1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step, "1 launch
+hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+import pathlib
+import threading
+import time
 from typing import Any
 
-from nanovllm import worker
+from nanovllm import life_signs, worker
+from nanovllm.executor import base
+from nanovllm.executor.base import InProcessExecutor
 from nanovllm.worker import Worker, WorkerSetup
 
 EXIT_CODE = 7
-STEPS_BEFORE = 4
+BURN_SECONDS = 2.5
+ROOT = pathlib.Path(__file__).parents[1]
 
 
-def go_wrong(how: str) -> None:
-    """Do what the last word says."""
-    if how == "exit":
-        os._exit(EXIT_CODE)
-    raise {"raise": RuntimeError, "refuse": ValueError}[how]("this rank has no luck")
+class Fault:
+    """What goes wrong, and where.
+
+    Args:
+        rank: the one that asks.
+    """
+
+    def __init__(self, rank: int | None) -> None:
+        victim, self.place, self.how, *steps = os.environ["RANK_FAULT"].split()
+        self.is_here = rank == int(victim)
+        self.steps_before = int(steps[0]) if steps else 4
+        if self.how == "burn":  # so that it takes long in comparison
+            life_signs.SILENCE_SECONDS = 1.0
+
+    def strike(self, place: str) -> None:
+        """Go wrong, if this is the place and the time."""
+        if not self.is_here or place != self.place:
+            return
+        if place == "launch":
+            self.steps_before -= 1
+            if self.steps_before != -1:
+                return
+        if self.how == "exit":
+            os._exit(EXIT_CODE)
+        elif self.how == "hang":
+            threading.Event().wait()
+        elif self.how == "burn":
+            end = time.thread_time() + BURN_SECONDS
+            while time.thread_time() < end:
+                pass
+        else:
+            raise {"raise": RuntimeError, "refuse": ValueError}[self.how]("this rank has no luck")
 
 
 class FaultyWorker(Worker):
     """A worker in which something goes wrong."""
 
     def __init__(self, setup: WorkerSetup) -> None:
-        rank, self.place, self.how = os.environ["RANK_FAULT"].split()
-        self.is_faulty = setup.rank == int(rank)
-        self.num_steps = 0
-        if self.is_faulty and self.place == "construct":
-            go_wrong(self.how)
+        self.fault = Fault(setup.rank)
+        self.fault.strike("construct")
         super().__init__(setup)
 
     def launch(self, *arguments: Any) -> Any:
         """A step, if all goes well."""
-        self.num_steps += 1
-        if self.is_faulty and self.place == "launch" and self.num_steps > STEPS_BEFORE:
-            go_wrong(self.how)
+        self.fault.strike("launch")
         return super().launch(*arguments)
 
 
-if __name__ == "__main__":
+class FaultyExecutor(InProcessExecutor):
+    """The same for one of several engines."""
+
+    def __init__(self, config: Any, *arguments: Any) -> None:
+        self.fault = Fault(config.data_parallel_rank)
+        super().__init__(config, *arguments)
+
+    def launch(self, *arguments: Any) -> Any:
+        """A step, if all goes well."""
+        self.fault.strike("launch")
+        return super().launch(*arguments)
+
+
+def install() -> None:
+    """Let everything that this process starts as a rank or an engine be faulty."""
     worker.Worker = FaultyWorker  # type: ignore[misc]
-    sys.exit(worker.main())
+    base.InProcessExecutor = FaultyExecutor  # type: ignore[misc,assignment]
+
+
+def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
+    """Variables with which a server's ranks are faulty. Python looks for a module of this name when it starts."""
+    folder.joinpath("sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'nanovllm.worker' in sys.orig_argv or 'RANK' in os.environ:\n"  # torchrun sets the latter
+        "    from tests.rank_faults import install\n"
+        "    install()\n"
+    )
+    return {"PYTHONPATH": f"{folder}:{ROOT}", "RANK_FAULT": fault}
+
+
+# What runs as one of several engines.
+DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.data_rank import main; main()"
+
+if __name__ == "__main__":
+    from tests import rank_faults
+
+    rank_faults.install()
+    worker.main()

@@ -36,10 +36,12 @@ from nanovllm.engine import EngineCore
 from nanovllm.engine_group import DataParallelCore
 from nanovllm.engine_process import Command, EngineLoop
 from nanovllm.executor.base import Executor, ExecutorError
+from nanovllm.life_signs import Peer
 from nanovllm.outputs import EngineStats
 from nanovllm.request import EngineRequest
 from nanovllm.scheduler import Schedule, StepResult
 from nanovllm.trace import Trace
+from tests import rank_faults
 from tests.content_runner import ContentRunner, next_token
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.server_process import ServerProcess, wait_until
@@ -260,9 +262,9 @@ class ThreadRank(DataRank):
     """An engine in a thread."""
 
     def __init__(self, context: Any, folder: str, rank: int, config: EngineConfig, environment: Any) -> None:
-        self.rank, self.name = rank, f"data rank {rank}"
-        self.stats, self.ready, self.fatal, self.is_gone = EngineStats(), None, None, False
-        self.heard, self._num_sent, self._num_taken = time.monotonic(), 0, 0
+        Peer.__init__(self, f"data rank {rank}", "thread")
+        self.rank, self.stats, self.ready = rank, EngineStats(), None
+        self._num_sent = self._num_taken = 0
         self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
         there = context.socket(zmq.PULL), context.socket(zmq.PUSH)
         for ours, theirs, kind in zip((self.commands, self.reports), there, "cr", strict=True):
@@ -623,11 +625,27 @@ def test_the_trace_of_the_first_engine(llm: Callable[..., LLM], tiny_model: path
     assert len(trace.steps) == steps
 
 
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("shared", [True, False], ids=["lock-step", "apart"])
+@pytest.mark.parametrize(
+    ("fault", "shared", "how"),
+    [
+        pytest.param(signal.SIGKILL, True, "was killed by SIGKILL", id="dies in lock-step"),
+        pytest.param(signal.SIGKILL, False, "was killed by SIGKILL", id="dies apart"),
+        pytest.param(signal.SIGSTOP, True, "hangs: nothing was heard", id="is silent in lock-step"),
+        pytest.param(signal.SIGSTOP, False, "hangs: nothing was heard", id="is silent apart"),
+        pytest.param("1 launch hang", True, ".*tests/rank_faults.py:.* in strike", id="hangs in lock-step"),
+    ],
+)
 def test_an_engine_that_dies_or_hangs(
-    llm: Callable[..., LLM], mixtral: pathlib.Path, fault: signal.Signals, shared: bool
+    llm: Callable[..., LLM],
+    mixtral: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: signal.Signals | str,
+    shared: bool,
+    how: str,
 ) -> None:
+    if isinstance(fault, str):
+        monkeypatch.setenv("RANK_FAULT", fault)
+        monkeypatch.setattr(DataRank, "program", rank_faults.DATA_RANK)
     many = llm(mixtral, enable_expert_parallel=shared, data_parallel_size=2)
     core = coordinator(many)
     for i in range(4):
@@ -635,9 +653,9 @@ def test_an_engine_that_dies_or_hangs(
             f"r{i}", {"prompt_token_ids": PROMPTS[i]}, SamplingParams(max_tokens=50, ignore_eos=True)
         )
     many.engine.step()
-    os.kill(core.ranks[1].process.pid, fault)
+    if isinstance(fault, signal.Signals):
+        os.kill(core.ranks[1].process.pid, fault)
     start = time.monotonic()
-    how = "was killed by SIGKILL" if fault == signal.SIGKILL else "hangs"
     with pytest.raises(ExecutorError, match=f"data rank 1, process {core.ranks[1].process.pid}, {how}"):
         while many.engine.has_unfinished or fault == signal.SIGKILL:
             many.engine.step()

@@ -25,7 +25,7 @@ from nanovllm.executor.base import ExecutorError, check_grid
 from nanovllm.executor.remote import uninterrupted
 from nanovllm.models.config import ModelConfig
 from tests.oracle import greedy, make_checkpoint, reference_tokens
-from tests.rank_faults import EXIT_CODE
+from tests.rank_faults import BURN_SECONDS, EXIT_CODE
 from tests.server_process import are_gone, wait_until
 
 OPTIONS: dict[str, Any] = {
@@ -187,6 +187,20 @@ def test_a_rank_that_fails_says_why(
         llm = LLM(str(tiny_model), **OPTIONS, tensor_parallel_size=2, num_kv_blocks=64)
         greedy(llm, [[5, 6, 7]], 30)
     assert are_gone([child for child in psutil.Process().children() if child not in before])
+
+
+@pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_who_computes_for_long_or_waits_for_it_does_not_hang(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, int]
+) -> None:
+    """Rank 0 computes for more than twice the time after which one that rests would be taken to hang."""
+    monkeypatch.setattr(multiprocess.RankProcess, "program", "tests.rank_faults")
+    monkeypatch.setenv("RANK_FAULT", "0 launch burn")
+    llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
+    start = time.monotonic()
+    assert greedy(llm, [[5, 6, 7]], 12) == [reference_tokens(str(tiny_model), [5, 6, 7], 12)]
+    assert time.monotonic() - start > BURN_SECONDS
+    llm.engine.core.close()
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(

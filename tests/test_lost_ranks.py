@@ -10,11 +10,13 @@ import threading
 import time
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
-from tests.oracle import make_tokenizer, reference_tokens
-from tests.server_process import ServerProcess, wait_until
+from tests import rank_faults
+from tests.oracle import make_checkpoint, make_tokenizer, reference_tokens
+from tests.server_process import ServerProcess, are_gone, wait_until
 
 # Errors come within 5 s; a busy machine may take longer.
 SOON = 15.0
@@ -26,7 +28,7 @@ class Load(threading.Thread):
     """Requests, one after another, until one fails.
 
     Attributes:
-        error: what the API said then.
+        error: what the API said then, or that there is no API any more.
         failed: when, in seconds of the monotonic clock.
     """
 
@@ -38,7 +40,10 @@ class Load(threading.Thread):
 
     def run(self) -> None:
         while not self.error:
-            self.error = self._in_pieces() if self._stream else self._whole()
+            try:
+                self.error = self._in_pieces() if self._stream else self._whole()
+            except httpx.TransportError as error:
+                self.error = {"message": str(error)}
         self.failed = time.monotonic()
 
     def _whole(self) -> dict[str, Any]:
@@ -54,36 +59,85 @@ class Load(threading.Thread):
         return next((json.loads(line)["error"] for line in lines if '"error"' in line), {})
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """One with experts, which engines can share."""
+    return make_checkpoint(tmp_path_factory.mktemp("mixtral"), "mixtral")
+
+
+def descendant(process: psutil.Process, path: tuple[int, ...]) -> psutil.Process:
+    """(1, 0) is the first child of the second child."""
+    return descendant(process.children()[path[0]], path[1:]) if path else process
+
+
+LOCK_STEP = "--enable-expert-parallel"
+
+
 @pytest.mark.parametrize(
-    ("number", "victim", "grid", "words"),
+    ("grid", "fault", "victim", "words"),
     [
-        (signal.SIGKILL, 0, "-tp", r"rank 0, process \d+, was killed by SIGKILL"),
-        (signal.SIGKILL, 1, "-pp", r"rank 1 \(stage 1, tensor rank 0\), process \d+, was killed by SIGKILL"),
-        (signal.SIGSTOP, 1, "-tp", r"rank 1, process \d+, hangs: nothing was heard of it for 4 seconds"),
+        ("-tp 2", signal.SIGKILL, (0,), r"rank 0, process \d+, was killed by SIGKILL"),
+        (
+            "-pp 2",
+            signal.SIGKILL,
+            (1,),
+            r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL",
+        ),
+        (
+            "-tp 2",
+            signal.SIGSTOP,
+            (1,),
+            r"rank 1, process \d+, hangs: nothing was heard of it for 4 s",
+        ),
+        (
+            "-tp 2",
+            "hang 60",
+            (1,),
+            r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike",
+        ),
+        ("-dp 2", signal.SIGKILL, (), "the engine process has ended with exit code -9"),
+        (
+            f"-dp 2 -tp 2 {LOCK_STEP}",
+            signal.SIGKILL,
+            (1, 0),
+            r"data rank 1, process \d+, failed: .*: rank 0, process \d+, was killed by SIGKILL",
+        ),
     ],
 )
 def test_every_request_gets_an_error_and_nothing_is_left(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path, number: int, victim: int, grid: str, words: str
+    model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    grid: str,
+    fault: signal.Signals | str,
+    victim: tuple[int, ...],
+    words: str,
 ) -> None:
-    with ServerProcess(tiny_model, tmp_path, grid, "2", "--num-kv-blocks", "64") as server:
-        ranks = server.engine.children()
-        assert len(ranks) == 2
-        text = make_tokenizer().decode(reference_tokens(str(tiny_model), PROMPT, 20))
+    if isinstance(fault, str):
+        variables = rank_faults.environment(tmp_path_factory.mktemp("faults"), f"{victim[0]} launch {fault}")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    with ServerProcess(model, tmp_path, *grid.split(), "--num-kv-blocks", "64") as server:
+        processes = [server.engine, *server.engine.children(recursive=True)]
+        assert len(processes) == (7 if "-dp 2 -tp 2" in grid else 3)
+        text = make_tokenizer().decode(reference_tokens(str(model), PROMPT, 20))
         assert server.complete(prompt=PROMPT, max_tokens=20, ignore_eos=True)["choices"][0]["text"] == text
         loads = [Load(server, stream=bool(i % 2)) for i in range(4)]
         wait_until(lambda: server.metrics()["num_requests_running"] > 1)
-        ranks[victim].send_signal(number)
+        if isinstance(fault, signal.Signals):
+            descendant(server.engine, victim).send_signal(fault)
         start = time.monotonic()
         for load in loads:
             load.join()
             assert load.failed - start < SOON
-            assert re.search(words, load.error["message"]), load.error
+            assert re.search(f"^the engine is dead: (ExecutorError: )?{words}", load.error["message"]), (
+                load.error
+            )
             assert load.error["type"] == "server_error" and load.error["code"] == "engine_dead"
         assert server.get("/health").status_code == 503
         assert server.post("/v1/completions", BODY).status_code == 503
-        wait_until(
-            lambda: not any(p.is_running() for p in (*ranks, server.engine)), SOON, "the ranks have ended"
-        )
+        wait_until(lambda: are_gone(processes), SOON, "the engine and all ranks have ended")
         assert server.stop() == 0
     assert [path.name for path in tmp_path.iterdir()] == ["output.txt"]
     assert not list(pathlib.Path("/dev/shm").glob("nanovllm*"))
@@ -96,12 +150,18 @@ def test_a_rank_is_missed_while_nobody_asks(tiny_model: pathlib.Path, tmp_path: 
         assert "rank 1" in server.text
 
 
+@pytest.mark.parametrize("grid", ["-tp", "-dp"])
 def test_the_ranks_end_with_the_server_however_it_dies(
-    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path, grid: str
 ) -> None:
-    with ServerProcess(tiny_model, tmp_path, "-tp", "2", "--num-kv-blocks", "64") as server:
+    with ServerProcess(tiny_model, tmp_path, grid, "2", "--num-kv-blocks", "64") as server:
         processes = psutil.Process(server.process.pid).children(recursive=True)
         assert len(processes) >= 3
+        loads = [Load(server, stream=True) for _ in range(2)]
+        wait_until(lambda: server.metrics()["num_requests_running"] > 1)
         server.process.kill()
         server.process.wait()
-        wait_until(lambda: not any(p.is_running() for p in processes), SOON, "all have ended")
+        for load in loads:
+            load.join()
+        wait_until(lambda: are_gone(processes), SOON, "all have ended")
+    assert [path.name for path in tmp_path.iterdir()] == ["output.txt"]

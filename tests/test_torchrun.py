@@ -23,6 +23,7 @@ import torch.distributed as dist
 from nanovllm.config import EngineConfig
 from nanovllm.executor.remote import interface_of
 from nanovllm.executor.torchrun import Launch, _introduce, _meet
+from tests import rank_faults
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
 from tests.server_process import START_SECONDS, are_gone, wait_until
@@ -241,7 +242,9 @@ def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.
     text = make_tokenizer().decode(reference_tokens(str(tiny_model), PROMPT, 20))
     assert job.complete(20).json()["choices"][0]["text"] == text
     request = Request(job, 150)
-    wait_until(lambda: 'num_requests_running{model_name="tiny"} 1.0' in job.client.get("/metrics").text)
+    wait_until(
+        lambda: 'num_requests_running{engine="0",model_name="tiny"} 1.0' in job.client.get("/metrics").text
+    )
     job.process.terminate()  # torchrun passes the signal on to all processes of all ranks
     response, _ = request.answer()
     assert response.status_code == 200, response.text
@@ -259,7 +262,9 @@ def test_a_server_on_two_ranks_answers_and_drains(job: Job, tiny_model: pathlib.
 )
 def test_a_lost_rank_is_named_and_nothing_is_left(job: Job, number: signal.Signals, words: str) -> None:
     request = Request(job, 250, again=True)
-    wait_until(lambda: 'num_requests_running{model_name="tiny"} 1.0' in job.client.get("/metrics").text)
+    wait_until(
+        lambda: 'num_requests_running{engine="0",model_name="tiny"} 1.0' in job.client.get("/metrics").text
+    )
     job.ranks[1].send_signal(number)
     response, seconds = request.answer()
     assert seconds < SOON
@@ -269,6 +274,28 @@ def test_a_lost_rank_is_named_and_nothing_is_left(job: Job, number: signal.Signa
     # torchrun sees the loss of a rank, too, and ends the others.
     wait_until(lambda: job.is_over, 2 * SOON, "torchrun and all ranks have ended")
     assert job.process.returncode != 0
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_is_named(
+    tiny_model: pathlib.Path,
+    tmp_path: pathlib.Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    victim: int,
+) -> None:
+    """Rank 0 is a thread beside the engine, of which the heart must not think that it hangs, too."""
+    faults = rank_faults.environment(tmp_path_factory.mktemp("faults"), f"{victim} launch hang 40")
+    for name, value in faults.items():
+        monkeypatch.setenv(name, value)
+    with Job(tiny_model, tmp_path) as job:
+        response, seconds = Request(job, 250).answer()
+        words = (
+            rf"rank {victim}, process \d+ on .*, hangs: for 4 seconds it has been at .*rank_faults.py:\d+ in"
+        )
+        assert response.status_code == 503 and re.search(words, response.text), response.text
+        assert seconds < SOON
+        wait_until(lambda: job.is_over, 2 * SOON, "torchrun and all ranks have ended")
 
 
 def test_the_ranks_end_with_rank_0_however_it_dies(job: Job) -> None:

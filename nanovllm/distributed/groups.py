@@ -24,6 +24,7 @@ from torch import Tensor
 
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
+from nanovllm.life_signs import waiting_for_others
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,8 @@ class GroupCoordinator:
         self.calls[name] += 1
         self.bytes_sent[name] += sum(tensor.nbytes for tensor in tensors)
         try:
-            yield
+            with waiting_for_others():
+                yield
         except CollectiveError:
             raise
         except RuntimeError as error:

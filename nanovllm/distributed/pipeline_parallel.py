@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
+from nanovllm.life_signs import waiting_for_others
 
 
 def check_pipeline_parallel(num_layers: int, stages: int) -> None:
@@ -142,8 +143,12 @@ class StageLink:
         if self.group.is_first:
             return None
         received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-        for tensor in received:
-            dist.recv(tensor, self.group.ranks[self.group.rank_in_group - 1], group=self.group.device_group)
+        source, group = self.group.ranks[self.group.rank_in_group - 1], self.group.device_group
+        with waiting_for_others():
+            # Both are asked for before the first one is waited for: one meeting of sender and receiver instead of two.
+            for work in [dist.irecv(tensor, source, group=group) for tensor in received]:
+                assert work is not None, "both ranks are of the group"
+                work.wait()
         return IntermediateTensors(*received)
 
     def send(self, tensors: IntermediateTensors) -> None:
@@ -155,7 +160,8 @@ class StageLink:
             # No more steps than stages are under way, so what was sent that long ago has arrived, and this is no wait.
             # (gloo marks a send as completed only once somebody has waited for it.)
             if len(self._under_way) >= 2 * self.group.world_size:
-                self._under_way.popleft()[0].wait()
+                with waiting_for_others():
+                    self._under_way.popleft()[0].wait()
             self.group.calls["send"] += 1
             self.group.bytes_sent["send"] += tensor.nbytes
             target = self.group.ranks[self.group.rank_in_group + 1]

@@ -24,8 +24,9 @@ from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, RemoteRank, uninterrupted
+from nanovllm.life_signs import SILENCE_SECONDS
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import SILENCE_SECONDS, WorkerSetup
+from nanovllm.worker import WorkerSetup
 
 logger = logging.getLogger(__name__)
 

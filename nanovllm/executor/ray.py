@@ -22,8 +22,9 @@ import torch.distributed as dist
 from nanovllm.config import EngineConfig
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank, interface_of, uninterrupted
+from nanovllm.life_signs import Mouth
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import Mouth, WorkerSetup, run_worker
+from nanovllm.worker import WorkerSetup, run_worker
 
 try:
     import ray

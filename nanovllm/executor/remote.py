@@ -9,22 +9,20 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import Executor, ExecutorError
+from nanovllm.life_signs import LOOK_SECONDS, Complaint, Peer, Watch, waiting_for_others
 from nanovllm.scheduler import Schedule, StepResult
-from nanovllm.worker import HEARTBEAT_SECONDS, SILENCE_SECONDS, Complaint
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
 START_SECONDS = 600.0
 # A rank that lives and does not come to the end of an order will not, after this.
 ORDER_SECONDS = 300.0
-# Ranks that lose a peer report it, too: for so long, look for who was first.
-BLAME_SECONDS = 0.5
 
 
 @contextlib.contextmanager
@@ -52,30 +50,19 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class RemoteRank:
-    """A rank as its executor knows it, and what it has said.
+class RemoteRank(Peer):
+    """A rank as its executor knows it, and what it has said. Its name tells its place in the grid if there are stages.
 
     Attributes:
-        name: "rank 1", with its place in the grid if there are stages.
-        where: "process 77", and of which machine if there may be several.
         answers: by the number of the order.
-        complaint: its last words, if it had to say why it ends.
-        heard: when something came from it, in seconds of the monotonic clock.
-        is_ready: it has loaded its part of the model.
-        is_gone: nothing will come any more.
     """
 
     def __init__(self, rank: int, grid: Grid) -> None:
-        self.rank = rank
         stage, tensor = divmod(rank, grid.tensor)
-        self.name = (
-            f"rank {rank} (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else f"rank {rank}"
-        )
-        self.where = ""
+        place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
+        super().__init__(f"rank {rank}{place}")
+        self.rank = rank
         self.answers: dict[int, Any] = {}
-        self.complaint: Complaint | None = None
-        self.heard = time.monotonic()
-        self.is_ready = self.is_gone = False
 
     def take(self, message: Any) -> None:
         """Take in what it says; None only means that it lives."""
@@ -85,10 +72,6 @@ class RemoteRank:
         elif message is not None:
             order, answer = message
             self.answers[order] = answer
-
-    def end(self) -> str:
-        """How it ended, in words; "" if it lives as far as one knows."""
-        return "has ended, or cannot be reached" if self.is_gone else ""
 
 
 class RemoteExecutor(Executor):
@@ -104,7 +87,6 @@ class RemoteExecutor(Executor):
         self._config = config
         self._num_orders = 0
         self._reason = ""
-        self._listened = 0.0
 
     def _send(self, order: bytes) -> None:
         """Send an order to all ranks, without waiting for them. A rank that is gone is found out by `_listen`."""
@@ -125,6 +107,7 @@ class RemoteExecutor(Executor):
             ValueError: what a rank refuses (a checkpoint, a device, a size), in its words.
             ExecutorError: a rank could not start.
         """
+        self._watch = Watch(self.ranks)
         memory = [self._answer(rank, 0, START_SECONDS) for rank in self.ranks]
         for rank in self.ranks:
             rank.is_ready = True
@@ -154,7 +137,7 @@ class RemoteExecutor(Executor):
             self._call("forget_requests")
 
     def check_health(self) -> None:
-        """See whether a rank has ended, or has been silent for too long."""
+        """See whether a rank has ended, hangs, or has been silent for too long."""
         self._check()
         self._hear(0)
 
@@ -168,7 +151,7 @@ class RemoteExecutor(Executor):
         """Tell all ranks; returns the number of the order."""
         self._check()
         order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
-        with uninterrupted():
+        with uninterrupted(), waiting_for_others():  # a full queue is theirs to empty
             self._num_orders += 1
             self._send(order)
         return self._num_orders
@@ -183,7 +166,8 @@ class RemoteExecutor(Executor):
         self._check()
         deadline = time.monotonic() + timeout
         while order not in rank.answers:
-            self._hear(HEARTBEAT_SECONDS)
+            with waiting_for_others():
+                self._hear(LOOK_SECONDS)
             if time.monotonic() > deadline:
                 what = "answered" if rank.is_ready else "started"
                 self._fail(f"{rank.name}, {rank.where}, has not {what} after {timeout:g} seconds")
@@ -192,53 +176,16 @@ class RemoteExecutor(Executor):
         return answer
 
     def _hear(self, timeout: float) -> None:
-        """Listen to all; the first word of trouble is the end."""
-        now = time.monotonic()
-        if now - self._listened > 2 * HEARTBEAT_SECONDS:  # nobody was listening before
-            for rank in self.ranks:
-                rank.heard = now
-        self._listen(timeout)
-        self._listened = now = time.monotonic()
-        for rank in self.ranks:
-            if rank.complaint is not None or rank.is_gone:
-                self._blame(rank)
-            # Until it is ready, a rank may keep the interpreter to itself while it imports its libraries.
-            if rank.is_ready and now - rank.heard > SILENCE_SECONDS:
-                self._fail(
-                    f"{rank.name}, {rank.where}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
-                )
-
-    # ---------------------------------------------------------------- the end
-
-    def _blame(self, suspect: RemoteRank) -> None:
-        """Something is wrong with this rank, or with one that it talks to: find out whose fault it is, and end all.
+        """Listen to all; the first word of trouble is the end.
 
         Raises:
             ValueError: a rank refuses what the user has asked for.
             ExecutorError: all else.
         """
-        deadline = time.monotonic() + BLAME_SECONDS
-        while time.monotonic() < deadline and self._first_to_fall() is None:
-            self._listen(0.01)
-        self._listen(0)  # its last words
-        complaints = [(rank.complaint, rank) for rank in self.ranks if rank.complaint is not None]
-        for complaint, _ in complaints:
-            if complaint.is_users:
-                self._end()
-                raise ValueError(complaint.text)
-        if (fallen := self._first_to_fall()) is not None:
-            self._fail(f"{fallen.name}, {fallen.where}, {fallen.end()}")
-        if complaints:
-            complaint, rank = min(complaints, key=lambda pair: pair[0].time)
-            self._fail(f"{rank.name}, {rank.where}, failed:\n{complaint.text}")
-        self._fail(f"{suspect.name}, {suspect.where}, has closed its connection")
+        if (verdict := self._watch.look(self._listen, timeout)) is not None:
+            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
 
-    def _first_to_fall(self) -> RemoteRank | None:
-        """A rank that was killed says nothing; all who speak only miss it."""
-        return next((rank for rank in self.ranks if rank.complaint is None and rank.end()), None)
-
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
         self._reason = reason
-        self.is_broken = True
         self._end()
-        raise ExecutorError(reason)
+        raise kind(reason)

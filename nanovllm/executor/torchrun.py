@@ -30,8 +30,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.executor.base import check_grid, with_expert_settings
 from nanovllm.executor.remote import START_SECONDS, RemoteExecutor, RemoteRank, interface_of
 from nanovllm.hub import resolve_model
+from nanovllm.life_signs import Complaint, Mouth
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import Complaint, Mouth, WorkerSetup, run_worker
+from nanovllm.worker import WorkerSetup, run_worker
 
 # A follower that hears nothing of rank 0 for so long is alone. Rank 0's program may keep the interpreter to itself meanwhile.
 ORPHAN_SECONDS = 60.0
@@ -341,15 +342,6 @@ def _setup(
     return WorkerSetup(config, model_config, folder, launch.rank, launch.local_rank, "env://", threads)
 
 
-class FollowersMouth(Mouth):
-    """Tells also whoever reads this rank's output why it ends: rank 0 may be ended by torchrun before it has told."""
-
-    def complain(self, complaint: Complaint) -> None:
-        """Queue the last message."""
-        print(f"rank {os.environ['RANK']}: {complaint.text}", file=sys.stderr, flush=True)
-        super().complain(complaint)
-
-
 def follow(config: EngineConfig) -> bool:
     """Be one of the ranks above 0: load a part of the model, and do what rank 0 says, until it ends.
 
@@ -370,7 +362,13 @@ def follow(config: EngineConfig) -> bool:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    mouth = FollowersMouth(lambda message: lines.send(pickle.dumps(message), [0]))
+
+    def send(message: Any) -> None:
+        if isinstance(message, Complaint):  # rank 0 may be ended by torchrun before it has told
+            print(f"rank {launch.rank}: {message.text}", file=sys.stderr, flush=True)
+        lines.send(pickle.dumps(message), [0])
+
+    mouth = Mouth(send)
     ear = threading.Thread(target=_take_orders, args=(lines, orders), name="ear", daemon=True)
     mouth.start()
     ear.start()

@@ -1,0 +1,317 @@
+"""Signs of life: how a process shows that all is well, and how whoever has started it finds out which one is to blame
+when something is not.
+
+A rank can be lost in three ways. One that has died leaves a closed connection. One that is stopped, or keeps the interpreter
+to itself, falls silent. And one whose thread waits for something that never comes goes on beating its heart: that one tells on
+itself, for only there can it be seen that a thread is in the middle of a step, waits for nobody else, and yet uses no processor
+time, and where it stands.
+
+What is not seen is a loop that goes on for ever, and ranks that wait for one another in collectives that do not match: such a
+step ends when the collective, or the order, has taken too long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pathlib
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+# A process says so often that it lives, ...
+HEARTBEAT_SECONDS = 1.0
+# ... and one that has not for so long is taken to hang. So is one that has rested for so long in mid-step, ...
+SILENCE_SECONDS = 4.0
+# ... which its heart looks for so often.
+LOOK_SECONDS = 0.25
+# A thread that uses no more processor time than this rests, ...
+REST_SECONDS = 0.001
+# ... unless others compute for it, as those of OpenMP do: then the process uses a core for more than this share of the time.
+# (Hearts and the threads of gloo use 1 to 2 %.)
+COMPUTING_SHARE = 0.1
+# Who loses a peer reports it, too: for so long, look for who was first.
+BLAME_SECONDS = 0.5
+
+
+@dataclass
+class Complaint:
+    """Last words.
+
+    Attributes:
+        is_users: the user has asked for what cannot be; else something has failed.
+        text: what it is; unless it is the user's, what can follow the name of who says it.
+        time: seconds of the clock that machines share: who was first is to blame, for the others only miss it.
+        is_certain: nobody else can be to blame.
+    """
+
+    is_users: bool
+    text: str
+    time: float = field(default_factory=time.time)
+    is_certain: bool = False
+
+    @classmethod
+    def of_error(cls) -> Complaint:
+        """That the exception at hand has put an end to everything."""
+        return cls(False, f"failed:\n{traceback.format_exc()}")
+
+
+# ---------------------------------------------------------------- what a thread does
+
+
+class Block:
+    """A context manager: whether a thread is in the middle of something (`depth` above 0), and when it last began."""
+
+    depth, since = 0, 0.0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        self.since = time.monotonic()
+
+    def __exit__(self, *details: object) -> None:
+        self.depth -= 1
+
+
+class _Here(threading.local):
+    """The blocks of the thread that asks."""
+
+    def __init__(self) -> None:
+        self.step, self.wait = Block(), Block()
+
+
+_here = _Here()
+
+
+def in_step() -> Block:
+    """`with in_step():` this thread is expected to move: see `HangDetector`. Costs less than a microsecond."""
+    return _here.step
+
+
+def waiting_for_others() -> Block:
+    """`with waiting_for_others():` another process may be the reason if nothing moves here. Costs less than a microsecond."""
+    return _here.wait
+
+
+class HangDetector:
+    """Tells whether the thread that makes it hangs: it is in a step, waits for no other process, not even for a compiler
+    that it has started in this step, and has used no processor time for SILENCE_SECONDS, nor has another thread of the process.
+    Slow computing is no hang, and one that burns time for ever is not found. Nor is any but on Linux, which tells what a
+    thread uses."""
+
+    def __init__(self) -> None:
+        self._step, self._wait, self._thread = _here.step, _here.wait, threading.get_ident()
+        self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
+        self._state: tuple[float, ...] = ()  # as of when it was last seen to move
+        self._used = self._used_by_all = self._moved = self._looked = 0.0
+
+    def look(self) -> str:
+        """To be called every LOOK_SECONDS, by another thread. Where it hangs; "" if it does not."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if self._clock is None or not self._step.depth or self._wait.depth:
+            self._state = ()
+            return ""
+        state = self._step.since, self._wait.since
+        used, used_by_all = time.clock_gettime(self._clock), time.process_time()
+        is_helped = used_by_all - self._used_by_all > COMPUTING_SHARE * SILENCE_SECONDS
+        # If nobody has looked for a while, the whole process was stopped, and the thread could not move.
+        was_stopped = now - before > HEARTBEAT_SECONDS
+        if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
+            self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
+        if now - self._moved < SILENCE_SECONDS or _has_children(now - self._step.since):
+            return ""
+        frame = sys._current_frames().get(self._thread)
+        # The innermost frames: of a library, mostly, and who has called it.
+        stack = itertools.islice(traceback.walk_stack(frame), 4) if frame is not None else ()
+        return ", called from ".join(
+            f"{'/'.join(pathlib.Path(frame.f_code.co_filename).parts[-2:])}:{line} in {frame.f_code.co_name}"
+            for frame, line in stack
+        )
+
+
+def _has_children(seconds: float) -> bool:
+    """Whether a process lives that this one has started in the last so many seconds. (The wall clock may be set, and
+    psutil goes by it; what /proc says is in ticks since the machine was started.)"""
+    for child in psutil.Process().children():
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
+            fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+            if fields[0] != "Z" and age < seconds + 0.1:
+                return True
+    return False
+
+
+# ---------------------------------------------------------------- who speaks
+
+
+class Mouth(threading.Thread):
+    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and besides, every second,
+    that this process lives: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
+    its parent.
+
+    Args:
+        send: sends a message (a sign of life is None), or raises OSError.
+        on_lost: called once nobody listens.
+    """
+
+    def __init__(
+        self, send: Callable[[Any], None], on_lost: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
+        super().__init__(name="mouth", daemon=True)
+        self._send, self._on_lost = send, on_lost
+        self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._detector: HangDetector | None = None
+
+    def watch_this_thread(self) -> None:
+        """From now on, tell if the calling thread hangs."""
+        self._detector = HangDetector()
+
+    def say(self, message: Callable[[], Any]) -> None:
+        """Queue a message, which the function returns once it is there."""
+        self._messages.put(message)
+
+    def answer(self, order: int, wait: Callable[[], Any]) -> None:
+        """Queue the answer to an order, which `wait` returns once it is there."""
+
+        def message() -> tuple[int, Any] | Complaint:
+            try:
+                return order, wait()
+            except Exception:
+                return Complaint.of_error()
+
+        self.say(message)
+
+    def complain(self, complaint: Complaint) -> None:
+        """Queue the last message."""
+        self.say(lambda: complaint)
+
+    def close(self) -> None:
+        """Say what is left, then end."""
+        self._messages.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """The thread."""
+        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        while (message := self._messages.get()) is not None:
+            if not self._speak(message()):
+                break
+        self._closed.set()
+
+    def _beat(self) -> None:
+        """The thread that says None, and that cannot wait for what the mouth may wait for."""
+        beaten, is_heard = time.monotonic(), True
+        while is_heard and not self._closed.wait(LOOK_SECONDS):
+            if self._detector is not None and (place := self._detector.look()):
+                self._detector = None  # once is enough
+                text = f"hangs: for {SILENCE_SECONDS:g} seconds it has been at {place}"
+                is_heard = self._speak(Complaint(False, text, time.time() - SILENCE_SECONDS, is_certain=True))
+            elif time.monotonic() - beaten >= HEARTBEAT_SECONDS - LOOK_SECONDS / 2:
+                beaten, is_heard = time.monotonic(), self._speak(None)
+
+    def _speak(self, message: Any) -> bool:
+        """Send; False if nobody listens."""
+        try:
+            with self._lock:
+                self._send(message)
+            return True
+        except OSError:
+            self._on_lost()
+            return False
+
+
+# ---------------------------------------------------------------- who listens
+
+
+class Peer:
+    """Another process, as whoever has started it knows it.
+
+    Attributes:
+        name, where: "rank 1" and "process 77", for messages.
+        complaint: its last words, if it had to say why it ends.
+        heard: when something came from it, in seconds of the monotonic clock.
+        is_ready: it has loaded all that it needs.
+        is_gone: nothing will come any more.
+    """
+
+    def __init__(self, name: str, where: str = "") -> None:
+        self.name, self.where = name, where
+        self.complaint: Complaint | None = None
+        self.heard = time.monotonic()
+        self.is_ready = self.is_gone = False
+
+    def end(self) -> str:
+        """How it ended, in words; "" if it lives as far as one knows."""
+        return "has ended, or cannot be reached" if self.is_gone else ""
+
+
+class Watch:
+    """Looks after processes that belong together: the first that is in trouble is the end of all."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = peers
+        self._looked = time.monotonic()
+
+    def look(
+        self,
+        listen: Callable[[float], None],
+        timeout: float = 0.0,
+        last_words: Callable[[float], None] | None = None,
+    ) -> Complaint | None:
+        """See how everybody is.
+
+        Args:
+            listen: waits up to so many seconds for something, and notes who has given signs of life, complains or is gone.
+            timeout: seconds that this may take while all is well.
+            last_words: as `listen`, once all is over, when nothing but complaints matters any more.
+
+        Returns:
+            Why all is over, with the name of who is to blame; None while all is well.
+        """
+        now = time.monotonic()
+        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # nobody was listening before
+            for peer in self.peers:
+                peer.heard = now
+        listen(timeout)
+        self._looked = now = time.monotonic()
+        for peer in self.peers:
+            if peer.complaint is not None or peer.is_gone:
+                return self._blame(peer, last_words or listen)
+            # Until it is ready, one may keep the interpreter to itself while it imports its libraries.
+            if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
+                text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
+                return Complaint(False, f"{peer.name}, {peer.where}, {text}")
+        return None
+
+    def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
+        """Something is wrong with this one, or with another that it works with: find out whose fault it is."""
+        deadline = time.monotonic() + BLAME_SECONDS
+        while time.monotonic() < deadline and not (self._fallen() or self._certain()):
+            listen(0.01)
+        listen(0.01)  # what was said just before the end
+        complaints = [(peer.complaint, peer) for peer in self.peers if peer.complaint is not None]
+        for complaint, _ in complaints:
+            if complaint.is_users:
+                return complaint
+        if (fallen := self._fallen()) is not None:
+            return Complaint(False, f"{fallen.name}, {fallen.where}, {fallen.end()}")
+        if complaints:
+            complaint, peer = min(complaints, key=lambda pair: pair[0].time)
+            return Complaint(False, f"{peer.name}, {peer.where}, {complaint.text}")
+        return Complaint(False, f"{suspect.name}, {suspect.where}, has closed its connection")
+
+    def _fallen(self) -> Peer | None:
+        """One that was killed says nothing; all who speak may only miss it."""
+        return next((peer for peer in self.peers if peer.complaint is None and peer.end()), None)
+
+    def _certain(self) -> bool:
+        return any(peer.complaint is not None and peer.complaint.is_certain for peer in self.peers)
