@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Literal
 
@@ -60,14 +61,13 @@ class AsyncEngine:
         stats: where it stood after its latest step.
         error: why it ended; None while it lives.
         observer: who is told what happens.
-        broadcast: those who look on.
+        broadcasts: those who look on, of each of the engines that data parallelism has.
     """
 
     tokenizer: Tokenizer
     limits: EngineLimits
     input_processor: InputProcessor
     output_processor: OutputProcessor
-    broadcast: StepBroadcast
 
     def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
         self.config = config
@@ -75,7 +75,9 @@ class AsyncEngine:
         self.stats = EngineStats()
         self.error: str | None = None
         self.observer = EngineObserver()
+        self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
+        self._texts: RequestTexts | None = None
         self._num_sent = self._num_taken = 0
         self._closing = self._ready = False
         self._reader: asyncio.Task[None] | None = None
@@ -120,9 +122,11 @@ class AsyncEngine:
             raise
         assert ready.limits is not None, "the first report says that the engine is ready"
         engine.limits = ready.limits
-        trace_settings = ready.trace_settings | {"model": name, "live": True}
-        texts = RequestTexts(engine.tokenizer) if show_text else None
-        engine.broadcast = StepBroadcast(trace_settings, engine._order, texts)
+        engine._texts = RequestTexts(engine.tokenizer) if show_text else None
+        engine.broadcasts = [
+            StepBroadcast(settings | {"model": name, "live": True}, partial(engine._order, i), engine._texts)
+            for i, settings in enumerate(ready.trace_settings)
+        ]
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._reader = asyncio.create_task(engine._read_reports())
@@ -219,8 +223,8 @@ class AsyncEngine:
         ) as error:  # a number of over 64 bits; half of a surrogate pair
             raise ValueError(f"the request cannot be sent to the engine: {error}") from error
         self.output_processor.add(request_id, text, requests)
-        if self.broadcast.texts is not None:
-            self.broadcast.texts.expect(request_id, text, requests)
+        if self._texts is not None:
+            self._texts.expect(request_id, text, requests)
         times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
         stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
         self._num_sent += len(requests)
@@ -252,13 +256,21 @@ class AsyncEngine:
         """Forget all cached prefixes; requests that come after this find none."""
         self._send(Command(order="reset_prefix_cache"))
 
-    def watch(self) -> StepStream:
-        """Look on: the lines of the engine's trace, as they come, in whole. Costs nothing while nobody does. The reader
-        closes the stream, unless it has come to its end, which is that of the engine."""
-        return self.broadcast.watch()
+    def watch(self, engine: int = 0) -> StepStream:
+        """Look on: the lines of the engine's trace (of one of several), as they come, in whole. Costs nothing while nobody
+        does. The reader closes the stream, unless it has come to its end, which is that of the engine.
 
-    def _order(self, order: Literal["watch", "unwatch"]) -> None:
-        self._send(Command(order=order, show_tokens=self._show_text))
+        Raises:
+            ValueError: there is no such engine; names those that there are.
+        """
+        last = len(self.broadcasts) - 1
+        if not 0 <= engine <= last:
+            fitting = f"from 0 to {last}" if last else "0, the only one"
+            raise ValueError(f"engine must be {fitting}, not {engine}")
+        return self.broadcasts[engine].watch()
+
+    def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
+        self._send(Command(order=order, engine=engine, show_tokens=self._show_text))
 
     def _forget(self, request_id: str) -> None:
         self.abort(request_id)
@@ -298,15 +310,16 @@ class AsyncEngine:
             if stream is not None:
                 stream.fail(RequestRefusedError(reason))
         self._deliver(report.outputs, report.time)
-        self.broadcast.put(report.steps)
+        for i, broadcast in enumerate(self.broadcasts):
+            broadcast.put(report.steps.get(i, ()))
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
         news, stopped = self.output_processor.process(outputs)
         if stopped:
             self._send(Command(abort=dict.fromkeys(stopped, "stop")))
         for output in news:
-            if self.broadcast.texts is not None:
-                self.broadcast.texts.add(output)
+            if self._texts is not None:
+                self._texts.add(output)
             stream = self._streams[output.request_id]
             self._note_times(stream.times, output, now)
             stream.put(output)
@@ -320,7 +333,7 @@ class AsyncEngine:
                 times.first_token = times.first_token or now
                 times.last_token[piece.index] = now
         if output.finished:
-            self.observer.finished(times, now)
+            self.observer.finished(times, output.outputs[-1], now)
 
     # ---------------------------------------------------------------- the end
 
@@ -341,8 +354,7 @@ class AsyncEngine:
             return
         self.error = reason
         logger.error("the engine is dead: %s", reason)
-        if self._ready:
-            self.broadcast.end()
+        self._end_broadcasts()
         self._fail_all(f"the engine is dead: {reason}")
 
     def _fail_all(self, reason: str) -> None:
@@ -357,7 +369,11 @@ class AsyncEngine:
             await asyncio.sleep(0.02)
         for request_id in list(self._streams):
             self.abort(request_id)
-        self.broadcast.end()
+        self._end_broadcasts()
+
+    def _end_broadcasts(self) -> None:
+        for broadcast in self.broadcasts:
+            broadcast.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Let requests end for so many seconds, abort the others, and end the process."""

@@ -141,8 +141,15 @@ class EngineCore:
 
     @property
     def trace_settings(self) -> dict[str, Any]:
-        """What those need to know who draw the engine's steps: sizes and policies."""
-        return trace_settings(self.scheduler)
+        """What those need to know who draw the engine's steps: sizes and policies, and which of several engines it is."""
+        config = self.config
+        several = {"data_rank": config.data_parallel_rank, "data_parallel_size": config.data_parallel_size}
+        return trace_settings(self.scheduler) | (several if config.data_parallel_size > 1 else {})
+
+    @property
+    def engines(self) -> list[EngineCore]:
+        """The engines that one can `watch`: this one. See `DataParallelCore.engines`."""
+        return [self]
 
     @property
     def has_unfinished(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 
 @dataclass
@@ -33,6 +33,7 @@ class CompletionOutput:
         cumulative_logprob: sum over the chosen tokens so far, if log-probabilities were asked for.
         finish_reason: "stop", "length", "abort", or None while it goes on.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
+        engine: which of several engines generates it (data parallelism); 0 until that is known.
     """
 
     index: int
@@ -42,6 +43,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    engine: int = 0
 
     @property
     def finished(self) -> bool:
@@ -80,6 +82,7 @@ def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
         [entry for piece in pieces for entry in piece.logprobs or ()] if wants_logprobs else None,
         last.finish_reason,
         last.stop_reason,
+        last.engine,
     )
 
 
@@ -114,8 +117,13 @@ class OutputCollector:
 
 @dataclass
 class EngineStats:
-    """Where the engine stands after a step; counters count from its start. `num_waves` counts those that have ended, of
-    an engine in lock-step with others."""
+    """Where the engine stands after a step; counters count from its start.
+
+    Attributes:
+        kv_cache_usage: share of the KV blocks that is held; 1 is all.
+        num_waves: those that have ended, of an engine in lock-step with others.
+        engines: of several engines, each one's own; empty for a single one.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -126,3 +134,14 @@ class EngineStats:
     num_hit_tokens: int = 0
     num_steps: int = 0
     num_waves: int = 0
+    engines: list[EngineStats] = field(default_factory=list)
+
+    @classmethod
+    def together(cls, engines: list[EngineStats]) -> EngineStats:
+        """What several engines come to: sums, the mean of `kv_cache_usage`, and the most of `num_waves`."""
+        names = [f.name for f in fields(cls) if f.name != "engines"]
+        total = cls(*(sum(getattr(engine, name) for engine in engines) for name in names))
+        total.engines = engines
+        total.kv_cache_usage /= len(engines)
+        total.num_waves = max(engine.num_waves for engine in engines)
+        return total

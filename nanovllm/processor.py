@@ -144,6 +144,7 @@ class CompletionState:
         )
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.num_tokens = 0
+        self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
         self.finished = False
 
@@ -152,6 +153,8 @@ class CompletionState:
         the engine."""
         delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+        # Known from the first output on: a sequence stays where it is, and who aborts it here does not say where.
+        delta.engine = self.engine = max(self.engine, output.engine)
         self.num_tokens += len(output.new_token_ids)
         # A token that ends the request is not part of its text, unless it is an ordinary one that was generated
         # when the length ran out.

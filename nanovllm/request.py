@@ -123,6 +123,7 @@ class EngineOutput:
         finish_reason: "stop", "length" or "abort" when the request has ended.
         stop_reason: the stop token id that ended it, if one did.
         num_cached_tokens: prompt tokens that came from the prefix cache.
+        engine: which of several engines says so.
     """
 
     request_id: str
@@ -133,3 +134,4 @@ class EngineOutput:
     finish_reason: str | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    engine: int = 0

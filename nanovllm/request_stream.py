@@ -40,8 +40,8 @@ class EngineObserver:
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """A completion got tokens, or ended. `times` still shows the tokens before these."""
 
-    def finished(self, times: RequestTimes, now: float) -> None:
-        """A request has ended with all its completions."""
+    def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
+        """A request has ended with all its completions, of which this piece was the last."""
 
 
 class RequestStream:

@@ -94,10 +94,10 @@ class StepStream:
 
 
 class StepBroadcast:
-    """Everybody who looks at a running engine. The engine records its steps only while there is somebody.
+    """Everybody who looks at a running engine, or at one of several. It records its steps only while there is somebody.
 
     Args:
-        settings: those of the trace's header.
+        settings: those of the trace's header; of several engines, they say which one (`data_rank`).
         order: tells the engine "watch" (or, when it does already, to send a fresh snapshot) and "unwatch".
         texts: what the requests say, if those who look on may know.
     """
@@ -110,6 +110,7 @@ class StepBroadcast:
     ) -> None:
         self.settings = settings
         self.texts = texts
+        self._engine: int = settings.get("data_rank", 0)
         self._order = order
         self._streams: list[StepStream] = []
         self._ended = False
@@ -141,11 +142,11 @@ class StepBroadcast:
         for i, (line, is_start) in enumerate(lines):
             start = line if is_start else None
             if self.texts is not None and self._streams:
-                line, start = self.texts.write(line, is_start, is_last=i == len(lines) - 1)
+                line, start = self.texts.write(line, is_start, i == len(lines) - 1, self._engine)
             for stream in self._streams:
                 behind |= not stream.put(line, start)
         if self.texts is not None and (lines or not self._streams):
-            self.texts.forget()
+            self.texts.forget(self._engine)
         if behind:
             self._order("watch")
 
@@ -158,7 +159,7 @@ class StepBroadcast:
 
 
 class RequestTexts:
-    """The prompts and answers of the requests that run, and how they get into the lines of a trace.
+    """The prompts and answers of the requests that run, and how they get into the lines of the engines' traces.
 
     Args:
         tokenizer: makes text of prompts that came as token ids.
@@ -169,13 +170,15 @@ class RequestTexts:
         self._sequence_ids: dict[tuple[str, int], str] = {}  # request id, index of the completion
         self._prompts: dict[str, str | list[int]] = {}  # by sequence id, as all that follow
         self._said: dict[str, str] = {}
-        self._new: dict[str, str] = {}  # since the last line
-        self._ended: list[tuple[str, int]] = []
-        self._numbers: dict[str, int] = {}
+        # By engine, since each has lines of its own:
+        self._new: dict[int, dict[str, str]] = {}  # since its last line
+        self._ended: dict[int, list[tuple[str, int]]] = {}
+        self._numbers: dict[int, dict[str, int]] = {}
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """A request was queued; see `InputProcessor.process`."""
-        self._ended = [key for key in self._ended if key[0] != request_id]  # an earlier one of this id
+        for engine, ended in self._ended.items():
+            self._ended[engine] = [key for key in ended if key[0] != request_id]  # an earlier one of this id
         for index, request in enumerate(requests):
             self._sequence_ids[request_id, index] = request.request_id
             self._prompts[request.request_id] = (
@@ -189,37 +192,42 @@ class RequestTexts:
             key = (output.request_id, piece.index)
             sequence_id = self._sequence_ids[key]
             self._said[sequence_id] = _end(self._said[sequence_id] + piece.text)
-            self._new[sequence_id] = self._new.get(sequence_id, "") + piece.text
+            new = self._new.setdefault(piece.engine, {})
+            new[sequence_id] = new.get(sequence_id, "") + piece.text
             if piece.finished:
-                self._ended.append(key)
+                self._ended.setdefault(piece.engine, []).append(key)
 
-    def write(self, line: bytes, is_start: bool, is_last: bool) -> tuple[bytes, bytes | None]:
+    def write(
+        self, line: bytes, is_start: bool, is_last: bool, engine: int = 0
+    ) -> tuple[bytes, bytes | None]:
         """Put texts into a line.
 
         Args:
             is_start: one can start to read there.
             is_last: no other line tells of what has come since the line before.
+            engine: whose line it is.
 
         Returns:
             The line for those who read on: prompts of requests that begin to run, new text. And the line for those who
             start here: the prompts of all that run, and the text so far; None if nobody can.
         """
         content = msgspec.json.decode(line)
-        self._numbers = {} if is_start else self._numbers
-        self._numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
+        numbers = {} if is_start else self._numbers.get(engine, {})
+        numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
+        self._numbers[engine] = numbers
         # Thousands may wait: a prompt is told when its request runs.
         begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
-        new = self._new if is_last else {}
-        shown = _line_with(content, self._prompts_of(begun), self._numbered(new))
+        new = self._new.get(engine, {}) if is_last else {}
+        shown = _line_with(content, self._prompts_of(begun, numbers), _numbered(new, numbers))
         if not is_start:
             return shown, None
         running = begun | {number for number, _ in content["snapshot"]["tables"]}
-        return shown, _line_with(content, self._prompts_of(running), self._numbered(self._said))
+        return shown, _line_with(content, self._prompts_of(running, numbers), _numbered(self._said, numbers))
 
-    def _prompts_of(self, numbers: set[int]) -> list[tuple[int, str]]:
-        if not numbers:
+    def _prompts_of(self, shown: set[int], numbers: dict[str, int]) -> list[tuple[int, str]]:
+        if not shown:
             return []
-        return [(n, self._prompt(s)) for s, n in self._numbers.items() if n in numbers and s in self._prompts]
+        return [(n, self._prompt(s)) for s, n in numbers.items() if n in shown and s in self._prompts]
 
     def _prompt(self, sequence_id: str) -> str:
         prompt = self._prompts[sequence_id]
@@ -228,17 +236,17 @@ class RequestTexts:
             prompt = self._prompts[sequence_id] = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
         return prompt
 
-    def _numbered(self, texts: dict[str, str]) -> list[tuple[int, str]]:
-        return [(self._numbers[s], text) for s, text in texts.items() if text and s in self._numbers]
-
-    def forget(self) -> None:
-        """The new texts have been passed on, or nobody is there to read them."""
-        self._new = {}
-        for key in self._ended:
+    def forget(self, engine: int = 0) -> None:
+        """The new texts of an engine have been passed on, or nobody is there to read them."""
+        self._new.pop(engine, None)
+        for key in self._ended.pop(engine, ()):
             sequence_id = self._sequence_ids.pop(key)
-            for texts in (self._prompts, self._said, self._numbers):
+            for texts in (self._prompts, self._said, *self._numbers.values()):
                 texts.pop(sequence_id, None)  # type: ignore[attr-defined]
-        self._ended = []
+
+
+def _numbered(texts: dict[str, str], numbers: dict[str, int]) -> list[tuple[int, str]]:
+    return [(numbers[s], text) for s, text in texts.items() if text and s in numbers]
 
 
 def _beginning(text: str, is_cut: bool = False) -> str:

@@ -124,13 +124,16 @@ class ServerProcess:
         return [json.loads(line) for line in lines[:-1]]
 
     def metrics(self) -> dict[str, float]:
-        """All metrics; labels other than the model's name are part of the key."""
-        found = {}
+        """All metrics, over all engines: sums, and of the pools' usage the highest. Labels other than the model's name and the
+        engine are part of the key."""
+        found: dict[str, float] = {}
         for line in self.get("/metrics").text.splitlines():
             if not line.startswith("#"):
-                name, value = line.rsplit(" ", 1)
-                key = name.replace('model_name="tiny"', "").replace("{}", "").replace(",}", "}")
-                found[key.removeprefix("nanovllm:")] = float(value)
+                name, number = line.rsplit(" ", 1)
+                key = re.sub(r'(model_name="tiny"|engine="\d+"),?', "", name.removeprefix("nanovllm:"))
+                key, value = key.replace("{}", "").replace(",}", "}"), float(number)
+                before = found.get(key, 0.0)
+                found[key] = max(before, value) if key == "kv_cache_usage_perc" else before + value
         return found
 
     def is_idle(self) -> bool:

@@ -42,8 +42,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 class Viewer:
     """Reads a stream as it comes, from an engine in this process."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.stream = engine.watch()
+    def __init__(self, engine: AsyncEngine, rank: int = 0) -> None:
+        self.stream = engine.watch(rank)
         self.raw = b""
         self.trace = Trace()
         self._decoder: TraceDecoder | None = None
@@ -146,7 +146,7 @@ async def test_nothing_is_recorded_unless_somebody_looks(
     await viewers[1].read_until(ends("still"))
     assert not any(map(ends("still"), viewers[0].trace.steps))
     viewers[1].stream.close()
-    assert engine.broadcast.num_watching == 0
+    assert engine.broadcasts[0].num_watching == 0
     await answer(engine, "unseen", "last")  # the order to stop is carried out before this one is taken
     await answer(engine, "unseen", "very last")
     del reports[:]
@@ -214,10 +214,128 @@ async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> No
         assert all(token >= 0 for s in viewer.trace for share in s.requests for token in share.sampled)
         viewer.stream.close()
     assert any(step.text for step in late.trace.steps[1:])
-    texts_kept = engine.broadcast.texts
+    texts_kept = engine.broadcasts[0].texts
     assert texts_kept is not None
     await answer(engine, "nobody looks", "unseen")
     assert not any((texts_kept._prompts, texts_kept._said, texts_kept._new, texts_kept._sequence_ids))
+
+
+# ---------------------------------------------------------------- several engines
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_engines(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
+    """Data parallelism; the engines show text."""
+    config = EngineConfig(
+        str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64, device="cpu",
+        data_parallel_size=2,
+    )  # fmt: skip
+    running = await AsyncEngine.start(config, show_text=True)
+    yield running
+    await running.shutdown()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_each_of_several_engines_shows_what_it_computes(two_engines: AsyncEngine) -> None:
+    viewers = [Viewer(two_engines, rank) for rank in range(2)]
+    for viewer in viewers:
+        await viewer.read_until(lambda step: step.snapshot is not None)
+    prompts = {f"r{i}": f"{i} is where this begins" for i in range(6)}
+    texts = await asyncio.gather(*(answer(two_engines, prompts[name], name) for name in prompts))
+    seen: dict[str, int] = {}
+    for rank, viewer in enumerate(viewers):
+        settings = viewer.trace.settings
+        assert (settings["data_rank"], settings["data_parallel_size"]) == (rank, 2)
+        arrived, ended = set[str](), set[str]()
+        async with asyncio.timeout(30):
+            while not arrived or arrived != ended:
+                viewer.take(await anext(viewer.stream))
+                arrived = {name for step in viewer.trace for name in step.arrived}
+                ended = {name for step in viewer.trace for name in step.finished}
+        assert len(arrived) == 3, "half of the requests"
+        assert not seen.keys() & arrived
+        seen |= dict.fromkeys(arrived, rank)
+        shown = {name: "".join(step.text.get(name, "") for step in viewer.trace) for name in arrived}
+        assert shown == {name: text for name, text in zip(prompts, texts, strict=True) if name in arrived}
+        told = {name: prompt for step in viewer.trace for name, prompt in step.prompts.items()}
+        assert told == {name: prompts[name] for name in arrived}
+        assert list(pool_states(viewer.trace))[-1].tables
+        viewer.stream.close()
+    assert seen.keys() == prompts.keys()
+    each = two_engines.stats.engines
+    assert [stats.num_queried_tokens for stats in each] == [
+        sum(len(prompts[name]) for name in prompts if seen[name] == rank) for rank in range(2)
+    ]
+    assert two_engines.stats.num_steps == sum(stats.num_steps for stats in each)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_only_the_engine_that_somebody_looks_at_records(
+    two_engines: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    take = two_engines._take
+    monkeypatch.setattr(two_engines, "_take", lambda report: (reports.append(report), take(report)))
+
+    async def burst(name: str) -> None:
+        await asyncio.gather(*(answer(two_engines, f"{i}{name}", f"{name}{i}") for i in range(4)))
+
+    await burst("unseen")
+    assert reports and not any(report.steps for report in reports)
+    viewer = Viewer(two_engines, 1)
+    await viewer.read_until(lambda step: step.snapshot is not None)
+    await burst("seen")
+    assert {engine for report in reports for engine in report.steps} == {1}
+    texts = two_engines.broadcasts[0].texts
+    assert texts is not None and not texts._new.get(0)
+    viewer.stream.close()
+    for name in ("on its way", "gone"):  # the order to stop is carried out before the second burst
+        await burst(name)
+    del reports[:]
+    await burst("unseen again")
+    assert reports and not any(report.steps for report in reports)
+    assert not any((texts._prompts, texts._said, texts._new, texts._sequence_ids))
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (1, 1)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_there_is_not(
+    two_engines: AsyncEngine, engine: AsyncEngine, rank: int, size: int
+) -> None:
+    fitting = {1: "engine must be 0, the only one", 2: "engine must be from 0 to 1"}[size]
+    with pytest.raises(ValueError, match=f"^{fitting}, not {rank}$"):
+        {1: engine, 2: two_engines}[size].watch(rank)
+
+
+def test_texts_come_with_the_lines_of_their_engine() -> None:
+    texts = RequestTexts(Words())  # type: ignore[arg-type]
+    encoders = [TraceEncoder({}), TraceEncoder({})]
+    for name in ("a", "b", "never begun"):
+        texts.expect(name, f"prompt {name}", [EngineRequest(name, [1], GREEDY)])
+
+    def line(engine: int, name: str) -> StepRecord:
+        record = StepRecord(1, 0.0, 0.1, 64, [], running=[name])
+        record.snapshot = Snapshot({name: [1]}, {name: 1}, [], {name: 1})
+        _, start = texts.write(encoders[engine].encode(record), True, True, engine)
+        texts.forget(engine)
+        assert start is not None
+        return TraceDecoder({}).decode(start)
+
+    def say(engine: int, name: str, text: str, reason: str | None = None) -> None:
+        piece = CompletionOutput(0, text, finish_reason=reason, engine=engine)
+        texts.add(RequestOutput(name, None, [], [piece], False))
+
+    say(0, "a", "of the first")
+    say(1, "b", "of the second")  # both are number 0 where they are
+    for engine, name, text in ((1, "b", "of the second"), (0, "a", "of the first")):
+        shown = line(engine, name)
+        assert shown.text == {name: text} and shown.prompts == {name: f"prompt {name}"}
+    say(1, "b", ".", "stop")
+    texts.forget(0)
+    assert line(1, "b").text == {"b": "of the second."}, "until then it was kept"
+    say(0, "never begun", "", "abort")
+    texts.forget(0)
+    assert list(texts._prompts) == list(texts._said) == ["a"] and not texts._new
 
 
 # ---------------------------------------------------------------- slow readers
@@ -327,6 +445,11 @@ def test_the_page_asks_for_the_key_and_the_stream_needs_it(guarded: ServerProces
     assert guarded.get("/web/style.json").status_code == 200
     for path in ("/trace", "/web", "/webs/style.json", "/trace/"):
         assert guarded.get(path).status_code == 401, path
+    for query, message in (("1", "engine must be 0, the only one, not 1"), ("x", "engine: ")):
+        answer = guarded.get(f"/trace?engine={query}", headers={"Authorization": "Bearer open sesame"})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["message"].startswith(message)
+        assert error["param"] == "engine" and error["type"] == "invalid_request_error"
     described = guarded.get("/openapi.json").json()["paths"]["/trace"]["get"]["responses"]
     assert "application/x-ndjson" in described["200"]["content"]
 

@@ -303,6 +303,112 @@ def test_the_key_is_asked_for(
     expect(page.locator("#connection")).to_contain_text("Trying again")
 
 
+@pytest.fixture(scope="module")
+def two_engines(
+    tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """Data parallelism."""
+    options = ["-dp", "2", "--device", "cpu", "--num-kv-blocks", "64"]
+    with ServerProcess(tiny_model, tmp_path_factory.mktemp("two"), *options) as running:
+        yield running
+        wait_until(running.is_idle, what="all blocks are free again")
+
+
+def tokens_by_engine(server: ServerProcess) -> list[float]:
+    """How many tokens each of two engines has generated."""
+    found = re.findall(r'generation_tokens_total\{engine="([01])".*\} (.*)', server.get("/metrics").text)
+    assert [engine for engine, _ in found] == ["0", "1"]
+    return [float(count) for _, count in found]
+
+
+def choose(page: Page, engine: int) -> None:
+    """Have the page show this one, as somebody without a mouse does."""
+    choice = page.get_by_label("Shown")
+    if choice.input_value() != str(engine):
+        with page.expect_request(f"**/trace{'?engine=1' if engine else ''}"):
+            choice.press("ArrowDown" if engine else "ArrowUp")
+        expect(choice).to_be_focused()
+    expect(page.locator("#connection")).to_have_text("live")
+
+
+def test_one_of_several_engines_is_chosen(page: Page, two_engines: ServerProcess) -> None:
+    opened(page, two_engines)
+    expect(page.get_by_label("Shown")).to_have_value("0")
+    expect(page.get_by_label("Shown").locator("option")).to_have_text(["Engine 0", "Engine 1"])
+    expect(page.locator("#rank-note")).to_contain_text("Chat and demo load go to all 2 engines.")
+    choose(page, 1)
+    before = picture(page, "pool")
+    # Each takes half of a burst, and what the other one computes is missing nowhere.
+    page.get_by_label("Demo load").fill("16")
+    page.get_by_role("button", name="Fire a burst").click()
+    expect(figure(page, "kv")).not_to_have_text("0 %", timeout=ANSWER_MS)
+    page.locator(".nv-live").click()  # stands still from here on
+    assert picture(page, "pool") != before
+    expect(page.locator("#load-state")).to_have_text(re.compile("^16 done"), timeout=ANSWER_MS)
+    page.locator(".nv-live").click()
+    expect(figure(page, "running")).to_have_text("0")
+    expect(figure(page, "kv")).to_have_text("0 %")
+    assert all(tokens_by_engine(two_engines))
+
+
+def test_a_chat_is_shown_where_it_is_computed(page: Page, two_engines: ServerProcess) -> None:
+    opened(page, two_engines)
+    before = tokens_by_engine(two_engines)
+    send(page, "What is the capital of France?", max_tokens="8", temperature="0")
+    expect(fact(page, "reason")).to_be_visible(timeout=ANSWER_MS)
+    (engine,) = [i for i, count in enumerate(tokens_by_engine(two_engines)) if count > before[i]]
+    choose(page, engine)
+    send(page, "And of Spain?")  # goes to where the conversation is in the prefix cache
+    expect(last_answer(page).locator(".swatch")).to_be_visible()
+    expect(fact(page, "reason")).to_be_visible(timeout=ANSWER_MS)
+    choose(page, 1 - engine)
+    expect(page.locator(".swatch")).to_have_count(0)
+    expect(page.locator(".prose")).to_have_count(2)
+    expect(page.locator("#chat .problem")).to_have_count(0)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_choice_of_an_engine_fits_a_phone(
+    page: Page, two_engines: ServerProcess, scheme: Literal["light", "dark"]
+) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": 360, "height": 740})
+    opened(page, two_engines)
+    page.get_by_role("tab", name="Engine").click()
+    expect(page.get_by_label("Shown")).to_be_visible()
+    page.wait_for_function(f"() => {BEYOND_THE_EDGE}.length === 0", timeout=DRAWN_MS)
+    assert page.get_by_label("Shown").bounding_box()["height"] >= 34
+    for place in ("#rank", "#rank-note", "#rank-choice label"):
+        assert page.locator(place).evaluate(CONTRAST) >= 4.5, place
+
+
+def test_who_looks_at_an_engine_that_is_gone_gets_another(
+    page: Page, two_engines: ServerProcess, noise: list[str]
+) -> None:
+    noise.append("400")  # as from a server that was started anew with fewer engines
+    error = {"error": {"message": "engine must be 0, the only one, not 1"}}
+    page.route("**/trace?engine=1", lambda route: route.fulfill(status=400, body=json.dumps(error)))
+    opened(page, two_engines)
+    page.get_by_label("Shown").select_option("Engine 1")
+    expect(page.locator("#connection")).to_contain_text("Engine must be 0, the only one, not 1.")
+    expect(page.locator("#connection")).to_have_text("live")
+    expect(page.get_by_label("Shown")).to_have_value("0")
+
+
+def test_a_burst_is_as_large_as_all_engines_need(live: Page) -> None:
+    one, two = live.evaluate("""async () => {
+      const { plan } = await import("/web/load.js");
+      const settings = { block_size: 16, num_blocks: 64, token_budget: 256, max_num_seqs: 8 };
+      return [plan(8, settings, 512), plan(16, { ...settings, data_parallel_size: 2 }, 512)];
+    }""")
+    assert one["fills"] and two == one | {"long": 2 * one["long"], "short": 2 * one["short"]}
+
+
+def test_a_single_engine_leaves_no_choice(live: Page) -> None:
+    expect(live.locator("#figures")).to_be_visible()
+    expect(live.locator("#rank-choice")).to_be_hidden()
+
+
 def test_a_trace_that_cannot_be_read_is_not_asked_for_again(live: Page, noise: list[str]) -> None:
     noise.append("line 2 of the trace")
     settings = {"block_size": 16, "num_blocks": 8, "token_budget": 64, "live": True}

@@ -15,11 +15,16 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families as metric_families
 
+from nanovllm.config import EngineConfig
+from nanovllm.outputs import CompletionOutput, EngineStats
 from nanovllm.processor import EngineLimits
+from nanovllm.request_stream import RequestTimes
 from nanovllm.server.app import add_token_routes
 from nanovllm.server.completions import CompletionEndpoint
 from nanovllm.server.errors import APIError
+from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import CompletionRequest
 from tests.server_process import ServerProcess, wait_until
 
@@ -412,6 +417,39 @@ def test_metrics_have_names_and_move(server: ServerProcess) -> None:
         "kv_cache_usage_perc",
         "num_preemptions_total",
     } <= set(after)
+
+
+def test_metrics_say_which_engine(server: ServerProcess) -> None:
+    samples = [s for family in metric_families(server.get("/metrics").text) for s in family.samples]
+    assert {(s.labels["model_name"], s.labels["engine"]) for s in samples} == {("tiny", "0")}
+
+    each = [
+        EngineStats(3, 1, kv_cache_usage=0.5, num_hit_tokens=7, num_waves=2),
+        EngineStats(4, kv_cache_usage=0.75, num_waves=3),
+    ]
+    stats = EngineStats.together(each)
+    assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
+    engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats)
+    metrics = Metrics(engine, "tiny")
+    times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
+    metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
+    metrics.tokens(times, last, 2.0)
+    metrics.finished(times, last, 2.0)
+    found: dict[str, dict[str, float]] = {}
+    for family in metric_families(metrics.render().decode()):
+        for s in family.samples:
+            if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
+                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+    for name, values in {
+        "num_requests_running": (3, 4),
+        "num_requests_waiting": (1, 0),
+        "kv_cache_usage_perc": (0.5, 0.75),
+        "prefix_cache_hits_total": (7, 0),
+        "generation_tokens_total": (1, 2),
+        "request_success_total": (0, 1),
+        "e2e_request_latency_seconds_sum": (0, 2),
+    }.items():
+        assert found[name] == dict(zip("01", values, strict=True)), name
 
 
 def test_health_version_and_description(server: ServerProcess) -> None:

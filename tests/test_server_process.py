@@ -84,7 +84,7 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(
         for thread in threads:
             thread.start()
         other = httpx.Client(base_url=server.url)
-        wait_until(lambda: 'running{model_name="tiny"} 256' in other.get("/metrics").text)
+        wait_until(lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text)
         server.engine.kill()
         for thread in threads:
             thread.join(10)
@@ -107,7 +107,9 @@ def test_the_engine_ends_with_its_parent(
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         if busy:
             thread.start()
-            wait_until(lambda: 'running{model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text
+            )
         server.process.kill()
         gone, _ = psutil.wait_procs([server.engine], timeout=10)
         assert gone, "the engine has outlived its parent"
@@ -127,7 +129,9 @@ def test_a_signal_lets_running_requests_end(tiny_model: pathlib.Path, tmp_path: 
         with ThreadPoolExecutor(2) as pool:
             whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=60)
             stream = pool.submit(server.events, "/v1/completions", LONG | {"n": 16})
-            wait_until(lambda: 'running{model_name="tiny"} 32' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: 'running{engine="0",model_name="tiny"} 32' in httpx.get(f"{server.url}/metrics").text
+            )
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: _refuses_connections(server.url), 5)
             assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
@@ -154,7 +158,9 @@ def test_after_the_timeout_requests_are_aborted(tiny_model: pathlib.Path, tmp_pa
     with ServerProcess(tiny_model, tmp_path, "--shutdown-timeout", "0.2") as server:
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(server.events, "/v1/completions", VERY_LONG)
-            wait_until(lambda: 'running{model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+            wait_until(
+                lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text
+            )
             server.process.send_signal(signal.SIGINT)
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
             assert reasons.count("abort") == 128
@@ -165,7 +171,9 @@ def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathl
     with ServerProcess(tiny_model, tmp_path) as server:
         thread = threading.Thread(target=lambda: _ignore_cut(server))
         thread.start()
-        wait_until(lambda: 'running{model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+        wait_until(
+            lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text
+        )
         server.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         assert server.process.poll() is None, "it still drains"

@@ -75,27 +75,11 @@ def _latent_step(
 
 @triton.jit
 def latent_decode_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    log_weight_ptr,
-    table_ptr,
-    seq_len_ptr,
-    score_scale,
-    q_stride,
-    table_stride,
-    block_stride,
-    NUM_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK_P2: tl.constexpr,
-    ROPE_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-):
+    q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, score_scale, q_stride,
+    table_stride, block_stride, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, RANK: tl.constexpr,
+    ROPE: tl.constexpr, RANK_P2: tl.constexpr, ROPE_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
     """An absorbed query: TILE_ROWS of its heads over one part of the context. Grid (number of queries, tiles of heads,
     NUM_SPLITS). The parts become one in lecture 15's `combine_kernel`; a query that sees nothing becomes zeros."""
     query = tl.program_id(0).to(tl.int64)

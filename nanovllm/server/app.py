@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,7 +21,7 @@ from nanovllm.server.errors import APIError, blaming_client, install_error_handl
 from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware
-from nanovllm.server.page import TRACE_MEDIA_TYPE, TRACE_RESPONSES, LineStream, page_routes
+from nanovllm.server.page import ENGINE_CHOICE, TRACE_MEDIA_TYPE, TRACE_RESPONSES, LineStream, page_routes
 from nanovllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -160,8 +160,9 @@ def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
         media_type = TRACE_MEDIA_TYPE
 
     @app.get("/trace", response_class=TraceResponse, responses=responses.documented(None) | TRACE_RESPONSES)
-    async def trace() -> Response:
+    async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
         if not engine.is_alive:
             raise EngineDeadError(engine.error or "the engine is shutting down")
-        stream = engine.watch()
+        with blaming_client():
+            stream = engine.watch(rank)
         return LineStream(stream, stream.close)

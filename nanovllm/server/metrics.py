@@ -1,4 +1,8 @@
-"""Prometheus metrics, under vLLM's names with our prefix."""
+"""Prometheus metrics, under vLLM's names with our prefix, and with its labels: `model_name`, and `engine`, the data rank.
+
+A sequence counts where it is generated. One that was aborted before its first token, which nobody knows the place of any
+more, counts as engine 0's.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,9 @@ TOKEN_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
 
+LABELS = ["model_name", "engine"]
+
+
 class EngineCollector(Collector):
     """Reads the engine's own counts whenever somebody asks for the metrics."""
 
@@ -44,23 +51,24 @@ class EngineCollector(Collector):
         self.model = model
 
     def collect(self) -> Iterable[Metric]:
-        """One metric a count."""
+        """One metric a count, with a value for each engine."""
         stats = self.engine.stats
         gauges = {
-            "num_requests_running": ("Sequences that hold KV blocks", stats.num_running),
-            "num_requests_waiting": ("Sequences that wait to be admitted", stats.num_waiting),
-            "num_requests_swapped": ("Sequences that wait in host memory", stats.num_swapped),
-            "kv_cache_usage_perc": ("Share of the KV blocks that is held; 1 is all", stats.kv_cache_usage),
+            "num_requests_running": ("Sequences that hold KV blocks", "num_running"),
+            "num_requests_waiting": ("Sequences that wait to be admitted", "num_waiting"),
+            "num_requests_swapped": ("Sequences that wait in host memory", "num_swapped"),
+            "kv_cache_usage_perc": ("Share of the KV blocks that is held; 1 is all", "kv_cache_usage"),
         }
         counters = {
-            "num_preemptions": ("Times that a sequence lost its blocks", stats.num_preemptions),
-            "prefix_cache_queries": ("Tokens looked up in the prefix cache", stats.num_queried_tokens),
-            "prefix_cache_hits": ("Tokens found in the prefix cache", stats.num_hit_tokens),
+            "num_preemptions": ("Times that a sequence lost its blocks", "num_preemptions"),
+            "prefix_cache_queries": ("Tokens looked up in the prefix cache", "num_queried_tokens"),
+            "prefix_cache_hits": ("Tokens found in the prefix cache", "num_hit_tokens"),
         }
         for family, counts in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, value) in counts.items():
-                metric = family(f"nanovllm:{name}", text, labels=["model_name"])
-                metric.add_metric([self.model], value)
+            for name, (text, attribute) in counts.items():
+                metric = family(f"nanovllm:{name}", text, labels=LABELS)
+                for i, each in enumerate(stats.engines or [stats]):
+                    metric.add_metric([self.model, str(i)], getattr(each, attribute))
                 yield metric
 
 
@@ -69,13 +77,13 @@ class Metrics(EngineObserver):
 
     Args:
         engine: whose requests are counted.
-        model: the label of every metric.
+        model: its name, in the labels of every metric.
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model))
-        self._model = model
+        self._labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
         )
@@ -90,35 +98,39 @@ class Metrics(EngineObserver):
         ended = Counter(
             "nanovllm:request_success",
             "Completions that ended",
-            ["model_name", "finished_reason"],
+            [*LABELS, "finished_reason"],
             registry=self.registry,
         )
-        self._ended = {reason: ended.labels(model, reason) for reason in ("stop", "length", "abort")}
+        reasons = ("stop", "length", "abort")
+        self._ended = [
+            {reason: ended.labels(*labels, reason) for reason in reasons} for labels in self._labels
+        ]
         engine.observer = self
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        metric = Histogram(f"nanovllm:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-        return metric.labels(self._model)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
+        metric = Histogram(f"nanovllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+        return [metric.labels(*labels) for labels in self._labels]
 
-    def _counter(self, name: str, text: str) -> Counter:
-        metric = Counter(f"nanovllm:{name}", text, ["model_name"], registry=self.registry)
-        return metric.labels(self._model)
+    def _counter(self, name: str, text: str) -> list[Counter]:
+        metric = Counter(f"nanovllm:{name}", text, LABELS, registry=self.registry)
+        return [metric.labels(*labels) for labels in self._labels]
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """A completion got tokens, or ended."""
+        engine = piece.engine
         if piece.token_ids:
-            self._generation_tokens.inc(len(piece.token_ids))
+            self._generation_tokens[engine].inc(len(piece.token_ids))
             if times.first_token is None:
-                self._prompt_tokens.inc(times.num_prompt_tokens)
-                self._time_to_first_token.observe(now - times.arrival)
+                self._prompt_tokens[engine].inc(times.num_prompt_tokens)
+                self._time_to_first_token[engine].observe(now - times.arrival)
             if piece.index in times.last_token:
-                self._inter_token_latency.observe(now - times.last_token[piece.index])
+                self._inter_token_latency[engine].observe(now - times.last_token[piece.index])
         if piece.finish_reason is not None:
-            self._ended[piece.finish_reason].inc()
+            self._ended[engine][piece.finish_reason].inc()
 
-    def finished(self, times: RequestTimes, now: float) -> None:
+    def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
         """A request has ended with all its completions."""
-        self._request_latency.observe(now - times.arrival)
+        self._request_latency[last.engine].observe(now - times.arrival)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""

@@ -117,6 +117,7 @@ class ReplayServer(SignalledServer):
         super().__init__(config, banner)
 
 
+ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
 TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "What the engine does, a line of JSON a step (see nanovllm/trace_format.py): first the header, then all "

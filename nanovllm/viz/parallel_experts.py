@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
 from nanovllm.distributed.expert_parallel import ExpertPlacement
-from nanovllm.distributed.groups import Grid
 from nanovllm.viz import style
 from nanovllm.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE
 
@@ -127,35 +126,3 @@ def draw_balance(loads: Sequence[int], placements: dict[str, ExpertPlacement]) -
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
     return list(row[0])
-
-
-def draw_expert_grid(grid: Grid, placement: ExpertPlacement, num_heads: int) -> Axes:
-    """What each rank of a grid holds: a part of the attention heads, the same in every data-parallel row, and experts of
-    which no other rank has any."""
-    ax = style.new_axes(1.25 * grid.data + 0.9)
-    heads = num_heads // grid.tensor
-    for rank in range(grid.world_size):
-        replica, part = divmod(rank, grid.tensor)
-        x, y = part * 3.0, replica * 1.5
-        first = part * heads
-        for level, text, color in (
-            (0.0, f"heads {', '.join(map(str, range(first, first + heads)))}", PALETTE[part]),
-            (0.5, f"experts {', '.join(map(str, placement.slots[rank]))}", MUTED),
-        ):
-            ax.add_patch(
-                Rectangle(
-                    (x, y + level), 2.6, 0.5, facecolor=style.pale(color), edgecolor=color, linewidth=1.4
-                )
-            )
-            ax.text(x + 1.3, y + level + 0.25, text, ha="center", va="center", fontsize=10, color=INK)
-        ax.text(x + 1.3, y - 0.1, f"rank {rank}", ha="center", va="bottom", fontsize=10, color=INK)
-    for replica in range(grid.data):
-        ax.text(
-            -0.2, replica * 1.5 + 0.25, f"attention: requests of replica {replica}", ha="right", va="center"
-        )
-        ax.text(
-            -0.2, replica * 1.5 + 0.75, "experts: tokens of everybody", ha="right", va="center", color=MUTED
-        )
-    ax.set(xlim=(-3.4, grid.tensor * 3.0), ylim=(grid.data * 1.5 - 0.4, -0.4))
-    ax.axis("off")
-    return ax

@@ -65,9 +65,8 @@ def draw_two_ways() -> Figure:
     _arrow(left, (64, 20), (64, 32), "scores", (66, 26))
     _arrow(left, (72, 77), (85, 77))
     _arrow(left, (72, 45), (90, 69), "weights", (79, 50))
-    left.text(
-        64, 100, "one for every cached token, every head, every step", ha="center", fontsize=10, color=MUTED
-    )
+    left.text(50, 99, "a key and a value are made for every cached\ntoken, for every head, in every step", ha="center",
+              va="center", fontsize=10, color=MUTED)  # fmt: skip
     _box(right, 42, 40, 16, 42, LATENT, "cache\n\nlatents\n$c_1 … c_n$")
     _box(right, 1, 8, 16, 12, QUERY, "query $q$")
     _box(right, 26, 6, 13, 16, MATRIX, "$(W^{K})^{T}$")

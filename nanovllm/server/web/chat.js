@@ -227,11 +227,12 @@ export class Chat {
     return this.list.scrollHeight - this.list.scrollTop - this.list.clientHeight < 40;
   }
 
-  /** Show the colours of requests whose first steps have been seen meanwhile. */
+  /** Show the colours of requests whose first steps have been seen meanwhile, and no others: a new stream, or that of
+   * another engine, does not know the requests of the one before, or draws them in other colours. */
   recolor() {
     this.messages.forEach((message, i) => {
-      if (!message.id || this.nodes[i].querySelector(".swatch") || !this.colorOf(message.id)) return;
-      this._replace(message, i);
+      const shown = this.nodes[i].querySelector(".swatch")?.dataset.color;
+      if (message.id && this.colorOf(message.id) !== shown) this._replace(message, i);
     });
   }
 
@@ -292,6 +293,7 @@ export class Chat {
     if (!color) return null;
     const label = "Show this request in the engine";
     const node = button("", () => this.onShow(id), { className: "swatch", title: label, ariaLabel: label });
+    node.dataset.color = color;
     node.style.background = color;
     return node;
   }

@@ -1,7 +1,7 @@
 /** The engine as it works: one stream of its steps, from which the figures and the player are drawn. */
 
 import { ServerError, ask, lines } from "./api.js";
-import { byId, count, setText } from "./dom.js";
+import { byId, count, element, setText } from "./dom.js";
 import { FigureRow, figuresAt } from "./figures.js";
 import { History, TraceReader } from "./history.js";
 import { createPlayer } from "./player.js";
@@ -26,6 +26,9 @@ export class Engine {
     this.settings = null;
     this.history = null;
     this.player = null;
+    this.rank = 0; // which of several engines is shown
+    this.reading = null; // ends the stream that is being read
+    byId("rank").onchange = ({ target }) => this.choose(Number(target.value));
     setInterval(() => this._tick(), 250);
   }
 
@@ -47,14 +50,27 @@ export class Engine {
     this.player?.select({ kind: "request", id });
   }
 
+  /** Show another one of several engines. */
+  choose(rank) {
+    this.rank = rank;
+    this.reading.abort();
+  }
+
   /** Follow the engine, for ever; a recorded trace only to its end. What cannot be read or shown is not asked for again. */
   async run() {
     for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, LONGEST_WAIT)) {
       let problem = "The engine's stream has ended.";
+      this.reading = new AbortController();
+      const { signal } = this.reading;
       try {
-        await this._read(() => (wait = FIRST_WAIT));
+        await this._read(signal, () => (wait = FIRST_WAIT));
         if (this.settings && !this.settings.live) return;
       } catch (error) {
+        if (signal.aborted) {
+          this._say("waiting", "connecting");
+          wait = FIRST_WAIT / 2; // should the other engine's stream fail, too
+          continue;
+        }
         if (!(error instanceof ServerError)) {
           this._say("broken", `This trace cannot be shown: ${error.message}`);
           this.player?.changed(); // to what came before
@@ -62,14 +78,18 @@ export class Engine {
         }
         problem = error.message;
         if (error.status === 401) return this._locked(error);
+        if (error.status === 400) this.rank = 0; // the server has been started anew, with fewer engines
       }
       this._say("broken", `${problem} Trying again.`);
-      await new Promise((resolve) => setTimeout(resolve, 1000 * wait));
+      await new Promise((resolve) => {
+        setTimeout(resolve, 1000 * wait);
+        signal.addEventListener("abort", resolve);
+      });
     }
   }
 
-  async _read(onBegin) {
-    const response = await ask("trace");
+  async _read(signal, onBegin) {
+    const response = await ask(this.rank ? `trace?engine=${this.rank}` : "trace", { signal });
     this.lastNews = performance.now();
     const reader = new TraceReader();
     for await (const batch of lines(response)) {
@@ -107,7 +127,16 @@ export class Engine {
     this.player ??= createPlayer(byId("player"), { views: VIEWS, live, theme: "auto", onStep: () => this._figures() });
     this.player.setHistory(this.history);
     if (live) this._say("live", "live");
+    this._showChoice(settings);
     this.onHeader(settings);
+  }
+
+  _showChoice({ live, data_rank, data_parallel_size: size = 1 }) {
+    byId("rank-choice").hidden = !live || size === 1;
+    const options = Array.from({ length: size }, (_, i) => element("option", { value: i }, `Engine ${i}`));
+    if (byId("rank").length !== size) byId("rank").replaceChildren(...options); // else it may be open just now
+    byId("rank").value = data_rank ?? 0;
+    setText(byId("rank-note"), `The figures and pictures are its own. Chat and demo load go to all ${size} engines.`);
   }
 
   _append(record) {

@@ -26,12 +26,13 @@ const PASSAGE =
 const QUESTION_TOKENS = 16;
 const SUMMARY_TOKENS = 16; // what is written about a document
 
-/** Sizes in tokens of a burst of `number` requests.
+/** Sizes in tokens of a burst of `number` requests, which several engines divide among themselves.
  *
  * `long` of them read a document of `longPrompt` tokens, which takes more than one step's budget if it may be so long;
  * the others share a prefix of `prefix` tokens. `fills`: together they grow beyond the pool, unless that would take
  * far more than a minute. `limit` is the most tokens of one request. */
-export function plan(number, { block_size, num_blocks, token_budget, max_num_seqs }, limit) {
+export function plan(number, settings, limit) {
+  const { block_size, num_blocks, token_budget, max_num_seqs, data_parallel_size: engines = 1 } = settings;
   const pool = block_size * num_blocks;
   const room = Math.min(limit, pool);
   const long = Math.max(1, Math.floor(number / 8));
@@ -39,7 +40,7 @@ export function plan(number, { block_size, num_blocks, token_budget, max_num_seq
   const affordable = Math.floor(MOST_TOKENS / 4 / long);
   const longPrompt = Math.max(8, Math.min(Math.ceil(1.25 * token_budget), Math.floor(room / 2), affordable));
   // Those that run together, the shared prefix counted once, are to want a third more than there is.
-  const together = Math.min(number - long, max_num_seqs ?? number);
+  const together = Math.min(Math.ceil((number - long) / engines), max_num_seqs ?? number);
   const wanted = Math.ceil(((4 / 3) * pool - prefix) / together) - QUESTION_TOKENS;
   const most = room - prefix - QUESTION_TOKENS - 1;
   const fills = wanted <= most && number * wanted + long * longPrompt <= MOST_TOKENS;

@@ -11,8 +11,8 @@ const engine = new Engine({
     const model = settings.model?.split("/").at(-1) ?? "";
     document.body.dataset.mode = settings.live ? "live" : "replay";
     document.title = `${model} · nanovllm${settings.live ? "" : " replay"}`;
-    const rank = settings.data_rank;
-    setText(byId("model"), rank === undefined ? model : `${model}, data rank ${rank} of ${settings.data_parallel_size}`);
+    const { data_rank: rank, data_parallel_size: size } = settings.live ? {} : settings; // of a live one, a list says it
+    setText(byId("model"), rank === undefined ? model : `${model}, data rank ${rank} of ${size}`);
     load.settings = settings;
     if (!settings.live) openTab("engine");
   },
