@@ -113,7 +113,8 @@ class DataRank(Peer):
                 text = report.fatal if report.user_error else f"failed: {report.fatal}"
                 self.complaint = Complaint(report.user_error, text, ended)
                 break
-            self.ready, self.is_ready = self.ready or report, True
+            self.ready = self.ready or report
+            self.is_ready = True
             self.heard = time.monotonic()
             self.stats, self._num_taken = report.stats, report.num_taken
             found.append(report)

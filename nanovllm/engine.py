@@ -18,6 +18,7 @@ from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
@@ -73,6 +74,8 @@ class EngineCore:
         # Steps that may be under way when `step` returns: those that the next one has to be planned without.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
+        if self.trace is not None:
+            self.trace.settings |= self.trace_settings
         self.num_steps = 0
         self._num_added = 0
         self._started = time.perf_counter()
@@ -294,7 +297,8 @@ class EngineCore:
             start, self._last_results = max(step.start, before), self._now()
             if step.record is not None:
                 step.record.start = start
-            self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+            with waiting_for_others():  # for a disk, perhaps
+                self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs

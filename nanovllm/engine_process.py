@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from nanovllm.config import EngineConfig
-from nanovllm.life_signs import in_step
+from nanovllm.life_signs import LOOK_SECONDS, in_step
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.recorder import RecordSink
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm.engine")
 
-HEALTH_SECONDS = 1
+HEALTH_SECONDS = LOOK_SECONDS
 
 
 @dataclass
@@ -139,7 +139,7 @@ class EngineLoop:
     def _take_commands(self, wait: bool) -> bool:
         """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
         # Ranks in other processes may die while nothing is computed: look after them meanwhile.
-        patience = None if self.core.is_in_process else HEALTH_SECONDS * 1000
+        patience = None if self.core.is_in_process else int(HEALTH_SECONDS * 1000)
         events = dict(self._poller.poll(patience if wait else 0))
         while wait and not events:
             self.core.check_health()
@@ -168,8 +168,8 @@ class EngineLoop:
             self.core.engines[command.engine].watch(self._sinks[command.engine])
         elif command.order == "start_wave":
             self.core.start_wave(command.wave)
-        elif command.order == "unwatch":
-            self.core.engines[command.engine].unwatch(self._sinks.pop(command.engine))
+        elif command.order == "unwatch" and (sink := self._sinks.pop(command.engine, None)) is not None:
+            self.core.engines[command.engine].unwatch(sink)
         return command.order != "shutdown"
 
     def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:

@@ -6,14 +6,15 @@ to itself, falls silent. And one whose thread waits for something that never com
 itself, for only there can it be seen that a thread is in the middle of a step, waits for nobody else, and yet uses no processor
 time, and where it stands.
 
-What is not seen is a loop that goes on for ever, and ranks that wait for one another in collectives that do not match: such a
-step ends when the collective, or the order, has taken too long.
+A loop that goes on for ever is only found by its length, after STEP_SECONDS. So are ranks that wait for one another in
+collectives that do not match: the collective has a timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import pathlib
 import queue
@@ -27,6 +28,8 @@ from typing import Any
 
 import psutil
 
+logger = logging.getLogger(__name__)
+
 # A process says so often that it lives, ...
 HEARTBEAT_SECONDS = 1.0
 # ... and one that has not for so long is taken to hang. So is one that has rested for so long in mid-step, ...
@@ -38,6 +41,8 @@ REST_SECONDS = 0.001
 # ... unless others compute for it, as those of OpenMP do: then the process uses a core for more than this share of the time.
 # (Hearts and the threads of gloo use 1 to 2 %.)
 COMPUTING_SHARE = 0.1
+# A step that lasts for so long, and not because of others, does not end.
+STEP_SECONDS = 300.0
 # Who loses a peer reports it, too: for so long, look for who was first.
 BLAME_SECONDS = 0.5
 
@@ -50,7 +55,7 @@ class Complaint:
         is_users: the user has asked for what cannot be; else something has failed.
         text: what it is; unless it is the user's, what can follow the name of who says it.
         time: seconds of the clock that machines share: who was first is to blame, for the others only miss it.
-        is_certain: nobody else can be to blame.
+        is_certain: it is not because of others, whatever they say and whoever was first.
     """
 
     is_users: bool
@@ -96,15 +101,16 @@ def in_step() -> Block:
 
 
 def waiting_for_others() -> Block:
-    """`with waiting_for_others():` another process may be the reason if nothing moves here. Costs less than a microsecond."""
+    """`with waiting_for_others():` another process, or a disk, may be the reason if nothing moves here. Costs less than a
+    microsecond."""
     return _here.wait
 
 
 class HangDetector:
     """Tells whether the thread that makes it hangs: it is in a step, waits for no other process, not even for a compiler
-    that it has started in this step, and has used no processor time for SILENCE_SECONDS, nor has another thread of the process.
-    Slow computing is no hang, and one that burns time for ever is not found. Nor is any but on Linux, which tells what a
-    thread uses."""
+    that it has started in this step, and has used no processor time for SILENCE_SECONDS; the process's other threads have used
+    next to none. Slow computing is no hang, up to STEP_SECONDS. Only Linux tells what a thread uses; elsewhere it never
+    complains."""
 
     def __init__(self) -> None:
         self._step, self._wait, self._thread = _here.step, _here.wait, threading.get_ident()
@@ -113,7 +119,7 @@ class HangDetector:
         self._used = self._used_by_all = self._moved = self._looked = 0.0
 
     def look(self) -> str:
-        """To be called every LOOK_SECONDS, by another thread. Where it hangs; "" if it does not."""
+        """To be called every LOOK_SECONDS, by another thread. How long it has hung, and where; "" if it does not."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if self._clock is None or not self._step.depth or self._wait.depth:
@@ -126,8 +132,18 @@ class HangDetector:
         was_stopped = now - before > HEARTBEAT_SECONDS
         if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
             self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
-        if now - self._moved < SILENCE_SECONDS or _has_children(now - self._step.since):
+        if now - self._step.since > STEP_SECONDS:
+            return f"a step has lasted for {STEP_SECONDS:g} seconds, and is at {self._place()}"
+        if now - self._moved < SILENCE_SECONDS:
             return ""
+        if _has_children(now - self._step.since):
+            self._moved = now  # when the child has ended, the thread has as much time again
+            return ""
+        if (self._step.since, self._wait.since) != state or time.clock_gettime(self._clock) > used:
+            return ""  # it has moved meanwhile: it had waited for a child that has just ended
+        return f"for {SILENCE_SECONDS:g} seconds it has been at {self._place()}"
+
+    def _place(self) -> str:
         frame = sys._current_frames().get(self._thread)
         # The innermost frames: of a library, mostly, and who has called it.
         stack = itertools.islice(traceback.walk_stack(frame), 4) if frame is not None else ()
@@ -140,8 +156,9 @@ class HangDetector:
 def _has_children(seconds: float) -> bool:
     """Whether a process lives that this one has started in the last so many seconds. (The wall clock may be set, and
     psutil goes by it; what /proc says is in ticks since the machine was started.)"""
-    for child in psutil.Process().children():
-        with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
+    # A child may end meanwhile; and some systems show nobody the processes of others.
+    with contextlib.suppress(OSError, psutil.Error):
+        for child in psutil.Process().children():
             fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
             age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
             if fields[0] != "Z" and age < seconds + 0.1:
@@ -211,12 +228,20 @@ class Mouth(threading.Thread):
         """The thread that says None, and that cannot wait for what the mouth may wait for."""
         beaten, is_heard = time.monotonic(), True
         while is_heard and not self._closed.wait(LOOK_SECONDS):
-            if self._detector is not None and (place := self._detector.look()):
+            if hang := self._look():
                 self._detector = None  # once is enough
-                text = f"hangs: for {SILENCE_SECONDS:g} seconds it has been at {place}"
-                is_heard = self._speak(Complaint(False, text, time.time() - SILENCE_SECONDS, is_certain=True))
+                when = time.time() - SILENCE_SECONDS
+                is_heard = self._speak(Complaint(False, f"hangs: {hang}", when, is_certain=True))
             elif time.monotonic() - beaten >= HEARTBEAT_SECONDS - LOOK_SECONDS / 2:
                 beaten, is_heard = time.monotonic(), self._speak(None)
+
+    def _look(self) -> str:
+        try:
+            return self._detector.look() if self._detector is not None else ""
+        except Exception:  # a process that cannot look after its thread shall not be taken for dead
+            logger.exception("hangs will not be noticed")
+            self._detector = None
+            return ""
 
     def _speak(self, message: Any) -> bool:
         """Send; False if nobody listens."""
@@ -305,7 +330,7 @@ class Watch:
         if (fallen := self._fallen()) is not None:
             return Complaint(False, f"{fallen.name}, {fallen.where}, {fallen.end()}")
         if complaints:
-            complaint, peer = min(complaints, key=lambda pair: pair[0].time)
+            complaint, peer = min(complaints, key=lambda pair: (not pair[0].is_certain, pair[0].time))
             return Complaint(False, f"{peer.name}, {peer.where}, {complaint.text}")
         return Complaint(False, f"{suspect.name}, {suspect.where}, has closed its connection")
 

@@ -194,12 +194,12 @@ class RequestTexts:
             self._said[sequence_id] = _end(self._said[sequence_id] + piece.text)
             new = self._new.setdefault(piece.engine, {})
             new[sequence_id] = new.get(sequence_id, "") + piece.text
-            if piece.finished:
+            if piece.finish_reason == "abort" and not self._said[sequence_id]:
+                self._drop(key)  # nobody may know which engine had it, and there is nothing to be shown
+            elif piece.finished:
                 self._ended.setdefault(piece.engine, []).append(key)
 
-    def write(
-        self, line: bytes, is_start: bool, is_last: bool, engine: int = 0
-    ) -> tuple[bytes, bytes | None]:
+    def write(self, line: bytes, is_start: bool, is_last: bool, engine: int) -> tuple[bytes, bytes | None]:
         """Put texts into a line.
 
         Args:
@@ -236,13 +236,16 @@ class RequestTexts:
             prompt = self._prompts[sequence_id] = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
         return prompt
 
-    def forget(self, engine: int = 0) -> None:
+    def forget(self, engine: int) -> None:
         """The new texts of an engine have been passed on, or nobody is there to read them."""
         self._new.pop(engine, None)
         for key in self._ended.pop(engine, ()):
-            sequence_id = self._sequence_ids.pop(key)
-            for texts in (self._prompts, self._said, *self._numbers.values()):
-                texts.pop(sequence_id, None)  # type: ignore[attr-defined]
+            self._drop(key)
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        sequence_id = self._sequence_ids.pop(key)
+        for texts in (self._prompts, self._said, *self._new.values(), *self._numbers.values()):
+            texts.pop(sequence_id, None)  # type: ignore[attr-defined]
 
 
 def _numbered(texts: dict[str, str], numbers: dict[str, int]) -> list[tuple[int, str]]:

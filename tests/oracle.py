@@ -220,6 +220,14 @@ def reference_tokens(folder: str, prompt: list[int], count: int, stop_ids: tuple
     return out[0, len(prompt) :].tolist()
 
 
+@torch.inference_mode()
+def greedy_choices(folder: str, prompt: list[int], continuation: list[int]) -> list[int]:
+    """What transformers would choose in the place of each token of a continuation, given all before it. If these are the
+    tokens themselves, the continuation is its greedy one, by induction; and a single pass has shown it."""
+    logits = reference_model(folder)(torch.tensor([prompt + continuation[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+
+
 def greedy(llm: LLM, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
     """Greedy tokens by nanovllm, one list a prompt."""
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, **options)

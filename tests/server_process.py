@@ -30,7 +30,14 @@ def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
     """Whether none of them runs any more."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+    def runs(process: psutil.Process) -> bool:
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return not any(map(runs, processes))
 
 
 class ServerProcess:

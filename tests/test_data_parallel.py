@@ -542,6 +542,7 @@ def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_pa
     same = one.generate(PROMPTS[0], SamplingParams(n=3, temperature=1, seed=5, max_tokens=6), use_tqdm=False)
     assert sampled == [output.token_ids for output in same[0].outputs]
     traces = [Trace.load(trace_path(str(path), rank)) for rank in range(2)]
+    assert [trace.settings["data_rank"] for trace in traces] == [0, 1]
     assert [len(trace.steps) for trace in traces] >= [stats.num_steps for stats in each]
     arrived = [{name for step in trace for name in step.arrived} for trace in traces]
     assert not arrived[0] & arrived[1] and len(arrived[0] | arrived[1]) == 2 * len(PROMPTS) + 3

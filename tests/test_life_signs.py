@@ -67,7 +67,7 @@ def burn() -> None:
 def rest_in_step() -> None:
     with in_step():
         found.wait(20)
-    time.sleep(1.2)  # a second complaint would come now, and the heart beats
+        time.sleep(1.2)  # a second complaint would come now, and the heart beats
 
 
 def test_who_rests_in_a_step_hangs_and_says_where_once() -> None:
@@ -111,7 +111,8 @@ def many_short_steps() -> None:
 
 def compile_something() -> None:
     with in_step():
-        subprocess.run([sys.executable, "-c", f"import time; time.sleep({RESTS})"], check=True)
+        for _ in range(2):  # whoever looks when one ends shall not complain
+            subprocess.run([sys.executable, "-c", f"import time; time.sleep({RESTS})"], check=True)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,25 @@ def compile_something() -> None:
 )
 def test_who_does_not_hang(work: Callable[[], None]) -> None:
     assert complaints_about(work) == []
+
+
+def test_a_step_that_does_not_end_is_found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "STEP_SECONDS", 0.5)
+    (complaint,) = complaints_about(compute)
+    assert complaint.text.startswith("hangs: a step has lasted for 0.5 seconds, and is at ")
+    assert "test_life_signs.py" in complaint.text
+    assert complaints_about(wait_for_others) == []
+
+
+def test_the_heart_goes_on_if_nobody_can_look(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_access() -> None:
+        raise PermissionError("no looking here")
+
+    monkeypatch.setattr(HangDetector, "look", lambda detector: no_access())
+    assert complaints_about(rest) == []  # which sees the heart beat
+    assert "hangs will not be noticed" in caplog.text
 
 
 def test_a_process_that_was_there_before_the_step_is_no_excuse() -> None:
@@ -186,6 +206,9 @@ def test_who_was_first_is_to_blame() -> None:
     assert look(ranks, listen) == "rank 2, process 7, failed: no luck"
     ranks[1].is_gone = True  # without a word
     assert look(ranks, listen) == "rank 1, process 7, has ended, or cannot be reached"
+    ranks[1].is_gone = False
+    ranks[0].complaint = Complaint(False, "hangs: here", time=12.0, is_certain=True)
+    assert look(ranks, listen) == "rank 0, process 7, hangs: here"
     ranks[0].complaint = Complaint(True, "lower num_kv_blocks", time=12.0)
     assert look(ranks, listen) == "lower num_kv_blocks"
 

@@ -412,7 +412,7 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
     record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
     record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
     encoder = TraceEncoder({})
-    on, start = texts.write(encoder.encode(record), is_start=True, is_last=False)
+    on, start = texts.write(encoder.encode(record), is_start=True, is_last=False, engine=0)
     assert start is not None and len(start) < 30_000 and words.num_decoded <= MAX_PROMPT_TOKENS
     shown = TraceDecoder({}).decode(start)
     assert list(shown.prompts) == ["r0", "r1"] and shown.prompts["r1"].startswith("a text a text")
@@ -425,7 +425,7 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
     begins = StepRecord(
         2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:]
     )
-    line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True)
+    line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True, engine=0)
     assert list(decoder.decode(line).prompts) == ["r2", "r3"]
 
 

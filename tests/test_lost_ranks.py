@@ -91,7 +91,7 @@ LOCK_STEP = "--enable-expert-parallel"
         ),
         (
             "-tp 2",
-            "hang 60",
+            "hang 300",
             (1,),
             r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike",
         ),

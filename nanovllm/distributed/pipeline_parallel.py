@@ -165,7 +165,8 @@ class StageLink:
             self.group.calls["send"] += 1
             self.group.bytes_sent["send"] += tensor.nbytes
             target = self.group.ranks[self.group.rank_in_group + 1]
-            work = dist.isend(tensor, target, group=self.group.device_group)
+            with waiting_for_others():  # NCCL connects two ranks when they first talk
+                work = dist.isend(tensor, target, group=self.group.device_group)
             assert work is not None, "both ranks are of the group"
             self._under_way.append((work, tensor))
 

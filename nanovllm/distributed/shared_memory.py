@@ -295,9 +295,11 @@ class MessageQueue:
         self._parts: list[bytes] = []  # of a message that has not come to its end
         self._missing = 0
         self._broken = ""
-        self._library = load_shared_memory_library()
+        self._library = segment._library
         self._place = (segment.address, segment.payload, slot_bytes, num_slots)
-        self._slot = ctypes.create_string_buffer(slot_bytes)
+        self._slot = ctypes.create_string_buffer(
+            slot_bytes if segment.member else 0
+        )  # for what a reader gets
 
     @classmethod
     def create(cls, num_readers: int, slot_bytes: int = 1 << 16, num_slots: int = 16) -> MessageQueue:

@@ -11,7 +11,6 @@ import math
 import pathlib
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import chain, starmap
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,31 +77,35 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | 
     }
     filled = dict.fromkeys(unfilled, 0)
     starts = sorted(unfilled)
-    for name, tensor in chain.from_iterable(starmap(model.checkpoint_parts, tensors)):
-        try:
-            place = model.checkpoint_place(name)
-        except KeyError as error:
-            raise CheckpointError(
-                f"{error.args[0]}; do config.json and the weights belong together?"
-            ) from error
-        if place is None:
-            continue
-        if place.whole_shape != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {list(tensor.shape)}, the configuration says {list(place.whole_shape)}"
-            )
-        place.target.copy_(tensor[place.source])  # of mapped memory nothing but this slice is read
-        memories = [place.target]
-        if place.padding is not None:
-            memories.append(place.padding.zero_())
-        for memory in memories:
-            if memory.numel():
-                owner = starts[bisect_right(starts, memory.data_ptr()) - 1]
-                filled[owner] += memory.numel()
+    for name, whole in tensors:
+        for part_name, tensor in model.checkpoint_parts(name, whole):
+            for memory in _fill(model, part_name, tensor, name):
+                if memory.numel():
+                    owner = starts[bisect_right(starts, memory.data_ptr()) - 1]
+                    filled[owner] += memory.numel()
     missing = [name for start, (name, numel) in unfilled.items() if filled[start] != numel]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(f"the checkpoint does not fill {', '.join(missing[:5])}{more}")
+
+
+def _fill(
+    model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, name_in_file: str
+) -> list[Tensor]:
+    """Copy a tensor to its place; returns all memory that is filled now."""
+    try:
+        place = model.checkpoint_place(name)
+    except KeyError as error:
+        reason = f"{error.args[0]}; do config.json and the weights belong together?"
+        raise CheckpointError(reason if name_in_file in reason else f"{name_in_file}: {reason}") from error
+    if place is None:
+        return []
+    if place.whole_shape != tensor.shape:
+        raise CheckpointError(
+            f"{name_in_file} has shape {list(tensor.shape)}, the configuration says {list(place.whole_shape)}"
+        )
+    place.target.copy_(tensor[place.source])  # of mapped memory nothing but this slice is read
+    return [place.target] if place.padding is None else [place.target, place.padding.zero_()]
 
 
 # Numbers that a random tensor draws at once: few enough to stay in a cache, and enough for a GPU to be busy.
@@ -112,8 +115,8 @@ DRAWN_AT_ONCE = 2**20
 class RandomTensor:
     """A checkpoint's tensor that is nowhere: normal numbers of deviation 0.02, drawn where some of them are asked for.
 
-    Each block of rows has a seed of its own, made of the tensor's name. So a rank draws little more than its share, and
-    every grid of ranks has the same model.
+    Each block of rows has a seed of its own, made of the tensor's name. So every grid of ranks has the same model, and a
+    rank draws little more than its share of the rows; for a share of the columns, it draws all of them.
 
     Args:
         shape: of the whole tensor.

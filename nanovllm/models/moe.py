@@ -231,7 +231,7 @@ class MoE(nn.Module):
         """
         if not 0 <= expert < self.config.num_routed:
             raise KeyError(
-                f"the configuration has {self.config.num_experts} experts, and this is number {expert}"
+                f"the configuration has experts 0 to {self.config.num_routed - 1}, and this is number {expert}"
             )
         if self.dispatcher is None:
             return self.experts.place(expert, matrix)

@@ -232,7 +232,11 @@ export class Chat {
   recolor() {
     this.messages.forEach((message, i) => {
       const shown = this.nodes[i].querySelector(".swatch")?.dataset.color;
-      if (message.id && this.colorOf(message.id) !== shown) this._replace(message, i);
+      if (!message.id || this.colorOf(message.id) === shown) return;
+      // Only the swatch: text may be selected in the rest, or a button have the focus.
+      this.nodes[i].querySelector(".swatch")?.remove();
+      const swatch = this._swatch(message.id);
+      if (swatch) this.nodes[i].querySelector("footer")?.prepend(swatch);
     });
   }
 

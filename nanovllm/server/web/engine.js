@@ -53,7 +53,8 @@ export class Engine {
   /** Show another one of several engines. */
   choose(rank) {
     this.rank = rank;
-    this.reading.abort();
+    if (this.reading) this.reading.abort();
+    else this.run(); // nothing is asked for any more: the last stream could not be shown
   }
 
   /** Follow the engine, for ever; a recorded trace only to its end. What cannot be read or shown is not asked for again. */
@@ -74,6 +75,7 @@ export class Engine {
         if (!(error instanceof ServerError)) {
           this._say("broken", `This trace cannot be shown: ${error.message}`);
           this.player?.changed(); // to what came before
+          this.reading = null;
           throw error; // for the console, with its place
         }
         problem = error.message;
