@@ -202,7 +202,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     config = engine_config(arguments)
     if is_follower(config):
-        return _follow(config)
+        _follow(config)
     if "" in arguments.api_key:
         arguments.parser.error("--api-key must not be empty")
     listener = listen(arguments)
@@ -217,11 +217,11 @@ def run_serve(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(config: EngineConfig) -> int:
-    from nanovllm.executor.torchrun import follow
+def _follow(config: EngineConfig) -> NoReturn:
+    from nanovllm.executor.torchrun import follow_to_the_end
 
     try:
-        return 0 if follow(config) else 1
+        follow_to_the_end(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

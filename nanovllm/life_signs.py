@@ -218,11 +218,13 @@ class Mouth(threading.Thread):
 
     def run(self) -> None:
         """The thread."""
-        threading.Thread(target=self._beat, name="heart", daemon=True).start()
+        heart = threading.Thread(target=self._beat, name="heart", daemon=True)
+        heart.start()
         while (message := self._messages.get()) is not None:
             if not self._speak(message()):
                 break
         self._closed.set()
+        heart.join(SILENCE_SECONDS)  # the interpreter must not end while a thread of it is in a library
 
     def _beat(self) -> None:
         """The thread that says None, and that cannot wait for what the mouth may wait for."""

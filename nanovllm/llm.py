@@ -6,7 +6,6 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -91,9 +90,6 @@ class LLM:
         trace: True keeps a record of every step in `self.trace`; a path writes it to a file. Of several engines
             (`data_parallel_size`), `self.trace` has the first one's steps, and each writes its own file, see `trace_path`.
         **options: any field of `EngineConfig`.
-
-    Raises:
-        SystemExit: on a rank above 0, at the end.
     """
 
     def __init__(
@@ -101,9 +97,9 @@ class LLM:
     ) -> None:
         config = EngineConfig(model=model, **options)
         if is_follower(config):
-            from nanovllm.executor.torchrun import follow
+            from nanovllm.executor.torchrun import follow_to_the_end
 
-            sys.exit(not follow(config))
+            follow_to_the_end(config)
         if config.is_divided and not isinstance(trace, bool):
             config.trace, trace = os.fspath(trace), False  # a file for each engine
         record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None

@@ -208,6 +208,7 @@ def test_a_burst_is_stopped_and_one_looks_back(live: Page, server: ServerProcess
     # Looking back: the page stays where it is while the engine goes on, and "live" follows it again.
     slider = live.get_by_label("Step", exact=True)
     slider.press("ArrowLeft")
+    expect(live.locator(".nv-live")).to_have_attribute("aria-pressed", "false")
     standing = live.locator(".nv-position").inner_text().split(" of ")
     expect(live.locator(".nv-position")).not_to_have_text(" of ".join(standing))
     assert live.locator(".nv-position").inner_text().split(" of ")[0] == standing[0]
@@ -398,7 +399,7 @@ def test_who_looks_at_an_engine_that_is_gone_gets_another(
     opened(page, two_engines)
     page.evaluate(KEEP_WHAT_IS_SAID)  # the reason stands there for half a second only
     page.get_by_label("Shown").select_option("Engine 1")
-    page.wait_for_function("said.some(text => text.includes('Engine must be 0, the only one, not 1.'))")
+    page.wait_for_function("() => said.some(text => text.includes('Engine must be 0, the only one, not 1.'))")
     expect(page.locator("#connection")).to_have_text("live")
     expect(page.get_by_label("Shown")).to_have_value("0")
 

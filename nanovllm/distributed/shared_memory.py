@@ -288,18 +288,15 @@ class MessageQueue:
         self.handle = QueueHandle(segment.handle, slot_bytes, num_slots)
         self._ring = segment.data[segment.payload :]
         self._ring_bytes = slot_bytes * num_slots
-        self._batch = max(
-            1, num_slots // 2
-        )  # slots a step of a long message: writer and readers work at the same time
+        # Slots a step of a long message: writer and readers work at the same time.
+        self._batch = max(1, num_slots // 2)
         self._count = 0  # slots that this end has written or read
         self._parts: list[bytes] = []  # of a message that has not come to its end
         self._missing = 0
         self._broken = ""
         self._library = segment._library
         self._place = (segment.address, segment.payload, slot_bytes, num_slots)
-        self._slot = ctypes.create_string_buffer(
-            slot_bytes if segment.member else 0
-        )  # for what a reader gets
+        self._slot = ctypes.create_string_buffer(slot_bytes * bool(segment.member))  # what a reader gets
 
     @classmethod
     def create(cls, num_readers: int, slot_bytes: int = 1 << 16, num_slots: int = 16) -> MessageQueue:

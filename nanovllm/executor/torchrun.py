@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -376,6 +376,19 @@ def follow(config: EngineConfig) -> bool:
     if not was_told:
         ear.join()  # rank 0 has heard why, and tells the user before torchrun ends everybody
     return was_told
+
+
+def follow_to_the_end(config: EngineConfig) -> NoReturn:
+    """Be one of the ranks above 0, and end with rank 0: at once, since threads of libraries that still talk to the others do
+    not survive the end of the interpreter.
+
+    Raises:
+        ValueError: see `follow`.
+    """
+    was_told = follow(config)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if was_told else 1)
 
 
 def _take_orders(lines: Lines, orders: queue.SimpleQueue[bytes]) -> None:
