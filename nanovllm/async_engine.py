@@ -352,10 +352,10 @@ class AsyncEngine:
     def _die(self, reason: str) -> None:
         if self.error is not None or self._closing:
             return
-        self.error = reason
-        logger.error("the engine is dead: %s", reason)
+        self.error = f"the engine is dead: {reason}"
+        logger.error(self.error)
         self._end_broadcasts()
-        self._fail_all(f"the engine is dead: {reason}")
+        self._fail_all(self.error)
 
     def _fail_all(self, reason: str) -> None:
         for stream in self._streams.values():

@@ -204,6 +204,7 @@ def test_a_burst_fills_the_pool_until_requests_are_preempted(live: Page) -> None
 
 def test_a_burst_is_stopped_and_one_looks_back(live: Page, server: ServerProcess) -> None:
     live.get_by_role("button", name="Fire a burst").click()
+    expect(live.locator("#load-state")).to_contain_text("writing", timeout=ANSWER_MS)
     expect(figure(live, "running")).to_have_text(re.compile("[1-8]"), timeout=ANSWER_MS)
     # Looking back: the page stays where it is while the engine goes on, and "live" follows it again.
     slider = live.get_by_label("Step", exact=True)
@@ -220,7 +221,9 @@ def test_a_burst_is_stopped_and_one_looks_back(live: Page, server: ServerProcess
     wait_until(server.is_idle, what="the burst has ended")
 
 
-BEYOND_THE_EDGE = "[...document.querySelectorAll('body, body *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+BEYOND_THE_EDGE = (
+    "[...document.querySelectorAll('body, body *')].filter(e => e.getBoundingClientRect().right > 361)"
+)
 DRAWN_MS = 10_000
 
 
