@@ -30,7 +30,13 @@ from nanovllm.hub import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
 from nanovllm.request import EngineOutput
-from nanovllm.request_stream import EngineObserver, RequestRefusedError, RequestStream, RequestTimes
+from nanovllm.request_stream import (
+    EngineObserver,
+    RequestFailedError,
+    RequestRefusedError,
+    RequestStream,
+    RequestTimes,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.step_stream import RequestTexts, StepBroadcast, StepStream
 from nanovllm.tokenizer import Tokenizer
@@ -322,7 +328,10 @@ class AsyncEngine:
                 self._texts.add(output)
             stream = self._streams[output.request_id]
             self._note_times(stream.times, output, now)
-            stream.put(output)
+            if output.error:
+                stream.fail(RequestFailedError(output.error))
+            else:
+                stream.put(output)
             if output.finished:
                 del self._streams[output.request_id]
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.kv.block_pool import InvariantError
+from nanovllm.kv.manager import BlockCopies
+from nanovllm.sampling import SamplingRow
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.scheduler import ScheduledRequest
 
@@ -38,6 +40,13 @@ class RequestRows:
         """Forget a request that ended or lost its blocks."""
         self._free_rows.append(self.row_of.pop(request_id))
         del self.params[request_id]
+
+    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int]) -> SamplingRow:
+        """What the sampler has to know of a request."""
+        params = self.params[request_id]
+        stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        tokens = self.token_ids[row, : self.num_tokens[row]]
+        return SamplingRow(params, tokens, int(self.num_prompt_tokens[row]), stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
         """Take over what is new about a request; returns its row.
@@ -68,6 +77,18 @@ class RequestRows:
         self.num_tokens[row] = known + scheduled.last_is_pending
         self.num_blocks[row] = first + len(blocks)
         return row
+
+
+def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
+    """Copy whole blocks between device and host memory, in the caches of all layers."""
+    if not copies:
+        return
+    from_blocks, to_blocks = (
+        torch.tensor(ids, pin_memory=caches[0].is_cuda).to(caches[0].device, non_blocking=True)
+        for ids, caches in zip(zip(*copies, strict=True), (source, target), strict=True)
+    )
+    for source_cache, target_cache in zip(source, target, strict=True):
+        target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 
 
 class StepBuffer:

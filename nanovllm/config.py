@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nanovllm.kv_transfer.config import KVTransferConfig
+
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
 
@@ -129,6 +131,20 @@ class EngineConfig:
     # Set in the settings of each of these engines: which one it is, and where the ranks of all find one another.
     data_parallel_rank: int | None = _unnamed(None)
     data_parallel_address: str = _unnamed("")
+    kv_role: Literal["none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"] = _option(
+        "none", "share KV with other engines: compute it for them, take it from them, or both"
+    )
+    kv_connector: str | None = _option(
+        None, "how KV is shared: local, nixl, offloading, pool (default with --kv-role: local)"
+    )
+    kv_transfer_config: str | None = _option(
+        None,
+        'both and more, as JSON: {"kv_connector": "local", "kv_role": "kv_both", "kv_ip": "127.0.0.1", "kv_port": 0, '
+        '"kv_load_failure_policy": "recompute", "kv_connector_extra_config": {}, "engine_id": "..."}',
+    )
+    kv_offloading_size: float = _option(
+        0.0, "GiB of host memory, of all ranks together, for KV blocks that leave the pool (0: none)"
+    )
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = _option(
         "auto",
         "where the ranks run: in this process (uni), in processes of this machine (mp), under torchrun, or as Ray's actors "
@@ -209,8 +225,30 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running request needs one token a step"
             )
+        if not (_is_number(self.kv_offloading_size) and 0 <= self.kv_offloading_size < float("inf")):
+            raise ValueError(f"kv_offloading_size must be 0 or more GiB, got {self.kv_offloading_size!r}")
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
+        if isinstance(self.kv_transfer_config, dict):
+            self.kv_transfer_config = json.dumps(self.kv_transfer_config)
+        # What a connector is told; None if KV stays here.
+        self.kv_transfer = self._kv_transfer()
+
+    def _kv_transfer(self) -> KVTransferConfig | None:
+        given = KVTransferConfig.values_from_json(self.kv_transfer_config or "{}")
+        for name in ("kv_role", "kv_connector"):
+            if getattr(self, name) not in (None, "none"):
+                given[name] = getattr(self, name)
+        if self.kv_offloading_size:
+            given.setdefault("kv_connector", "offloading")
+        if not given:
+            return None
+        kv_transfer = KVTransferConfig(**given)
+        if self.data_parallel_rank:  # each engine is one of its own
+            if "engine_id" in given:
+                kv_transfer.engine_id += f"-{self.data_parallel_rank}"
+            kv_transfer.kv_port += self.data_parallel_rank if kv_transfer.kv_port else 0
+        return kv_transfer
 
     def settle(self, model_max_len: int, num_kv_blocks: int, on_gpu: bool = False) -> None:
         """Fill in what depends on the model, on the device and on the size of the pool: `max_model_len`,

@@ -5,6 +5,7 @@ Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer.base import IDLE_SECONDS, KVConnectorScheduler, create_scheduler_connector
+from nanovllm.kv_transfer.scheduling import TransferScheduler
 from nanovllm.life_signs import waiting_for_others
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import EngineStats
@@ -60,6 +63,7 @@ class EngineCore:
         self.executor = create_executor(config, self.model_config, folder)
         try:
             num_blocks, num_host_blocks = self._allocate()
+            self.connector = self._connect(folder)
         except BaseException:
             self.executor.close()
             raise
@@ -97,12 +101,26 @@ class EngineCore:
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
+    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler | None:
+        """The scheduler's half of the connector, if KV is shared with others; the ranks have theirs by now."""
+        if self.config.kv_transfer is None:
+            return None
+        if self.config.in_lock_step:
+            raise ValueError(
+                "kv_role and kv_connector do not go with experts that several engines share: leave enable_expert_parallel out, "
+                "or use data_parallel_size 1"
+            )
+        ranks = self.executor.handshake_metadata()
+        return create_scheduler_connector(self.config, self.model_config, folder, ranks)
+
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Start with empty queues and an empty pool."""
         self.manager = KVCacheManager(
             num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
         )
-        self.scheduler = Scheduler(self.config, self.manager)
+        self.scheduler: Scheduler = Scheduler(self.config, self.manager)
+        if self.connector is not None:
+            self.scheduler = TransferScheduler(self.config, self.manager, self.connector)
 
     @property
     def runner(self) -> ModelRunner:
@@ -124,6 +142,7 @@ class EngineCore:
             model.vocab_size,
             model.eos_token_ids,
             model.generation_defaults,
+            [self.connector.information] if self.connector is not None else [],
         )
 
     @property
@@ -132,7 +151,7 @@ class EngineCore:
         s = self.scheduler
         return EngineStats(
             len(s.running),
-            len(s.waiting),
+            len(s.waiting) + s.transfer_counts[0],
             len(s.swapped),
             self.manager.pool.usage,
             s.num_preemptions,
@@ -140,6 +159,7 @@ class EngineCore:
             s.num_hit_tokens,
             self.num_steps,
             self.waves.ended,
+            *self.scheduler.transfer_counts,
         )
 
     @property
@@ -162,7 +182,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """True if there is a step to make: for requests of its own or, in lock-step, for those of any engine."""
-        return self.waves.running if self.config.in_lock_step else self.has_unfinished
+        if self.config.in_lock_step:
+            return self.waves.running
+        return self.has_unfinished or (self.connector is not None and self.connector.has_work)
 
     def start_wave(self, wave: int) -> None:
         """In lock-step: make steps with the other engines until this wave has ended."""
@@ -175,8 +197,13 @@ class EngineCore:
 
     @property
     def sources(self) -> Sequence[Any]:
-        """Sockets on which something may come that `step` should see to; none here."""
-        return ()
+        """Sockets on which something may come that `step` should see to."""
+        return self.connector.sources if self.connector is not None else ()
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """After how long without work one should ask `has_work` again; None: when something has come."""
+        return self.connector.idle_seconds if self.connector is not None else None
 
     def check_health(self) -> None:
         """See that every rank is alive.
@@ -249,23 +276,43 @@ class EngineCore:
             raise
 
     def _step(self) -> list[EngineOutput]:
-        start = self._now()
+        start, outputs = self._now(), self._take_transfers()
         waits = self._under_way and self.scheduler.waits_for_tokens
         plan = self.scheduler.schedule() if not waits else Schedule()
-        if plan.empty and self.has_unfinished and not self._under_way:
+        waits_for_transfers = self.scheduler.waits_for_transfers
+        if plan.empty and self.has_unfinished and not self._under_way and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+        if plan.empty and not self.config.in_lock_step and plan.connector_metadata is None:
+            if waits_for_transfers and not self._under_way:
+                with waiting_for_others():
+                    time.sleep(IDLE_SECONDS)
+            return outputs + self._take_results()  # it is their turn, or they need what is under way
         if plan.empty:
-            if not self.config.in_lock_step:
-                return self._take_results()  # it is their turn, or they need what is under way
-            # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed.
-            plan = Schedule()
+            # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed. Or there
+            # is nothing to compute, and something to move.
+            plan = Schedule(connector_metadata=plan.connector_metadata)
         plan.unfinished = self.has_unfinished
-        record = self._recorder.begin(plan, self.num_steps, start) if self._recorder is not None else None
+        record = None
+        if self._recorder is not None and (self.config.in_lock_step or not plan.empty):
+            record = self._recorder.begin(plan, self.num_steps, start)
         self._under_way.append(
             StepUnderWay(plan, self.executor.launch(plan), record, start, self.waves.ended)
         )
         self.num_steps += 1
-        return self._take_results(keep=self._steps_ahead)
+        return outputs + self._take_results(keep=self._steps_ahead)
+
+    def _take_transfers(self) -> list[EngineOutput]:
+        """See to what others have sent: ends of transfers, and requests of other engines."""
+        if self.connector is None or not isinstance(self.scheduler, TransferScheduler):
+            return []
+        for request in self.connector.take_requests():
+            try:
+                self.add_request(request)
+            except ValueError as error:
+                self.connector.refuse(request.request_id, str(error))
+        for request_id in self.connector.take_aborts():
+            self.abort_request(request_id)
+        return self.scheduler.take_transfers()
 
     def _now(self) -> float:
         """Seconds since the engine started. A trace is written in microseconds."""
@@ -307,6 +354,8 @@ class EngineCore:
         self._under_way.clear()
         lost = list(self.scheduler.requests)
         self.executor.forget_requests()
+        if self.connector is not None:
+            self.connector.forget_requests()
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         if self._recorder is not None:
@@ -321,6 +370,8 @@ class EngineCore:
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end the ranks that run in other processes."""
+        if self.connector is not None:
+            self.connector.close()
         self.executor.close()
         if self._recorder is not None:
             self._recorder.flush(self.num_steps, self._now())

@@ -58,6 +58,7 @@ class DataParallelCore:
     """
 
     has_work = False  # it only reacts
+    idle_seconds = None
     is_in_process = False
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
@@ -114,7 +115,9 @@ class DataParallelCore:
     def limits(self) -> EngineLimits:
         """What every engine can take."""
         limits = [cast(EngineLimits, cast(Report, rank.ready).limits) for rank in self.ranks]
-        return min(limits, key=lambda each: each.max_request_tokens)
+        least = min(limits, key=lambda each: each.max_request_tokens)
+        kv_transfer = [information for each in limits for information in each.kv_transfer]
+        return dataclasses.replace(least, kv_transfer=kv_transfer)
 
     @property
     def stats(self) -> EngineStats:

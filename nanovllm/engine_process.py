@@ -138,18 +138,23 @@ class EngineLoop:
 
     def _take_commands(self, wait: bool) -> bool:
         """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
-        # Ranks in other processes may die while nothing is computed: look after them meanwhile.
-        patience = None if self.core.is_in_process else int(HEALTH_SECONDS * 1000)
-        events = dict(self._poller.poll(patience if wait else 0))
-        while wait and not events:
+        # Ranks in other processes may die while nothing is computed, and leases end: look after them meanwhile.
+        events = dict(self._poller.poll(self._patience() if wait else 0))
+        while wait and not events and not self.core.has_work:
             self.core.check_health()
-            events = dict(self._poller.poll(patience))
+            events = dict(self._poller.poll(self._patience()))
         if self._parent_sentinel in events:
             return False  # orphaned: nobody will ever ask for anything again
         while self.commands.poll(0):
             if not self._obey(self._decoder.decode(self.commands.recv())):
                 return False
         return True
+
+    def _patience(self) -> int | None:
+        """Milliseconds to sleep at a time while nothing comes."""
+        pulse = None if self.core.is_in_process else HEALTH_SECONDS
+        seconds = [s for s in (pulse, self.core.idle_seconds) if s is not None]
+        return int(min(seconds) * 1000) + 1 if seconds else None
 
     def _obey(self, command: Command) -> bool:
         for request in command.add:

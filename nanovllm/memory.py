@@ -37,6 +37,12 @@ class MemoryBudget:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner, self.config = runner, runner.config
 
+    @property
+    def longest_request(self) -> int:
+        """Tokens that a request may have before the size of the pool is known."""
+        positions = self.runner.model_config.max_position_embeddings
+        return min(self.config.max_model_len or positions, positions)
+
     def num_blocks(self) -> int:
         """Blocks for the KV pool: as told, or by `kv_cache_memory`, or a sane part of what is free.
 
@@ -52,7 +58,7 @@ class MemoryBudget:
         else:
             free = self.free()
             # Nobody asked for memory beyond what all running requests fill at their longest.
-            longest = -(-self.runner.longest_request // config.block_size)
+            longest = -(-self.longest_request // config.block_size)
             count = min(free // size, config.max_num_seqs * longest)
         if count < 1:
             raise ValueError(
@@ -100,7 +106,7 @@ class MemoryBudget:
     def run_largest_step(self) -> None:
         """As many tokens as a step may have, of as many requests as there may be, every one of which samples. All read
         one block of zeros, and write nothing."""
-        runner, config, longest = self.runner, self.config, self.runner.longest_request
+        runner, config, longest = self.runner, self.config, self.longest_request
         budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
         num_seqs = min(config.max_num_seqs, budget)
         counts = np.full(num_seqs, min(budget // num_seqs, longest))

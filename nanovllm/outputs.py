@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 
 @dataclass
@@ -31,7 +32,7 @@ class CompletionOutput:
     Attributes:
         index: 0 to n - 1.
         cumulative_logprob: sum over the chosen tokens so far, if log-probabilities were asked for.
-        finish_reason: "stop", "length", "abort", or None while it goes on.
+        finish_reason: "stop", "length", "abort", "error", or None while it goes on.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
         engine: which of several engines generates it (data parallelism); 0 until that is known.
     """
@@ -58,7 +59,9 @@ class RequestOutput:
     Attributes:
         prompt: the text, if the request came as text.
         prompt_logprobs: one entry a prompt token, if asked for.
-        num_cached_tokens: prompt tokens that the prefix cache supplied.
+        num_cached_tokens: prompt tokens that the prefix cache supplied, or another engine.
+        kv_transfer_params: what to tell the engine that goes on with the request.
+        error: what went wrong, if a finish reason is "error".
     """
 
     request_id: str
@@ -68,6 +71,8 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    error: str = ""
 
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
@@ -112,6 +117,8 @@ class OutputCollector:
             last.finished,
             last.prompt_logprobs,
             last.num_cached_tokens,
+            last.kv_transfer_params,
+            last.error,
         )
 
 
@@ -122,6 +129,9 @@ class EngineStats:
     Attributes:
         kv_cache_usage: share of the KV blocks that is held; 1 is all.
         num_waves: those that have ended, of an engine in lock-step with others.
+        num_receiving: requests whose KV is on its way from elsewhere.
+        num_held_requests: requests that have ended, and whose blocks are held for others.
+        num_external_queried_tokens, num_external_hit_tokens: asked for elsewhere, and come from there.
         engines: of several engines, each one's own; empty for a single one.
     """
 
@@ -134,6 +144,10 @@ class EngineStats:
     num_hit_tokens: int = 0
     num_steps: int = 0
     num_waves: int = 0
+    num_receiving: int = 0
+    num_held_requests: int = 0
+    num_external_queried_tokens: int = 0
+    num_external_hit_tokens: int = 0
     engines: list[EngineStats] = field(default_factory=list)
 
     @classmethod

@@ -19,7 +19,7 @@ from nanovllm.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tokenizer import Tokenizer
 
-# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt").
+# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt", "kv_transfer_params").
 Prompt = str | Sequence[int] | dict[str, Any]
 
 
@@ -30,6 +30,7 @@ class EngineLimits:
     Attributes:
         max_model_len: the context length in tokens.
         max_request_tokens: the same, or less where the KV pool is smaller.
+        kv_transfer: of each engine that shares KV, how others reach it; see `KVConnectorScheduler.information`.
     """
 
     max_model_len: int
@@ -37,6 +38,7 @@ class EngineLimits:
     vocab_size: int
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
+    kv_transfer: list[dict[str, Any]] = field(default_factory=list)
 
 
 class InputProcessor:
@@ -100,6 +102,7 @@ class InputProcessor:
             ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit.
         """
         text, token_ids, cache_salt = self._prompt_tokens(prompt)
+        kv_transfer_params = prompt.get("kv_transfer_params") if isinstance(prompt, dict) else None
         self._check(token_ids, params)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -121,6 +124,7 @@ class InputProcessor:
                     time.time(),
                     priority,
                     cache_salt,
+                    kv_transfer_params,
                 )
             )
         return text, requests
@@ -232,6 +236,8 @@ class RequestState:
             self.finished,
             self.prompt_logprobs,
             self.num_cached_tokens,
+            output.kv_transfer_params,
+            output.error,
         )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,6 +24,7 @@ class RequestStatus(enum.Enum):
     """In which of the scheduler's queues a request stands."""
 
     WAITING = "waiting"
+    RECEIVING = "receiving"  # waiting, with blocks, for keys and values from elsewhere
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -40,6 +42,7 @@ class EngineRequest:
         arrival_time: seconds since the epoch, from the process that received the request.
         priority: smaller runs earlier (with the `priority` policy).
         cache_salt: requests with different salts never share cached blocks.
+        kv_transfer_params: what another engine, or a router, says of the request's keys and values.
     """
 
     request_id: str
@@ -49,6 +52,7 @@ class EngineRequest:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Request:
@@ -58,6 +62,7 @@ class Request:
         self.request_id = source.request_id
         self.sampling_params = source.sampling_params
         self.cache_salt = source.cache_salt
+        self.kv_transfer_params = source.kv_transfer_params
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.token_ids = list(source.prompt_token_ids)
         self.stop_token_ids = frozenset(source.sampling_params.stop_token_ids)
@@ -69,6 +74,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # -1: not admitted yet
+        self.num_external_tokens = 0  # behind its cached prefix, of those on their way from elsewhere
         self.num_sent_tokens = 0  # how many of token_ids the runner has been told
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
         self.num_preemptions = 0
@@ -120,10 +126,12 @@ class EngineOutput:
         new_token_ids: tokens sampled in this step.
         logprobs: one entry a new token, if asked for.
         prompt_logprobs: entries for the prompt tokens from position `prompt_logprobs_start` on.
-        finish_reason: "stop", "length" or "abort" when the request has ended.
+        finish_reason: "stop", "length", "abort" or "error" when the request has ended.
         stop_reason: the stop token id that ended it, if one did.
-        num_cached_tokens: prompt tokens that came from the prefix cache.
+        num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values came from elsewhere.
         engine: which of several engines says so.
+        kv_transfer_params: what the client should tell the engine that goes on with the request.
+        error: what went wrong, if that is the finish reason.
     """
 
     request_id: str
@@ -135,3 +143,5 @@ class EngineOutput:
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     engine: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    error: str = ""

@@ -17,6 +17,10 @@ class RequestRefusedError(ValueError):
     """The engine could not take a request that had passed the front end's checks."""
 
 
+class RequestFailedError(RuntimeError):
+    """A request has come to a bad end, and only this one; the message says why."""
+
+
 @dataclass
 class RequestTimes:
     """When what happened to a request, in seconds of the monotonic clock.

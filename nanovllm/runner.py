@@ -10,6 +10,8 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from nanovllm.attention.base import (
     kv_cache_shape,
 )
 from nanovllm.attention.latent import latent_cache_shape
-from nanovllm.batch import Batch, RequestRows, StepBuffer
+from nanovllm.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.config import EngineConfig
 from nanovllm.cuda_graphs import DecodeGraphs, graph_maker, ladder
 from nanovllm.device import choose_device, choose_dtype, out_of_memory, zeros
@@ -32,13 +34,13 @@ from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.distributed.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.manager import BlockCopies
+from nanovllm.kv_transfer.base import KVConnectorWorker, cache_maker, create_worker_connector, transfers
 from nanovllm.memory import MemoryBudget
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.models.moe import load_balancer
 from nanovllm.request import TokenLogprobs
-from nanovllm.sampling import Sampler, SamplingRow, start_fetch, start_logprobs, upload
+from nanovllm.sampling import Sampler, start_fetch, start_logprobs, upload
 from nanovllm.scheduler import SampledToken, Schedule, StepResult
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
@@ -81,6 +83,7 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = config.enforce_eager or model_config.shuffles_tokens
         self.make_graph = graph_maker(self.device, self.backend, eager)
+        self.connector: KVConnectorWorker | None = None
         self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -91,7 +94,7 @@ class ModelRunner:
         """
         config = self.config
         with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
-            self.kv_caches = self._make_caches(num_blocks, self.device)
+            self.kv_caches = self._make_caches(num_blocks, self.device, cache_maker(config))
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
@@ -101,11 +104,19 @@ class ModelRunner:
             self.graphs = None
             if self.make_graph is not None:
                 self.graphs = self._capture_graphs()
+        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        self.connector = create_worker_connector(config, self.model_config, caches)
 
-    def _make_caches(self, num_blocks: int, device: torch.device) -> list[Tensor]:
+    def _make_caches(
+        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] | None = None
+    ) -> list[Tensor]:
         """One tensor a layer of this rank; none for no blocks."""
         shape = self._cache_shape(num_blocks)
-        return [zeros(shape, self.dtype, device) for _ in self.layers if num_blocks]
+        return [(make_cache or zeros)(shape, self.dtype, device) for _ in self.layers if num_blocks]
+
+    def handshake_metadata(self) -> Any:
+        """How other engines' ranks reach the caches of this one."""
+        return self.connector.get_handshake_metadata() if self.connector is not None else None
 
     @property
     def layers(self) -> range:
@@ -238,10 +249,17 @@ class ModelRunner:
         Raises:
             InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
         """
+        if schedule.connector_metadata is None or self.connector is None:
+            return self._launch(schedule)
+        with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
+            wait = self._launch(schedule) if not schedule.empty else StepResult
+        return lambda: replace(wait(), connector_output=output)
+
+    def _launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         if schedule.empty and get_dp_group().world_size == 1:
             raise InvariantError("a schedule without requests is not to be run")
-        self._copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
-        self._copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
+        copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
+        copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
         batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
@@ -268,7 +286,8 @@ class ModelRunner:
         pipeline goes on with what this one has computed."""
         received = self.link.receive(int(batch.num_scheduled.sum()))
         if batch.graph_size:
-            out = self._replay(batch, received)
+            with self.connector.around_all_layers() if self.connector is not None else nullcontext():
+                out = self._replay(batch, received)
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
         if isinstance(out, Tensor):
@@ -285,7 +304,7 @@ class ModelRunner:
     ) -> Tensor | IntermediateTensors:
         """The layers of this rank: hidden states, or what the next stage wants."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        with forward_context(ForwardContext(self.backend, caches, metadata)):
+        with forward_context(ForwardContext(self.backend, caches, metadata, self.connector)):
             return self.model(input_ids, positions, received)
 
     def _sample(
@@ -296,7 +315,8 @@ class ModelRunner:
             return dict
         due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due]
         logits = self.model.compute_logits(hidden[batch.last_rows] if len(due) < len(hidden) else hidden)
-        tokens, arrive = self.sampler.start(logits, [self._sampling_row(*pair) for pair in due])
+        eos_ids = self.model_config.eos_token_ids
+        tokens, arrive = self.sampler.start(logits, [self.rows.sampling_row(*pair, eos_ids) for pair in due])
         self._newest.index_copy_(0, batch.due_rows, tokens)
 
         def wait() -> dict[str, SampledToken]:
@@ -306,27 +326,6 @@ class ModelRunner:
             }
 
         return wait
-
-    def _sampling_row(self, request_id: str, row: int) -> SamplingRow:
-        params = self.rows.params[request_id]
-        stop_ids = (
-            params.stop_token_ids
-            if params.ignore_eos
-            else params.stop_token_ids + self.model_config.eos_token_ids
-        )
-        tokens = self.rows.token_ids[row, : self.rows.num_tokens[row]]
-        return SamplingRow(params, tokens, int(self.rows.num_prompt_tokens[row]), stop_ids)
-
-    @staticmethod
-    def _copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
-        if not copies:
-            return
-        from_blocks, to_blocks = (
-            torch.tensor(ids, pin_memory=caches[0].is_cuda).to(caches[0].device, non_blocking=True)
-            for ids, caches in zip(zip(*copies, strict=True), (source, target), strict=True)
-        )
-        for source_cache, target_cache in zip(source, target, strict=True):
-            target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 
     def _prompt_logprobs(
         self, schedule: Schedule, batch: Batch, hidden: Tensor
@@ -351,8 +350,15 @@ class ModelRunner:
             for request_id, parts in arrivals.items()
         }
 
+    def close(self) -> None:
+        """End what others have begun with this rank's caches."""
+        if self.connector is not None:
+            self.connector.close()
+
     def forget_requests(self) -> None:
         """Drop the state of all requests, once a step was broken off."""
+        if self.connector is not None:
+            self.connector.forget_requests()
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
 
@@ -433,12 +439,6 @@ class ModelRunner:
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
         return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
-
-    @property
-    def longest_request(self) -> int:
-        """Tokens that a request may have before the size of the pool is known."""
-        positions = self.model_config.max_position_embeddings
-        return min(self.config.max_model_len or positions, positions)
 
     def num_blocks_that_fit(self) -> int:
         """Blocks for the KV pool; see `MemoryBudget.num_blocks`.

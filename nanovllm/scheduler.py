@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.kv.manager import BlockCopies, KVCacheManager
 from nanovllm.request import EngineOutput, Request, RequestStatus, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.kv_transfer.base import KVConnectorOutput
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Schedule:
         num_tokens, num_samples: tokens that the step computes, and that it samples.
         blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
         unfinished: the engine has requests; told to the engines that it is in lock-step with.
+        connector_metadata: what the ranks have to fetch from elsewhere or to save there; None if nothing. See `kv_transfer`.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
@@ -60,6 +65,7 @@ class Schedule:
     resumed: list[str] = field(default_factory=list)
     blocked_by: str = ""
     unfinished: bool = True
+    connector_metadata: Any = None
     num_tokens: int = field(init=False)
     num_samples: int = field(init=False)
 
@@ -89,12 +95,13 @@ class SampledToken:
 
 @dataclass
 class StepResult:
-    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; and whether
-    any of the engines in lock-step had a request."""
+    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
+    any of the engines in lock-step had a request; and which transfers have come to an end."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
+    connector_output: KVConnectorOutput | None = None
 
 
 class Scheduler:
@@ -150,26 +157,31 @@ class Scheduler:
         """True while some request has not ended."""
         return bool(self.requests)
 
-    def _queue_of(self, request: Request) -> list[Request]:
-        return {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.RUNNING: self.running,
-            RequestStatus.SWAPPED: self.swapped,
-        }[request.status]
+    # Of KV that others bring or read: whether their end may free blocks, and counters. See `TransferScheduler`.
+    waits_for_transfers, transfer_counts = False, (0, 0, 0, 0)
+
+    @property
+    def queues(self) -> dict[RequestStatus, list[Request]]:
+        """Where a request stands, by its status."""
+        s = RequestStatus
+        return {s.WAITING: self.waiting, s.RUNNING: self.running, s.SWAPPED: self.swapped}
 
     def _move(self, request: Request, status: RequestStatus) -> None:
-        self._queue_of(request).remove(request)
-        if request.status is RequestStatus.RUNNING:
+        self.queues[request.status].remove(request)
+        if request.status is RequestStatus.RUNNING and request.num_sent_tokens:
             self._removed_ids.append(request.request_id)
         request.status = status
         if status is not RequestStatus.FINISHED:
-            insort(self._queue_of(request), request, key=lambda r: r.order)
+            insort(self.queues[status], request, key=lambda r: r.order)
 
     def _finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
         request.finish_reason, request.stop_reason = reason, stop_reason
+        self._give_up_blocks(request)
         self._move(request, RequestStatus.FINISHED)
-        self.manager.free(request)
         del self.requests[request.request_id]
+
+    def _give_up_blocks(self, request: Request) -> None:
+        self.manager.free(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it stands. False if it has ended already. A step under way may still write to its
@@ -227,7 +239,7 @@ class Scheduler:
             if share == 0:
                 continue
             while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
-                if plan.empty and self._steps_under_way:
+                if plan.empty and (self._steps_under_way or self.waits_for_transfers):
                     return  # their results may free blocks; and a plan that throws out and computes nothing is not run
                 victim = self.running[-1]
                 self._preempt(victim, plan)
@@ -279,8 +291,6 @@ class Scheduler:
             return "kv blocks"
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
-        if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
         plan.admitted[request.request_id] = request.num_computed_tokens
         self._start(request, share, plan)
         return ""
@@ -295,9 +305,8 @@ class Scheduler:
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
     def _why_no_share(self, request: Request) -> str:
-        """Why one that waits gets nothing: perhaps it was preempted while its token was on its way."""
-        waits = self._in_stages and request.num_pending_tokens
-        return "pipeline_parallel_size" if waits else "max_num_batched_tokens"
+        was_preempted = request.num_pending_tokens  # while its token was on its way
+        return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
 
     def _start(self, request: Request, share: int, plan: Schedule) -> None:
         self._move(request, RequestStatus.RUNNING)
@@ -307,6 +316,8 @@ class Scheduler:
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
         first = request.num_sent_tokens == 0
         before = request.num_computed_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = before
         request.num_computed_tokens += share
         scheduled = ScheduledRequest(
             request.request_id,
@@ -353,6 +364,8 @@ class Scheduler:
                 output.logprobs = [sampled.logprobs] if sampled.logprobs else None
                 self._check_stop(request, sampled.token_id)
                 output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+                if request.finish_reason:
+                    output.kv_transfer_params = request.kv_transfer_params
             outputs.append(output)
         return outputs
 
@@ -422,16 +435,16 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Hold queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
-        queued = self.waiting + self.running + self.swapped
+        queued = [request for queue in self.queues.values() for request in queue]
         assert len(queued) == len(self.requests), "a request stands in no queue, or in two"
         for request in queued:
-            assert self.requests[request.request_id] is request and request in self._queue_of(request)
+            status, request_id = request.status, request.request_id
+            assert self.requests[request_id] is request and request in self.queues[status]
             assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
-            assert (request.status is RequestStatus.RUNNING) == (request.request_id in self.manager.tables)
-            assert (request.status is RequestStatus.SWAPPED) == (
-                request.request_id in self.manager.host_tables
-            )
-            assert request.status is not RequestStatus.WAITING or request.num_computed_tokens == 0
-        for queue in (self.waiting, self.running, self.swapped):
+            holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.RECEIVING)
+            assert holds_blocks == (request_id in self.manager.tables)
+            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables)
+            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0
+        for queue in self.queues.values():
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
         self.manager.check_invariants(queued)

@@ -97,6 +97,10 @@ class Worker:
         self.runner.config = config
         self.runner.allocate(num_blocks, num_host_blocks)
 
+    def handshake_metadata(self) -> Any:
+        """See `ModelRunner.handshake_metadata`."""
+        return self.runner.handshake_metadata()
+
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """See `ModelRunner.launch`; every rank computes its part."""
         return self.runner.launch(schedule)
@@ -147,6 +151,8 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
                 wait = worker.launch(*arguments)
             if worker.is_output_rank:
                 mouth.answer(number, wait)
+            elif arguments[0].connector_metadata is not None:  # what it samples is told by another
+                mouth.answer(number, _transfers_of(wait))
         elif name == "allocate":
             try:
                 worker.allocate(*arguments)
@@ -156,8 +162,13 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
             mouth.answer(number, _done(None))
         else:
             mouth.answer(number, _done(getattr(worker, name)(*arguments)))
+    worker.runner.close()
     destroy_groups()
     return True
+
+
+def _transfers_of(wait: Callable[[], StepResult]) -> Callable[[], StepResult]:
+    return lambda: StepResult(connector_output=wait().connector_output)
 
 
 def _done(value: Any) -> Callable[[], Any]:

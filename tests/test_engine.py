@@ -750,6 +750,9 @@ OTHER_VALUES: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "pipeline_parallel_size": 2,
     "data_parallel_size": 2,
+    "kv_connector": "local",
+    "kv_offloading_size": 0.5,
+    "kv_transfer_config": '{"kv_connector": "local", "engine_id": "one"}',
 }
 
 

@@ -10,13 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.ops.triton_support import why_no_triton
+
+if TYPE_CHECKING:
+    from nanovllm.kv_transfer.base import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +105,24 @@ class ForwardContext:
 
     Attributes:
         kv_caches: of each layer, by its number in the model; a rank that has some of the layers has no others.
+        connector: who is told of each layer, if KV is shared with other engines.
     """
 
     backend: AttentionBackend
     kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
+    connector: KVConnectorWorker | None = None
+
+    @contextmanager
+    def cache_of(self, layer: int) -> Iterator[Tensor]:
+        """Around attention: this layer's cache, with all in it that comes from elsewhere; what is written may then go there."""
+        kv_cache = self.kv_caches[layer]
+        if self.connector is None:
+            yield kv_cache
+            return
+        self.connector.wait_for_layer_load(layer)
+        yield kv_cache
+        self.connector.save_kv_layer(layer, kv_cache)
 
 
 _current: ForwardContext | None = None
@@ -159,8 +175,8 @@ def attend(
             options["rotary"] = rotary
         else:
             q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
-    kv_cache = context.kv_caches[layer]
-    return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
+    with context.cache_of(layer) as kv_cache:
+        return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
 
 
 # name -> module and class; imported when chosen, so that nobody needs what he does not use.

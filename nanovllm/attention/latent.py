@@ -176,7 +176,8 @@ def attend_latent(q: Tensor, latent: Tensor, up: Tensor, layer: int, scale: floa
     """Latent attention as a model calls it; shapes as in `LatentBackend.forward`."""
     context = get_forward_context()
     backend = cast(LatentBackend, context.backend)
-    return backend.forward(q, latent, up, context.kv_caches[layer], context.metadata, scale)
+    with context.cache_of(layer) as kv_cache:
+        return backend.forward(q, latent, up, kv_cache, context.metadata, scale)
 
 
 class TorchLatentBackend:

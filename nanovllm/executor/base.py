@@ -8,7 +8,7 @@ import os
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.data_parallel import engine_grid
@@ -44,6 +44,10 @@ class Executor:
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Have every rank make its caches and buffers."""
+        raise NotImplementedError
+
+    def handshake_metadata(self) -> list[Any]:
+        """How other engines' ranks reach those of this one, in order; see `kv_transfer`."""
         raise NotImplementedError
 
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
@@ -103,6 +107,10 @@ class InProcessExecutor(Executor):
         """See `ModelRunner.allocate`."""
         self.runner.allocate(num_blocks, num_host_blocks)
 
+    def handshake_metadata(self) -> list[Any]:
+        """Of the only rank."""
+        return [self.runner.handshake_metadata()]
+
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """See `ModelRunner.launch`."""
         return self.runner.launch(schedule)
@@ -112,7 +120,8 @@ class InProcessExecutor(Executor):
         self.runner.forget_requests()
 
     def close(self) -> None:
-        """Leave the other engines, if it is in lock-step with any."""
+        """Leave the other engines, if it is in lock-step with any or shares KV with them."""
+        self.runner.close()
         if self.runner.config.in_lock_step:
             from nanovllm.distributed.groups import destroy_groups
 

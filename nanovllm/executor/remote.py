@@ -16,6 +16,7 @@ import psutil
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import Executor, ExecutorError
+from nanovllm.kv_transfer.base import OutputAggregator
 from nanovllm.life_signs import LOOK_SECONDS, Complaint, Peer, Watch, waiting_for_others
 from nanovllm.scheduler import Schedule, StepResult
 
@@ -86,6 +87,7 @@ class RemoteExecutor(Executor):
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
         self._config = config
         self._num_orders = 0
+        self._transfers = OutputAggregator(self.grid.world_size)
         self._reason = ""
 
     def _send(self, order: bytes) -> None:
@@ -129,12 +131,26 @@ class RemoteExecutor(Executor):
         """Tell every rank; the result comes from the first rank of the last stage."""
         number = self._order("launch", schedule)
         output_rank = self.ranks[self.grid.world_size - self.grid.tensor]
-        return lambda: self._answer(output_rank, number)
+        if schedule.connector_metadata is None:
+            return lambda: self._answer(output_rank, number)
+        return lambda: self._gather(number, output_rank)
+
+    def _gather(self, number: int, output_rank: RemoteRank) -> StepResult:
+        """The result of a step in which something is transferred: a transfer has ended when it has on every rank."""
+        results = [self._answer(rank, number) for rank in self.ranks]
+        result = results[output_rank.rank]
+        result.connector_output = self._transfers.add([r.connector_output for r in results])
+        return result
+
+    def handshake_metadata(self) -> list[Any]:
+        """Of every rank."""
+        return self._call("handshake_metadata")
 
     def forget_requests(self) -> None:
         """Drop the state of all requests on every rank."""
         if not self.is_broken:
             self._call("forget_requests")
+            self._transfers = OutputAggregator(self.grid.world_size)
 
     def check_health(self) -> None:
         """See whether a rank has ended, hangs, or has been silent for too long."""

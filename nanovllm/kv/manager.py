@@ -38,6 +38,7 @@ class KVCacheManager:
         tables: request id to block ids; entry i holds the tokens `i * block_size .. (i + 1) * block_size - 1`.
             A table only grows at its end while its request runs.
         host_tables: the same for swapped requests, with ids of the host pool.
+        held: tables of requests that have ended, by their ids, while somebody else still reads or writes these blocks.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class KVCacheManager:
         self.host_pool = BlockPool(num_host_blocks) if num_host_blocks else None
         self.tables: dict[str, list[int]] = {}
         self.host_tables: dict[str, list[int]] = {}
+        self.held: dict[str, list[int]] = {}
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -128,6 +130,14 @@ class KVCacheManager:
         if self.host_pool is not None:
             self.host_pool.release(self.host_tables.pop(request.request_id, []))
 
+    def hold(self, request: Request) -> None:
+        """The request ends, and its blocks stay as they are until `let_go`."""
+        self.held[request.request_id] = self.tables.pop(request.request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """Nobody needs the blocks any more that the request has left behind."""
+        self.pool.release(reversed(self.held.pop(request_id)))
+
     def swap_out(self, request: Request) -> BlockCopies | None:
         """Move what the request has computed to host memory.
 
@@ -169,7 +179,7 @@ class KVCacheManager:
                 request has computed, a block is found under a name that is not its content's, or two requests would
                 write to the same block.
         """
-        self.pool.check_invariants(self.tables.values())
+        self.pool.check_invariants([*self.tables.values(), *self.held.values()])
         if self.host_pool is not None:
             self.host_pool.check_invariants(self.host_tables.values())
         live = {request.request_id: request for request in requests}

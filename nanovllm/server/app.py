@@ -133,6 +133,10 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
             raise APIError(404, message, "model", "model_not_found")
         return json_response(entry)
 
+    @app.get("/kv_transfer", responses=responses.documented(responses.KVTransfer))
+    async def kv_transfer() -> Response:
+        return json_response(responses.KVTransfer(engine.limits.kv_transfer))
+
     @app.get("/version", responses=responses.documented(responses.Version))
     async def version() -> Response:
         return json_response(responses.Version(nanovllm.__version__))

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from itertools import takewhile
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from nanovllm.async_engine import EngineDeadError
-from nanovllm.request_stream import RequestRefusedError
+from nanovllm.request_stream import RequestFailedError, RequestRefusedError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -80,6 +81,8 @@ def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
         return error.status_code, str(error.detail), error.param, error.code
     if isinstance(error, RequestRefusedError):
         return 400, str(error), None, None
+    if isinstance(error, RequestFailedError):
+        return 500, str(error), None, None
     if isinstance(error, EngineDeadError):
         return 503, str(error), None, "engine_dead"
     return 500, "internal error; the server's log has the details", None, None
@@ -119,7 +122,7 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     return f"{where}: {'; or: '.join(reasons)}", top
 
 
-def install_error_handlers(app: FastAPI) -> None:
+def install_error_handlers(app: Starlette) -> None:
     """Let every error of the application leave in OpenAI's shape."""
 
     async def on_http_error(request: Request, error: Exception) -> ErrorResponse:

@@ -63,6 +63,14 @@ class EngineCollector(Collector):
             "num_preemptions": ("Times that a sequence lost its blocks", "num_preemptions"),
             "prefix_cache_queries": ("Tokens looked up in the prefix cache", "num_queried_tokens"),
             "prefix_cache_hits": ("Tokens found in the prefix cache", "num_hit_tokens"),
+            "external_prefix_cache_queries": (
+                "Prompt tokens whose KV was asked for elsewhere",
+                "num_external_queried_tokens",
+            ),
+            "external_prefix_cache_hits": (
+                "Prompt tokens whose KV has come from elsewhere",
+                "num_external_hit_tokens",
+            ),
         }
         for family, counts in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, attribute) in counts.items():

@@ -84,6 +84,7 @@ class ChatCompletion(Struct):
     usage: Usage
     object: str = "chat.completion"
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class Delta(Struct):
@@ -112,6 +113,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
@@ -134,6 +136,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 class Model(Struct):
@@ -174,6 +177,12 @@ class Version(Struct):
     """Answer of /version."""
 
     version: str
+
+
+class KVTransfer(Struct):
+    """Answer of /kv_transfer: of each engine that shares KV, who it is and where others may ask for it."""
+
+    engines: list[dict[str, Any]]
 
 
 class ErrorDetails(Struct):

@@ -1,0 +1,395 @@
+"""The connector: the one place where KV enters an engine from elsewhere, and leaves it.
+
+A connector has two halves, as in vLLM, whose names (KVConnectorBase_V1) the methods bear. One half lives with the scheduler: it
+knows which tokens' KV can be had elsewhere, and who waits for what; it touches no tensor. The other lives on every rank: it
+moves blocks, and knows no request but by its id. What the first tells the second travels with the step's plan
+(`Schedule.connector_metadata`), and what the second has to say comes back with the step's result
+(`StepResult.connector_output`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.kv_transfer.config import KVTransferConfig
+from nanovllm.life_signs import waiting_for_others
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from nanovllm.config import EngineConfig
+    from nanovllm.kv_transfer.layout import KVLayout
+    from nanovllm.models.config import ModelConfig
+    from nanovllm.request import EngineRequest, Request
+    from nanovllm.scheduler import Schedule
+
+
+@dataclass
+class KVConnectorOutput:
+    """What has come to an end, by request id.
+
+    Attributes:
+        finished_sending: nobody will read these requests' blocks any more.
+        finished_recving: nobody will write to these requests' blocks any more: what was asked for is there, except for
+            `invalid_block_ids`.
+        invalid_block_ids: by request, blocks whose content did not come or cannot be trusted. (In vLLM a set for all requests
+            together; but a block's number may mean another request's block by the time at which the last rank says so.)
+        reasons: by request, what went wrong.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving)
+
+    def add(self, other: KVConnectorOutput) -> None:
+        """Take over what another one says."""
+        self.finished_sending |= other.finished_sending
+        self.finished_recving |= other.finished_recving
+        self.reasons |= other.reasons
+        for request_id, block_ids in other.invalid_block_ids.items():
+            self.invalid_block_ids[request_id] = self.invalid_block_ids.get(request_id, set()) | block_ids
+
+
+class OutputAggregator:
+    """Makes of what the ranks say what all of them say: a transfer has ended when it has on every rank, and a block is invalid
+    if it is on any."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._said: dict[tuple[str, str], int] = {}  # (what, request id) -> by how many ranks
+        self._pending = KVConnectorOutput()  # what some have said of those
+
+    def add(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
+        """Take what the ranks say after a step; returns what is true of all of them now."""
+        together, pending = KVConnectorOutput(), self._pending
+        for output in outputs:
+            if output is None:
+                continue
+            pending.add(output)
+            for what in ("finished_sending", "finished_recving"):
+                for request_id in getattr(output, what):
+                    count = self._said[what, request_id] = self._said.get((what, request_id), 0) + 1
+                    if count == self._num_ranks:
+                        del self._said[what, request_id]
+                        getattr(together, what).add(request_id)
+        for request_id in together.finished_sending | together.finished_recving:
+            if request_id in pending.invalid_block_ids:
+                together.invalid_block_ids[request_id] = pending.invalid_block_ids.pop(request_id)
+            if request_id in pending.reasons:
+                together.reasons[request_id] = pending.reasons.pop(request_id)
+        return together
+
+
+class KVConnectorScheduler:
+    """The half that lives with the scheduler. This one has nothing to offer; connectors say what they do differently.
+
+    Args:
+        config: the engine's settings.
+        kv_transfer: the connector's.
+        identity: what the KV is made of: only engines of which all of it is equal may share any.
+        ranks: what each rank's `get_handshake_metadata` says: how others reach it.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv_transfer: KVTransferConfig,
+        identity: dict[str, str | int],
+        ranks: Sequence[Any],
+    ) -> None:
+        self.config, self.kv_transfer, self.identity, self.ranks = config, kv_transfer, identity, list(ranks)
+        self._output = KVConnectorOutput()
+
+    # ---------------------------------------------------------------- a request's KV comes from elsewhere
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """How many tokens' KV can be had for the request beyond the first `num_computed_tokens`, which are in this engine's
+        cache already.
+
+        Returns:
+            The number, and whether they come between steps, while the request waits. Else (False) the step that first computes
+            the request loads them itself, layer by layer: only for KV that is at hand and cannot fail to come.
+        """
+        return 0, True
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_external_tokens: int
+    ) -> None:
+        """The request has its blocks, and waits: fetch what `get_num_new_matched_tokens` has offered.
+
+        Args:
+            block_ids: the request's whole table.
+        """
+
+    # ---------------------------------------------------------------- a request's KV goes elsewhere
+
+    def check_request(self, request: Request) -> None:
+        """See whether what came with a new request (`kv_transfer_params`) makes sense.
+
+        Raises:
+            ValueError: it does not; the message names the field.
+        """
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request ends.
+
+        Returns:
+            Whether its blocks must be held until `finished_sending` names it, and what its client should tell the engine that
+            goes on with it.
+        """
+        return False, None
+
+    def is_sending(self, request: Request) -> bool:
+        """True while somebody else reads the blocks of a request that runs."""
+        return False
+
+    # ---------------------------------------------------------------- every step
+
+    def build_connector_meta(self, schedule: Schedule) -> Any:
+        """What the ranks have to do with this step, pickled on its way; None if nothing, now or still under way."""
+        return None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the ranks say, once all of them have said it."""
+        self._output.add(output)
+
+    def take_output(self) -> KVConnectorOutput:
+        """What has become final since the last call: the scheduler acts on it."""
+        output, self._output = self._output, KVConnectorOutput()
+        return output
+
+    def take_requests(self) -> list[EngineRequest]:
+        """Requests that other engines ask for."""
+        return []
+
+    def take_aborts(self) -> list[str]:
+        """Those of `take_requests` that nobody wants any more."""
+        return []
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """One of `take_requests` cannot be had."""
+        raise NotImplementedError
+
+    def forget_requests(self) -> None:
+        """A step broke off, and all requests are lost; the ranks have stopped what they were doing."""
+        self._output = KVConnectorOutput()
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is something to do even if no request runs."""
+        return bool(self._output)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """File descriptors on which something may come while the engine sleeps."""
+        return ()
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """After how long the engine should look again even if nothing comes; None: it need not."""
+        return None
+
+    @property
+    def information(self) -> dict[str, Any]:
+        """What a client or router needs to know."""
+        return {
+            "engine_id": self.kv_transfer.engine_id,
+            "kv_connector": self.kv_transfer.kv_connector,
+            "kv_role": self.kv_transfer.kv_role,
+        }
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+class KVConnectorWorker:
+    """The half that lives on a rank. This one moves nothing."""
+
+    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
+        self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
+        self.kv_caches: dict[int, Tensor] = {}
+        self.metadata: Any = None
+
+    @classmethod
+    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A layer's cache, all zeros, in memory from which it can be transferred."""
+        from nanovllm.device import zeros
+
+        return zeros(tuple(shape), dtype, device)
+
+    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
+        """The rank's caches, by the layer's number in the model. They never move."""
+        self.kv_caches = kv_caches
+
+    def get_handshake_metadata(self) -> Any:
+        """How other engines' ranks reach this one; plain data."""
+        return None
+
+    # ---------------------------------------------------------------- around a forward pass
+
+    @contextmanager
+    def around_all_layers(self) -> Iterator[None]:
+        """Around a CUDA graph, in which no layer can say a word."""
+        for layer in self.kv_caches:
+            self.wait_for_layer_load(layer)
+        yield
+        for layer, kv_cache in self.kv_caches.items():
+            self.save_kv_layer(layer, kv_cache)
+
+    def bind_connector_metadata(self, metadata: Any) -> None:
+        """What the scheduler's half has to say for this step."""
+        self.metadata = metadata
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self.metadata = None
+
+    def start_load_kv(self) -> None:
+        """Before the forward pass, or in place of one: begin to fetch what the metadata name."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Before attention of this layer: what this very step needs has to be there."""
+
+    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
+        """After attention of this layer: its keys and values of this step are written."""
+
+    def wait_for_save(self) -> None:
+        """After the forward pass: what is saved may be overwritten by the next step."""
+
+    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """Requests whose sending, and whose receiving, has come to an end since the last call.
+
+        Args:
+            wait_seconds: there is nothing to compute: wait up to so long for something.
+        """
+        return set(), set()
+
+    def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
+        """Of those that `get_finished` has just named, the blocks whose content did not come, by request."""
+        return {}
+
+    def get_reasons(self) -> dict[str, str]:
+        """Why, by request id."""
+        return {}
+
+    def forget_requests(self) -> None:
+        """A step broke off. When this returns, nobody reads or writes any block."""
+
+    def close(self) -> None:
+        """End all connections."""
+
+
+@contextmanager
+def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+    """Around a rank's forward pass: the one place where a connector is called, but for its two words to each layer.
+
+    Args:
+        metadata: what the scheduler's half has to say for this step.
+        is_idle: there is no forward pass inside.
+
+    Yields:
+        What has come to an end; filled in when the block is left.
+    """
+    output = KVConnectorOutput()
+    connector.bind_connector_metadata(metadata)
+    try:
+        connector.start_load_kv()
+        yield output
+        connector.wait_for_save()
+        with waiting_for_others():
+            finished = connector.get_finished(IDLE_SECONDS if is_idle else 0.0)
+        output.finished_sending, output.finished_recving = finished
+        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
+        output.reasons = connector.get_reasons()
+    finally:
+        connector.clear_connector_metadata()
+
+
+# How long a rank without a batch waits for a transfer to end before it says that none has.
+IDLE_SECONDS = 0.001
+
+# Name -> module, and the classes of its two halves; imported when chosen.
+CONNECTORS = {
+    "local": ("nanovllm.kv_transfer.disaggregated", "DisaggregatedScheduler", "DisaggregatedWorker"),
+    "nixl": ("nanovllm.kv_transfer.disaggregated", "DisaggregatedScheduler", "NixlWorker"),
+    "offloading": ("nanovllm.kv_transfer.offloading", "OffloadingScheduler", "OffloadingWorker"),
+    "pool": ("nanovllm.kv_transfer.offloading", "OffloadingScheduler", "OffloadingWorker"),
+}
+
+
+def _load(kv_transfer: KVTransferConfig, half: int) -> Any:
+    name = kv_transfer.kv_connector
+    if name not in CONNECTORS:
+        raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
+    module, *classes = CONNECTORS[name]
+    return getattr(importlib.import_module(module), classes[half])
+
+
+def create_scheduler_connector(
+    config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path, ranks: Sequence[Any]
+) -> KVConnectorScheduler:
+    """The scheduler's half.
+
+    Args:
+        folder: the checkpoint.
+        ranks: what their halves say of themselves, see `KVConnectorWorker.get_handshake_metadata`.
+
+    Raises:
+        ValueError: there is no such connector; the message names those that there are. Or its settings make no sense.
+    """
+    from nanovllm.kv_transfer.identity import kv_identity
+
+    assert config.kv_transfer is not None
+    identity = kv_identity(config, model_config, folder)
+    return _load(config.kv_transfer, 0)(config, config.kv_transfer, identity, ranks)
+
+
+def cache_maker(config: EngineConfig) -> Callable[..., Tensor] | None:
+    """What makes a layer's cache `(shape, dtype, device)` where the connector wants it; None if there is none."""
+    return _load(config.kv_transfer, 1).empty_kv_cache if config.kv_transfer is not None else None
+
+
+def create_worker_connector(
+    config: EngineConfig, model_config: ModelConfig, kv_caches: dict[int, Tensor]
+) -> KVConnectorWorker | None:
+    """A rank's half, if KV is shared.
+
+    Args:
+        kv_caches: by the layer's number in the model.
+
+    Raises:
+        ValueError: see `create_scheduler_connector`.
+    """
+    if config.kv_transfer is None:
+        return None
+    from nanovllm.distributed.groups import get_tp_group
+    from nanovllm.kv_transfer.layout import KVLayout
+
+    group, cache = get_tp_group(), next(iter(kv_caches.values()))
+    layout = KVLayout(
+        num_layers=model_config.num_layers,
+        num_kv_heads=0 if model_config.kv_lora_rank else model_config.num_kv_heads,
+        block_size=config.block_size,
+        width=cache.shape[-1],
+        dtype=str(cache.dtype).removeprefix("torch."),
+        num_blocks=len(cache),
+        first_layer=min(kv_caches),
+        end_layer=max(kv_caches) + 1,
+        tp_rank=group.rank_in_group,
+        tp_size=group.world_size,
+    )
+    connector: KVConnectorWorker = _load(config.kv_transfer, 1)(config, config.kv_transfer, layout)
+    connector.register_kv_caches(kv_caches)
+    return connector

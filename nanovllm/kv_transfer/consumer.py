@@ -1,0 +1,259 @@
+"""The side of an engine that takes KV from others: whom it has asked for what, and how far that has come."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.kv_transfer.base import KVConnectorOutput
+from nanovllm.kv_transfer.config import KVTransferConfig
+from nanovllm.kv_transfer.control import (
+    Cancel,
+    Claim,
+    Introduction,
+    Mailbox,
+    Prefill,
+    Prefilled,
+    Producer,
+    Release,
+    Released,
+)
+from nanovllm.kv_transfer.plan import Books, Move, TransferParams
+from nanovllm.request import Request
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Fetch:
+    """A request of this engine whose KV comes from another one.
+
+    Attributes:
+        remote_id: what the producer calls it.
+        stage: "asked" (nothing touches our blocks), "moving" (our ranks are told), "confirming" (all is here, and the producer
+            has to say that it was right to the end).
+        error: why what comes is of no use any more.
+    """
+
+    request_id: str
+    transfer_id: str
+    producer: Producer
+    remote_id: str
+    local_block_ids: list[int]
+    num_local_blocks: int
+    remote_block_ids: list[int]
+    is_push: bool
+    deadline: float
+    order: Prefill | None = None
+    stage: str = "asked"
+    error: str = ""
+
+
+class ConsumerSide:
+    """The requests of this engine whose KV comes from another one.
+
+    Args:
+        books: shared with the engine's other side.
+        mailbox: gets pairs of a `Producer` and what it says; None at its end.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        kv_transfer: KVTransferConfig,
+        identity: dict[str, str | int],
+        introduction: Introduction,
+        mailbox: Mailbox,
+        books: Books,
+    ) -> None:
+        self.config, self.identity, self.books = config, identity, books
+        self.prefill_timeout = float(kv_transfer.extra("prefill_timeout", 120.0))
+        self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size)
+        self._introduction, self._mailbox = introduction, mailbox
+        self._producers: dict[tuple[str, int], Producer] = {}
+        self.fetches: dict[str, Fetch] = {}  # by request id
+        self._numbers = itertools.count()
+
+    def num_offered(self, request: Request, num_computed_tokens: int) -> int:
+        """All the rest of the prompt, if another engine has it or can be asked for it."""
+        params = TransferParams.of(request)
+        missing = request.num_prompt_tokens - num_computed_tokens
+        if params is None or not params.do_remote_prefill or missing <= 0:
+            return 0
+        if params.is_prefill_first:
+            known = params.remote_num_tokens in (None, request.num_prompt_tokens)
+            enough = len(params.remote_block_ids or ()) * self.config.block_size >= request.num_prompt_tokens
+            return missing if known and enough else 0
+        can_ask = bool(params.prefill_addresses) and missing >= self.min_remote_tokens
+        return missing if can_ask else 0
+
+    def ask(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Ask the producer. What has been tried once is not tried again, should the request lose its blocks."""
+        params = TransferParams.of(request)
+        assert params is not None and request.kv_transfer_params is not None
+        request.kv_transfer_params = request.kv_transfer_params | {"do_remote_prefill": False}
+        number = next(self._numbers)
+        transfer_id = f"{self._introduction.engine_id}-{request.request_id}-{number}"
+        if params.is_prefill_first:
+            address = str(params.remote_host), int(params.remote_port or 0)
+        else:
+            address = params.prefill_addresses[number % len(params.prefill_addresses)]
+        producer = self._producer(address)
+        fetch = Fetch(
+            request.request_id,
+            transfer_id,
+            producer,
+            params.remote_request_id or transfer_id,
+            list(block_ids),
+            request.num_computed_tokens // self.config.block_size,
+            list(params.remote_block_ids or ()),
+            is_push=not params.is_prefill_first and params.kv_direction == "push",
+            deadline=time.monotonic() + self.prefill_timeout,
+        )
+        self.fetches[request.request_id] = fetch
+        if params.is_prefill_first:
+            producer.tell(Claim(fetch.remote_id))
+        else:
+            fetch.order = Prefill(
+                transfer_id,
+                request.token_ids[: request.num_prompt_tokens],
+                request.num_computed_tokens,
+                request.cache_salt,
+                request.order[0],
+                fetch.local_block_ids if fetch.is_push else None,
+            )
+            producer.tell(fetch.order)
+        if producer.introduction is not None:
+            self._introduced(fetch)
+
+    def _producer(self, address: tuple[str, int]) -> Producer:
+        known = self._producers.get(address)
+        if known is None or known.error:
+            known = Producer(
+                *address, self.identity, self._introduction, lambda *mail: self._mailbox.put(mail)
+            )
+            self._producers[address] = known
+        return known
+
+    def _introduced(self, fetch: Fetch) -> None:
+        """The producer's ranks are known now."""
+        if fetch.order is None:
+            self._begin(fetch, self.books.metadata.reads)
+        elif fetch.is_push:
+            self._begin(fetch, self.books.metadata.expects)
+
+    def _begin(self, fetch: Fetch, moves: list[Move]) -> None:
+        assert fetch.producer.introduction is not None
+        first, fetch.stage = fetch.num_local_blocks, "moving"
+        self.books.under_way.add(fetch.request_id)
+        local = fetch.local_block_ids[first:]
+        remote = fetch.remote_block_ids[first : first + len(local)]
+        moves.append(
+            Move(fetch.request_id, fetch.transfer_id, fetch.producer.introduction.ranks, local, remote)
+        )
+
+    def hear(self, producer: Producer, message: Any) -> None:
+        own = [fetch for fetch in self.fetches.values() if fetch.producer is producer]
+        if message is None:
+            for fetch in own:
+                self._lose(fetch, producer.error)
+        elif isinstance(message, Introduction):
+            for fetch in own:
+                if fetch.stage == "asked":
+                    self._introduced(fetch)
+        elif isinstance(message, Released):
+            for fetch in own:
+                if fetch.remote_id == message.request_id and fetch.stage == "confirming":
+                    self._end(
+                        fetch, "" if message.was_held else "the producer did not hold the blocks for so long"
+                    )
+        else:
+            for fetch in own:
+                if fetch.transfer_id == message.transfer_id:
+                    self._prefilled(fetch, message)
+
+    def _prefilled(self, fetch: Fetch, message: Prefilled) -> None:
+        blocks = -(-len(fetch.order.token_ids) // self.config.block_size) if fetch.order is not None else 0
+        error = message.error
+        if not error and not fetch.is_push and len(message.block_ids) != blocks:
+            error = f"the producer names {len(message.block_ids)} blocks for {blocks}"
+        if error:
+            self._lose(fetch, error)
+        elif fetch.stage == "asked" and not fetch.is_push:
+            fetch.remote_block_ids = message.block_ids
+            self._begin(fetch, self.books.metadata.reads)
+
+    def _lose(self, fetch: Fetch, error: str) -> None:
+        """What comes for a request, if anything still does, is of no use."""
+        fetch.error = fetch.error or error
+        if fetch.stage == "moving":
+            self.books.metadata.cancels.append(fetch.transfer_id)  # its end is still to come
+        else:
+            self._end(fetch, fetch.error)
+
+    def _end(self, fetch: Fetch, error: str) -> None:
+        """Nobody touches the request's blocks any more."""
+        del self.fetches[fetch.request_id]
+        self.books.output.finished_recving.add(fetch.request_id)
+        if error:
+            blocks = set(fetch.local_block_ids[fetch.num_local_blocks :])
+            self.books.output.invalid_block_ids[fetch.request_id] = blocks
+            self.books.output.reasons[fetch.request_id] = error
+            logger.warning("the KV of %s did not come: %s", fetch.request_id, error)
+
+    def received(self, output: KVConnectorOutput) -> None:
+        """What the ranks say of the transfers that have come to an end."""
+        for request_id in output.finished_recving:
+            if (fetch := self.fetches.get(request_id)) is None:
+                continue
+            incomplete = "some blocks did not come" if request_id in output.invalid_block_ids else ""
+            error = fetch.error or output.reasons.get(request_id, "") or incomplete
+            if fetch.is_push:
+                if error:
+                    fetch.producer.tell(Cancel(fetch.transfer_id))
+                self._end(fetch, error)
+                continue
+            fetch.producer.tell(Release(fetch.remote_id))
+            if error:
+                self._end(fetch, error)
+            else:
+                fetch.stage = "confirming"
+
+    def stop(self, request_id: str) -> bool:
+        """A request ends. Returns whether its KV was on its way: its blocks must be held until that has ended."""
+        fetch = self.fetches.get(request_id)
+        if fetch is None:
+            return False
+        fetch.error = "the request has ended"
+        if fetch.order is not None:
+            fetch.producer.tell(Cancel(fetch.transfer_id))
+        if fetch.stage == "moving":
+            self.books.metadata.cancels.append(fetch.transfer_id)
+        else:
+            fetch.producer.tell(Release(fetch.remote_id))
+            self._end(fetch, fetch.error)
+        return True
+
+    def look_at_clock(self) -> None:
+        """Give up those that have waited for too long."""
+        now = time.monotonic()
+        for fetch in [f for f in self.fetches.values() if f.stage != "moving" and f.deadline < now]:
+            fetch.producer.tell(Cancel(fetch.transfer_id))
+            self._lose(fetch, f"nothing came for {self.prefill_timeout:g} seconds")
+
+    def forget(self) -> None:
+        """A step broke off, and the ranks have stopped all transfers."""
+        for fetch in self.fetches.values():
+            if fetch.order is not None:
+                fetch.producer.tell(Cancel(fetch.transfer_id))
+        self.fetches.clear()
+
+    def close(self) -> None:
+        """End all connections."""
+        for producer in self._producers.values():
+            producer.close()

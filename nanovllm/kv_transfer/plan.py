@@ -1,0 +1,98 @@
+"""What a request says of its KV, and what the ranks are told to do about it: plain data of prefill/decode disaggregation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from nanovllm.kv_transfer.base import KVConnectorOutput
+from nanovllm.request import Request
+
+
+class TransferParams(msgspec.Struct, kw_only=True):
+    """`kv_transfer_params` of a request, under vLLM's names.
+
+    Attributes:
+        do_remote_decode: another engine will go on with this request: hold its KV for it.
+        do_remote_prefill: another engine has computed, or will compute, the prompt's KV.
+        remote_engine_id, remote_request_id, remote_block_ids, remote_host, remote_port, remote_num_tokens, tp_size: prefill
+            first: where the KV is, as the producer has said.
+        prefill_addresses: decode first: host and port of producers that can be asked, `KVConnectorScheduler.information`.
+        kv_direction: decode first: whether the producer writes or the consumer reads.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[int] | None = None
+    remote_host: str | None = None
+    remote_port: int | None = None
+    remote_num_tokens: int | None = None
+    tp_size: int | None = None
+    prefill_addresses: list[tuple[str, int]] = []
+    kv_direction: str = "push"
+
+    @property
+    def is_prefill_first(self) -> bool:
+        """The KV is there already."""
+        return self.do_remote_prefill and self.remote_request_id is not None
+
+    @classmethod
+    def of(cls, request: Request) -> TransferParams | None:
+        """What came with a request; None if nothing did.
+
+        Raises:
+            msgspec.ValidationError: nonsense came.
+        """
+        given = request.kv_transfer_params
+        return msgspec.convert(given, cls) if given is not None else None
+
+
+@dataclass
+class Move:
+    """Blocks between this engine's ranks and another's.
+
+    Attributes:
+        request_id: on this engine.
+        peers: addresses of all ranks of the other engine.
+    """
+
+    request_id: str
+    transfer_id: str
+    peers: list[dict[str, Any]]
+    local_block_ids: list[int]
+    remote_block_ids: list[int] = field(default_factory=list)
+    is_last: bool = False
+
+
+@dataclass
+class TransferMetadata:
+    """What the ranks have to do: read, let others write, push what this step computes, stop."""
+
+    reads: list[Move] = field(default_factory=list)
+    expects: list[Move] = field(default_factory=list)
+    pushes: list[Move] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing."""
+        return not (self.reads or self.expects or self.pushes or self.cancels)
+
+
+@dataclass
+class Books:
+    """What the two sides of an engine, consumer and producer, have in common.
+
+    Attributes:
+        metadata: of the next step.
+        under_way: requests with transfers of which the ranks have to tell the end.
+        output: what the scheduler shall know.
+    """
+
+    metadata: TransferMetadata = field(default_factory=TransferMetadata)
+    under_way: set[str] = field(default_factory=set)
+    output: KVConnectorOutput = field(default_factory=KVConnectorOutput)

@@ -1,0 +1,162 @@
+"""The scheduler of an engine that shares KV with others: one queue more, and blocks that outlive their request.
+
+KV that arrives from elsewhere is one more reason why `num_computed_tokens` is ahead. While it is on its way, the request has a
+seat and blocks (`receiving`), and computes nothing; when it is there, the request runs, as if it had computed all of that
+itself. And a request whose KV others want leaves its blocks behind when it ends, until they have read them.
+"""
+
+from __future__ import annotations
+
+from nanovllm.config import EngineConfig
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler
+from nanovllm.request import EngineOutput, Request, RequestStatus
+from nanovllm.scheduler import Schedule, Scheduler, StepResult
+
+
+class TransferScheduler(Scheduler):
+    """A scheduler with a connector.
+
+    Attributes:
+        receiving: they hold blocks to which somebody else writes; nothing of that counts as computed yet.
+        num_external_queried_tokens, num_external_hit_tokens: what the connector was asked for, and what it has brought.
+    """
+
+    def __init__(
+        self, config: EngineConfig, manager: KVCacheManager, connector: KVConnectorScheduler
+    ) -> None:
+        super().__init__(config, manager)
+        self.connector = connector
+        assert config.kv_transfer is not None
+        self._fails = config.kv_transfer.kv_load_failure_policy == "fail"
+        self.receiving: list[Request] = []
+        self.num_external_queried_tokens = self.num_external_hit_tokens = 0
+        self._news: list[EngineOutput] = []
+
+    def add(self, request: Request) -> None:
+        """See `Scheduler.add`. An id is in use also as long as its blocks are held."""
+        if request.request_id in self.manager.held:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        self.connector.check_request(request)
+        super().add(request)
+
+    @property
+    def waits_for_transfers(self) -> bool:  # type: ignore[override]
+        """True if transfers hold blocks, which their end may free."""
+        return bool(self.receiving or self.manager.held)
+
+    @property
+    def transfer_counts(self) -> tuple[int, int, int, int]:  # type: ignore[override]
+        """The last four numbers of `EngineStats`."""
+        external = self.num_external_queried_tokens, self.num_external_hit_tokens
+        return len(self.receiving), len(self.manager.held), *external
+
+    # ---------------------------------------------------------------- KV comes
+
+    @property
+    def queues(self) -> dict[RequestStatus, list[Request]]:
+        """Where a request stands, by its status."""
+        return super().queues | {RequestStatus.RECEIVING: self.receiving}
+
+    def _why_not(self, plan: Schedule) -> str:
+        # Who receives has a seat already: it starts to run in the moment in which all is there.
+        if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
+            return "max_num_seqs"
+        return super()._why_not(plan)
+
+    def _admit_waiting(self, request: Request, plan: Schedule) -> str:
+        prefix = self.manager.find_prefix(request)
+        num_local = len(prefix) * self.manager.block_size
+        wants_all_logits = request.sampling_params.prompt_logprobs is not None
+        num_external = 0
+        if not wants_all_logits:
+            num_external, _ = self.connector.get_num_new_matched_tokens(request, num_local)
+        if num_external == 0:
+            return super()._admit_waiting(request, plan)
+        if not self.manager.admit(request, prefix, num_local + num_external):
+            return "kv blocks"
+        request.num_computed_tokens = num_local
+        request.num_external_tokens = num_external
+        self._move(request, RequestStatus.RECEIVING)
+        self.connector.update_state_after_alloc(
+            request, self.manager.tables[request.request_id], num_external
+        )
+        self.num_external_queried_tokens += num_external
+        return ""
+
+    def _arrived(self, request: Request, invalid: set[int], reason: str) -> None:
+        """Nobody writes to the request's blocks any more. It goes on behind what is there; or it fails."""
+        table, size = self.manager.tables[request.request_id], self.manager.block_size
+        valid = next((i for i, block_id in enumerate(table) if block_id in invalid), len(table))
+        self._move(request, RequestStatus.RUNNING)
+        request.num_sent_tokens = 0
+        if valid < len(table) and self._fails:
+            self._finish(request, "error")
+            error = f"keys and values that were computed elsewhere did not come: {reason}"
+            self._news.append(EngineOutput(request.request_id, finish_reason="error", error=error))
+            return
+        before = request.num_computed_tokens
+        # The last token is never taken over: its logits are needed.
+        there = min(valid * size, before + request.num_external_tokens, request.num_tokens - 1)
+        request.num_computed_tokens = max(before, there)
+        self.num_external_hit_tokens += request.num_computed_tokens - before
+        self.manager.publish(request, before)
+
+    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
+        if request.num_sent_tokens == 0 and request.request_id not in plan.admitted:
+            new_blocks = self.manager.tables[request.request_id]  # the runner has not heard of it yet
+            if request.request_id not in plan.resumed:
+                plan.admitted[request.request_id] = request.num_computed_tokens
+        super()._schedule(request, share, new_blocks, plan)
+
+    # ---------------------------------------------------------------- KV goes
+
+    def _give_up_blocks(self, request: Request) -> None:
+        table = self.manager.tables.get(request.request_id, [])
+        is_held, request.kv_transfer_params = self.connector.request_finished(request, table)
+        if is_held or request.status is RequestStatus.RECEIVING:
+            self.manager.hold(request)
+        else:
+            self.manager.free(request)
+
+    def _preempt(self, victim: Request, plan: Schedule) -> None:
+        # Whoever reads its blocks at this moment must not see those of somebody else. So it ends, and leaves them behind.
+        if self.connector.is_sending(victim):
+            self._finish(victim, "abort")
+        else:
+            super()._preempt(victim, plan)
+
+    # ---------------------------------------------------------------- every step
+
+    def schedule(self) -> Schedule:
+        """See `Scheduler.schedule`. A plan without requests may still have something to move."""
+        plan = super().schedule()
+        if plan.empty:
+            plan.removed_ids = []  # they are told with the next step that computes something
+        plan.connector_metadata = self.connector.build_connector_meta(plan)
+        return plan
+
+    def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
+        """See `Scheduler.update`."""
+        if result.connector_output is not None:
+            self.connector.update_connector_output(result.connector_output)
+        return super().update(plan, result)
+
+    def take_transfers(self) -> list[EngineOutput]:
+        """Act on what has come to an end; returns the requests that have failed with it."""
+        output: KVConnectorOutput = self.connector.take_output()
+        for request_id in output.finished_recving | output.finished_sending:
+            if request_id in self.manager.held:
+                self.manager.let_go(request_id)
+            elif request_id in output.finished_recving:
+                reason = output.reasons.get(request_id, "")
+                invalid = output.invalid_block_ids.get(request_id, set())
+                self._arrived(self.requests[request_id], invalid, reason)
+        news, self._news = self._news, []
+        return news
+
+    def check_invariants(self) -> None:
+        """See `Scheduler.check_invariants`."""
+        super().check_invariants()
+        assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
+        assert not self.manager.held.keys() & self.requests.keys(), "blocks are held of a request that lives"
