@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import importlib.util
 import ipaddress
+import os
 import signal
 import socket
 import sys
@@ -40,6 +41,11 @@ class Command:
 COMMANDS = {
     "serve": Command(
         "serve a model through OpenAI's API", "nanovllm.cli:add_serve_arguments", "nanovllm.cli:run_serve"
+    ),
+    "router": Command(
+        "divide requests among servers, which may prefill and decode in different places",
+        "nanovllm.router.config:add_arguments",
+        "nanovllm.router.run:run",
     ),
     "chat": Command(
         "talk with a model in the terminal",
@@ -163,7 +169,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--shutdown-timeout",
-        type=_seconds,
+        type=seconds,
         default=30.0,
         metavar="SECONDS",
         help="how long running requests may go on after the first signal (default: %(default)s)",
@@ -173,6 +179,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let everybody who watches (GET / and /trace) read the prompts and answers of all requests",
     )
+    group.add_argument(
+        "--exit-with-stdin",
+        action="store_true",
+        help="end at once when standard input is closed, as by the end of the process that has started this one",
+    )
+    group = parser.add_argument_group(
+        "prefill and decode", "start several servers on this machine, each for one of the two, and a router"
+    )
+    for name in ("prefill", "decode"):
+        group.add_argument(
+            f"--{name}", type=_count, default=0, metavar="N", help=f"servers that {name} (default: no such)"
+        )
+    from nanovllm.router.config import add_routing_arguments
+
+    add_routing_arguments(group)
     EngineConfig.add_arguments(parser)
 
 
@@ -205,6 +226,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
         _follow(config)
     if "" in arguments.api_key:
         arguments.parser.error("--api-key must not be empty")
+    if arguments.prefill or arguments.decode:
+        from nanovllm.router.fleet import run_fleet
+
+        return run_fleet(config, arguments)
     listener = listen(arguments)
     host = listener.getsockname()[0]
     if arguments.show_text and not arguments.api_key and not ipaddress.ip_address(host).is_loopback:
@@ -231,7 +256,10 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
 
     this_task = asyncio.current_task()
     assert this_task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this_task.cancel)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
+    if arguments.exit_with_stdin:  # the engine's process notices that its parent is gone
+        loop.add_reader(sys.stdin.fileno(), os._exit, 1)
     # The web framework and the template engine are imported here while the other process imports torch and loads
     # the weights.
     server, _, engine = await asyncio.gather(
@@ -249,7 +277,14 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"must be a number of servers, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A flag's value: a time, 0 or more."""
     try:
         value = float(text)
     except ValueError:
@@ -257,6 +292,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, got {text!r}")
     return value
+
+
+def positive_seconds(text: str) -> float:
+    """A flag's value: a time above 0."""
+    if not seconds(text):
+        raise argparse.ArgumentTypeError(f"must be above 0 seconds, got {text!r}")
+    return seconds(text)
 
 
 # ---------------------------------------------------------------- fetch

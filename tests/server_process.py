@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -50,7 +50,6 @@ class ServerProcess:
     """
 
     def __init__(self, model: pathlib.Path, folder: pathlib.Path, *options: str) -> None:
-        self.output = folder / "output.txt"
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
         command += [
             "--served-model-name",
@@ -61,6 +60,10 @@ class ServerProcess:
             "float32",
             *options,
         ]
+        self._launch(command, folder)
+
+    def _launch(self, command: list[str], folder: pathlib.Path) -> None:
+        self.output = folder / "output.txt"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
@@ -68,7 +71,7 @@ class ServerProcess:
             )
         self.client = httpx.Client(timeout=60)
 
-    def __enter__(self) -> ServerProcess:
+    def __enter__(self) -> Self:
         wait_until(
             lambda: self._url() or self.process.poll() is not None, START_SECONDS, "the server is ready"
         )
@@ -130,11 +133,11 @@ class ServerProcess:
         assert lines[-1] == "[DONE]"
         return [json.loads(line) for line in lines[:-1]]
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, url: str = "") -> dict[str, float]:
         """All metrics, over all engines: sums, and of the pools' usage the highest. Labels other than the model's name and the
-        engine are part of the key."""
+        engine are part of the key. With a URL, another server's."""
         found: dict[str, float] = {}
-        for line in self.get("/metrics").text.splitlines():
+        for line in self.get(f"{url}/metrics").text.splitlines():
             if not line.startswith("#"):
                 name, number = line.rsplit(" ", 1)
                 key = re.sub(r'(model_name="tiny"|engine="\d+"),?', "", name.removeprefix("nanovllm:"))
@@ -143,9 +146,9 @@ class ServerProcess:
                 found[key] = max(before, value) if key == "kv_cache_usage_perc" else before + value
         return found
 
-    def is_idle(self) -> bool:
+    def is_idle(self, url: str = "") -> bool:
         """Whether no request is in the engine and every block is free."""
-        metrics = self.metrics()
+        metrics = self.metrics(url)
         names = (
             "num_requests_running",
             "num_requests_waiting",

@@ -91,6 +91,7 @@ class ChatWriter:
         answer = ChatCompletion(
             generation.id, generation.created, generation.model, choices, generation.usage()
         )
+        answer.kv_transfer_params = generation.kv_transfer_params
         if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = plain_prompt_logprobs(output)
         return answer
@@ -114,6 +115,7 @@ class ChatWriter:
         """A chunk with news of one choice, or the last one, which has the numbers of tokens instead."""
         generation = self.generation
         chunk = ChatChunk(generation.id, generation.created, generation.model, [choice] if choice else [])
+        chunk.kv_transfer_params = generation.kv_transfer_params
         if self.body.include_usage:
             hidden = choice is not None and not self.body.continuous_usage
             chunk.usage = None if hidden else generation.usage()

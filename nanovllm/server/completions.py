@@ -111,6 +111,7 @@ class CompletionWriter:
     def _completion(self, choices: list[CompletionChoice], with_usage: bool = False) -> Completion:
         generation = self.generation
         completion = Completion(generation.id, generation.created, generation.model, choices)
+        completion.kv_transfer_params = generation.kv_transfer_params
         if with_usage:
             hidden = len(generation.prompts) * generation.params.n if self.body.max_tokens == 0 else 0
             completion.usage = generation.usage(hidden)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
+from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_engine import AsyncEngine
@@ -44,6 +45,7 @@ class Generation:
         prompts: token ids of each prompt.
         params: the sampling parameters, the same for all prompts.
         streams: one a prompt.
+        kv_transfer_params: what the client should tell the server that goes on with it; known at the end, if at all.
     """
 
     def __init__(self, id: str, model: str, prompts: list[list[int]], params: SamplingParams) -> None:
@@ -53,6 +55,7 @@ class Generation:
         self.prompts = prompts
         self.params = params
         self.streams: list[RequestStream] = []
+        self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
         self._num_completion_tokens = 0
         self._num_cached_tokens = [0] * len(prompts)
 
@@ -75,6 +78,8 @@ class Generation:
     def _count(self, prompt_index: int, output: RequestOutput) -> None:
         self._num_completion_tokens += sum(len(piece.token_ids) for piece in output.outputs)
         self._num_cached_tokens[prompt_index] = output.num_cached_tokens
+        if output.kv_transfer_params is not None:
+            self.kv_transfer_params = output.kv_transfer_params
 
     async def collect(self) -> list[RequestOutput]:
         """The whole answers, in the order of the prompts."""
@@ -191,16 +196,32 @@ class Endpoint:
                 "context_length_exceeded",
             )
 
+    def check_transfer(self, kv_transfer_params: dict[str, Any] | None, num_sequences: int) -> None:
+        """Refuse what a router says of KV if this engine shares none, or if there would be several answers to it.
+
+        Raises:
+            APIError: says what is needed.
+        """
+        if kv_transfer_params is None:
+            return
+        if not self.engine.limits.kv_transfer:
+            message = "kv_transfer_params needs a server that runs with --kv-role producer, consumer or both"
+            raise APIError(400, message, "kv_transfer_params")
+        if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
+            message = f"do_remote_decode needs one prompt and n = 1; this would be {num_sequences} sequences"
+            raise APIError(400, message, "kv_transfer_params")
+
     async def submit(
         self, prefix: str, prompts: list[list[int]], params: SamplingParams, body: SamplingBody
     ) -> Generation:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many wait already (429).
+            APIError: too many wait already (429), or what the request says of KV does not fit.
             ValueError: a bad prompt.
             EngineDeadError: the engine has ended.
         """
+        self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
         if not self.engine.has_room(len(prompts) * params.n):
             raise APIError(
                 429,
@@ -211,7 +232,11 @@ class Endpoint:
         generation = Generation(f"{prefix}-{uuid.uuid4().hex}", self.model, prompts, params)
         try:
             for i, prompt in enumerate(prompts):
-                source = {"prompt_token_ids": prompt, "cache_salt": body.cache_salt}
+                source = {
+                    "prompt_token_ids": prompt,
+                    "cache_salt": body.cache_salt,
+                    "kv_transfer_params": body.kv_transfer_params,
+                }
                 request_id = f"{generation.id}-{i}"
                 stream = await self.engine.add_request(request_id, source, params, body.priority or 0)
                 generation.streams.append(stream)

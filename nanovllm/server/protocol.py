@@ -136,6 +136,10 @@ class SamplingBody(Body):
     max_tokens: int | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
+    kv_transfer_params: dict[str, Any] | None = Field(
+        None,
+        description="from a router: where the prompt's KV comes from, or that another server will want it",
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

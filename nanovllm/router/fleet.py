@@ -1,0 +1,307 @@
+"""`nanovllm serve --prefill N --decode M`: servers of both roles, each a process of its own, and a router in front of them.
+
+A server that dies is started again, on its old port. All of them end with this process, however that ends: each watches the pipe
+that is its standard input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import re
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from nanovllm.cli import ServerError, UsageError, listen
+from nanovllm.config import EngineConfig
+from nanovllm.hub import resolve_model
+from nanovllm.router.backends import Backends
+from nanovllm.router.config import routing
+from nanovllm.router.run import RouterServer, backends_of
+
+logger = logging.getLogger("nanovllm.router")
+
+READY = re.compile(r"(http://\S+)/v1, described")
+# What the router asks every second is not worth a line.
+ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP')
+# A server that has served is started again so often in a row, after so many seconds; then all is given up.
+RESTART_PAUSES = (0.0, 1.0, 4.0)
+# What a server gets to end in addition to the time for running requests.
+END_SECONDS = 10.0
+# The directory has an entry for each of NVIDIA's GPUs.
+GPU_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
+
+
+class ServerProcess:
+    """`nanovllm serve` in a process of its own.
+
+    Args:
+        name: as in "prefill 0", for its output.
+        words: its command line, without the port.
+        environment: its environment.
+
+    Attributes:
+        url: where it serves; "" before it has said so for the first time.
+    """
+
+    def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        self.name, self.words, self.environment = name, words, environment
+        self.url = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._relay: asyncio.Task[None] | None = None
+
+    async def start(self) -> int | None:
+        """Start it, and wait until it serves: None; or until it has ended: its exit code."""
+        port = self.url.rpartition(":")[2] or "0"
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=self.environment,
+            start_new_session=True,  # Ctrl-C in the terminal is for this process to hear
+        )
+        ready = asyncio.Event()
+        self._relay = asyncio.create_task(self._pass_output_on(self._process, ready))
+        await ready.wait()
+        return self._process.returncode
+
+    async def _pass_output_on(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+        """Show what it prints, and note where it serves. At the end of its output it has ended, too."""
+        assert process.stdout is not None
+        rest = b""
+        while chunk := await process.stdout.read(2**16):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for text in (line.decode(errors="replace").rstrip() for line in lines):
+                if text and not ROUTINE.search(text):
+                    print(f"[{self.name}] {text}", flush=True)
+                if found := READY.search(text):
+                    self.url = found[1]
+                    ready.set()
+        await process.wait()
+        ready.set()
+
+    async def wait(self) -> int:
+        """Until it has ended; its exit code."""
+        assert self._process is not None
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """End it now."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def stop(self, seconds: float) -> None:
+        """End it: kindly, and after so many seconds by force."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), seconds)
+        except TimeoutError:
+            logger.warning("[%s] does not end: it is killed", self.name)
+            self.kill()
+            await self._process.wait()
+        if self._relay is not None:  # its own children may still have the pipe for a moment
+            await asyncio.wait([self._relay], timeout=1)
+            self._relay.cancel()
+
+
+class Fleet:
+    """The servers.
+
+    Args:
+        processes: those that prefill, then those that decode.
+        shutdown_timeout: seconds that running requests get when all ends.
+    """
+
+    def __init__(self, processes: Sequence[ServerProcess], shutdown_timeout: float) -> None:
+        self.processes, self.shutdown_timeout = processes, shutdown_timeout
+
+    async def start(self) -> None:
+        """Start all, and wait until all serve.
+
+        Raises:
+            UsageError, ServerError: one of them cannot; all others have ended, too.
+        """
+        names = {asyncio.create_task(process.start()): process.name for process in self.processes}
+        pending = set(names)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if (code := task.result()) is not None:
+                        kind = UsageError if code == 2 else ServerError
+                        raise kind(f"{names[task]} ends with exit code {code} before it can serve; see above")
+        finally:
+            while pending:
+                await self.stop()
+                _, pending = await asyncio.wait(pending, timeout=0.1)
+
+    async def keep_alive(self) -> None:
+        """Start again what dies, for ever.
+
+        Raises:
+            ServerError: one of them cannot serve any more.
+        """
+        async with asyncio.TaskGroup() as group:
+            for process in self.processes:
+                group.create_task(self._keep_alive(process))
+
+    async def _keep_alive(self, process: ServerProcess) -> None:
+        while True:
+            code = await process.wait()
+            for pause in RESTART_PAUSES:
+                logger.warning("[%s] has ended with exit code %d: it is started again", process.name, code)
+                await asyncio.sleep(pause)
+                if (ended := await process.start()) is None:
+                    break
+                code = ended
+            else:
+                raise ServerError(
+                    f"{process.name} ends with exit code {code} whenever it is started; see above"
+                )
+
+    async def stop(self) -> None:
+        """End all."""
+        seconds = self.shutdown_timeout + END_SECONDS
+        await asyncio.gather(*(process.stop(seconds) for process in self.processes))
+
+    def kill(self) -> None:
+        """End all, now."""
+        for process in self.processes:
+            process.kill()
+
+
+def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    if not (arguments.prefill and arguments.decode):
+        raise UsageError("--prefill and --decode go together: at least one server each")
+    if config.kv_role != "none":
+        raise UsageError("--kv-role is given by --prefill and --decode: leave it out")
+    if config.trace is not None:
+        raise UsageError(
+            "--trace is one engine's: leave it out, or start the servers and a router one by one"
+        )
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    resolve_model(config.model, config.revision)  # once for all, where the progress can be seen
+    listener = listen(arguments)
+    try:
+        asyncio.run(
+            _run(Fleet(processes(config, arguments), arguments.shutdown_timeout), config, listener, arguments)
+        )
+    except asyncio.CancelledError:  # a signal came while the servers were starting
+        return 128 + signal.SIGTERM
+    return 0
+
+
+async def _run(
+    fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
+) -> None:
+    loop, this_task = asyncio.get_running_loop(), asyncio.current_task()
+    assert this_task is not None
+    loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
+    try:
+        await fleet.start()
+        await _route(fleet, config, listener, arguments)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, fleet.kill)  # a second signal does not wait
+        await fleet.stop()
+
+
+async def _route(
+    fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
+) -> None:
+    urls = [process.url for process in fleet.processes]
+    backends = Backends(
+        backends_of(urls[: arguments.prefill], urls[arguments.prefill :]),
+        arguments.api_key[0] if arguments.api_key else None,
+        health_check_interval=1.0,
+        request_timeout=arguments.request_timeout,
+    )
+    name = config.served_model_name or config.model
+    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, name)
+    keeping = asyncio.create_task(fleet.keep_alive())
+    keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
+    try:
+        await server.route()
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+        if server.force_exit:
+            fleet.kill()
+    if not keeping.cancelled() and (error := keeping.exception()) is not None:
+        raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+
+
+def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
+    """The servers that a command line asks for: all alike, but for their roles and GPUs."""
+    common = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
+    common += [word for key in arguments.api_key for word in ("--api-key", key)]
+    common += ["--show-text"] * arguments.show_text
+    roles = ["producer"] * arguments.prefill + ["consumer"] * arguments.decode
+    gpus, shares = divide_gpus(
+        visible_gpus(config), len(roles), config.world_size * config.data_parallel_size
+    )
+    settings = config_words(config, arguments.kv_load_failure_policy, shares)
+    secret = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)}
+    found = []
+    for i, role in enumerate(roles):
+        name = f"prefill {i}" if role == "producer" else f"decode {i - arguments.prefill}"
+        environment = secret | os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
+        found.append(ServerProcess(name, [*common, *settings, "--kv-role", role], environment))
+    return found
+
+
+def config_words(config: EngineConfig, kv_load_failure_policy: str, shares: int = 1) -> list[str]:
+    """An engine's settings as words of a command line.
+
+    Args:
+        kv_load_failure_policy: what its connector does about KV that does not come.
+        shares: engines that share a GPU's memory.
+    """
+    words = []
+    for f in EngineConfig.flags():
+        value, flag = getattr(config, f.name), f.name.replace("_", "-")
+        if f.name == "kv_transfer_config":
+            given = json.loads(value or "{}")
+            value = json.dumps({"kv_load_failure_policy": kv_load_failure_policy} | given)
+        elif f.name == "gpu_memory_utilization":
+            value /= shares
+        if value == f.default:
+            continue
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}={value}"]
+    return words
+
+
+def visible_gpus(config: EngineConfig) -> list[str]:
+    """What CUDA would see, found out without loading it."""
+    if config.device == "cpu":
+        return []
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [gpu for gpu in given.split(",") if gpu]
+    return [str(i) for i in range(len(list(GPU_FOLDER.iterdir())))] if GPU_FOLDER.is_dir() else []
+
+
+def divide_gpus(gpus: Sequence[str], num_servers: int, size: int) -> tuple[list[str], int]:
+    """GPUs for servers that need `size` each.
+
+    Returns:
+        CUDA_VISIBLE_DEVICES of each server, and 1; if there are not enough, nothing, and how many servers share them all.
+    """
+    if not gpus:
+        return [], 1
+    if len(gpus) < num_servers * size:
+        return [], num_servers
+    return [",".join(gpus[i * size : (i + 1) * size]) for i in range(num_servers)], 1
