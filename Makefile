@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test lint browser build run figures bench gpu clean
+.PHONY: help install serve chat lab test lint browser servers build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,8 +41,15 @@ browser: install  ## Chromium, for the tests of pages and widgets
 		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } \
 		|| $(BIN)/playwright install chromium
 
+# What tests of shared KV pools need of the system: a Redis server, and a library that Mooncake links to.
+servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else those tests are skipped)
+	@command -v redis-server >/dev/null && ldconfig -p 2>/dev/null | grep -q 'libibverbs[.]so[.]1' \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq \
+			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
+		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
+
 # One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
-test: lint browser  ## everything: lint, tests, GPU kernels, lectures (about 20 minutes on two cores)
+test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about 20 minutes on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 	$(BIN)/nanovllm kernels
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \

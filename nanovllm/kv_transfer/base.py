@@ -21,8 +21,10 @@ from nanovllm.life_signs import waiting_for_others
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Tensor, nn
 
+    from nanovllm.attention.base import AttentionBackend
+    from nanovllm.attention.latent import LatentBackend
     from nanovllm.config import EngineConfig
     from nanovllm.kv_transfer.layout import KVLayout
     from nanovllm.models.config import ModelConfig
@@ -233,6 +235,9 @@ class KVConnectorWorker:
         """The rank's caches, by the layer's number in the model. They never move."""
         self.kv_caches = kv_caches
 
+    def register_model(self, model: nn.Module, backend: AttentionBackend | LatentBackend) -> None:
+        """What computes on this rank, for connectors that compute, too."""
+
     def get_handshake_metadata(self) -> Any:
         """How other engines' ranks reach this one; plain data."""
         return None
@@ -320,12 +325,13 @@ def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Ite
 # How long a rank without a batch waits for a transfer to end before it says that none has.
 IDLE_SECONDS = 0.001
 
-# Name -> module, and the classes of its two halves; imported when chosen.
+# Name -> its two halves, module and class; imported when chosen.
+_OFFLOADING = ("offloading:OffloadingScheduler", "offloading_worker:OffloadingWorker")
 CONNECTORS = {
-    "local": ("nanovllm.kv_transfer.disaggregated", "DisaggregatedScheduler", "DisaggregatedWorker"),
-    "nixl": ("nanovllm.kv_transfer.disaggregated", "DisaggregatedScheduler", "NixlWorker"),
-    "offloading": ("nanovllm.kv_transfer.offloading", "OffloadingScheduler", "OffloadingWorker"),
-    "pool": ("nanovllm.kv_transfer.offloading", "OffloadingScheduler", "OffloadingWorker"),
+    "local": ("disaggregated:DisaggregatedScheduler", "disaggregated:DisaggregatedWorker"),
+    "nixl": ("disaggregated:DisaggregatedScheduler", "disaggregated:NixlWorker"),
+    "offloading": _OFFLOADING,
+    "pool": _OFFLOADING,
 }
 
 
@@ -333,8 +339,8 @@ def _load(kv_transfer: KVTransferConfig, half: int) -> Any:
     name = kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    module, *classes = CONNECTORS[name]
-    return getattr(importlib.import_module(module), classes[half])
+    module, class_name = CONNECTORS[name][half].split(":")
+    return getattr(importlib.import_module(f"nanovllm.kv_transfer.{module}"), class_name)
 
 
 def create_scheduler_connector(
@@ -362,7 +368,11 @@ def cache_maker(config: EngineConfig) -> Callable[..., Tensor] | None:
 
 
 def create_worker_connector(
-    config: EngineConfig, model_config: ModelConfig, kv_caches: dict[int, Tensor]
+    config: EngineConfig,
+    model_config: ModelConfig,
+    kv_caches: dict[int, Tensor],
+    model: nn.Module,
+    backend: AttentionBackend | LatentBackend,
 ) -> KVConnectorWorker | None:
     """A rank's half, if KV is shared.
 
@@ -392,4 +402,5 @@ def create_worker_connector(
     )
     connector: KVConnectorWorker = _load(config.kv_transfer, 1)(config, config.kv_transfer, layout)
     connector.register_kv_caches(kv_caches)
+    connector.register_model(model, backend)
     return connector
