@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nanovllm.request import EngineOutput
+from nanovllm.request import EngineOutput, RequestStatus
 from nanovllm.scheduler import Schedule, Scheduler, StepResult
 from nanovllm.trace import Snapshot, StepRecord, Trace, TracedRequest
 
@@ -95,6 +95,9 @@ class StepRecorder:
         arrived, self._arrived = self._arrived, {}
         ended, self._ended = self._ended, {}
         requests = scheduler.requests
+        # Who has blocks and waits for what others bring still waits, as far as those can tell who look on.
+        receiving = scheduler.queues.get(RequestStatus.RECEIVING, [])
+        waiting = sorted(scheduler.waiting + receiving, key=lambda r: r.order)
         record = StepRecord(
             step=step,
             start=start,
@@ -118,7 +121,7 @@ class StepRecorder:
             swap_out=plan.swap_out,
             swap_in=plan.swap_in,
             blocked_by=plan.blocked_by,
-            waiting=[r.request_id for r in scheduler.waiting],
+            waiting=[r.request_id for r in waiting],
             running=[r.request_id for r in scheduler.running],
             swapped=[r.request_id for r in scheduler.swapped],
             num_free_blocks=pool.num_free,

@@ -74,6 +74,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # -1: not admitted yet
+        self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: nowhere
         self.num_external_tokens = 0  # behind its cached prefix, of those on their way from elsewhere
         self.num_sent_tokens = 0  # how many of token_ids the runner has been told
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back

@@ -121,6 +121,8 @@ class KVCacheManager:
             return
         table, hashes = self.tables[request.request_id], self.block_hashes(request)
         num_named = min(request.num_computed_tokens, request.num_tokens)
+        if request.num_exact_tokens is not None:  # a name must not promise what is only nearly so
+            num_named = min(num_named, request.num_exact_tokens)
         for i in range(num_before // self.block_size, num_named // self.block_size):
             self.pool.publish(table[i], hashes[i])
 
