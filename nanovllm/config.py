@@ -135,7 +135,7 @@ class EngineConfig:
         "none", "share KV with other engines: compute it for them, take it from them, or both"
     )
     kv_connector: str | None = _option(
-        None, "how KV is shared: local, nixl, offloading, pool (default with --kv-role: local)"
+        None, "how KV is shared: local, nixl, offloading, pool, blend (default with --kv-role: local)"
     )
     kv_transfer_config: str | None = _option(
         None,

@@ -235,7 +235,7 @@ class KVConnectorWorker:
         """The rank's caches, by the layer's number in the model. They never move."""
         self.kv_caches = kv_caches
 
-    def register_model(self, model: nn.Module, backend: AttentionBackend | LatentBackend) -> None:
+    def register_model(self, model: Any, backend: Any) -> None:
         """What computes on this rank, for connectors that compute, too."""
 
     def get_handshake_metadata(self) -> Any:
@@ -332,6 +332,7 @@ CONNECTORS = {
     "nixl": ("disaggregated:DisaggregatedScheduler", "disaggregated:NixlWorker"),
     "offloading": _OFFLOADING,
     "pool": _OFFLOADING,
+    "blend": ("blending:BlendScheduler", "blending:BlendWorker"),
 }
 
 
