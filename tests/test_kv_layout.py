@@ -26,7 +26,8 @@ def two_engines(draw: st.DrawFn) -> tuple[list[KVLayout], list[KVLayout]]:
     layers = draw(st.integers(2, 5))
     sizes = st.sampled_from([tp for tp in TP_SIZES if heads == 0 or fits(heads, tp)])
     one, other = (
-        layouts(pp=draw(st.integers(1, 2)), tp=draw(sizes), num_layers=layers, num_kv_heads=heads) for _ in "ab"
+        layouts(pp=draw(st.integers(1, 2)), tp=draw(sizes), num_layers=layers, num_kv_heads=heads)
+        for _ in "ab"
     )
     return one, other
 
@@ -72,7 +73,14 @@ def test_replicas_share_the_work():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_size", 16), ("dtype", "bfloat16"), ("width", 16), ("num_kv_heads", 4), ("num_layers", 3), ("num_kv_heads", 0)],
+    [
+        ("block_size", 16),
+        ("dtype", "bfloat16"),
+        ("width", 16),
+        ("num_kv_heads", 4),
+        ("num_layers", 3),
+        ("num_kv_heads", 0),
+    ],
 )
 def test_what_does_not_fit_is_named_with_both_values(field, value):
     mine, theirs = layouts()[0], layouts(**{field: value})[0]
@@ -118,7 +126,9 @@ def test_layouts_that_cannot_be_are_refused(change):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_strip_is_where_torch_has_the_heads(heads, tp):
     layout = layouts(tp=tp, num_kv_heads=heads)[-1]
-    cache = torch.arange(layout.num_blocks * layout.block_bytes // 4, dtype=torch.float32).view(layout.cache_shape)
+    cache = torch.arange(layout.num_blocks * layout.block_bytes // 4, dtype=torch.float32).view(
+        layout.cache_shape
+    )
     flat = cache[5].reshape(-1).view(torch.uint8)
     for first in range(len(layout.heads)):
         for count in range(1, len(layout.heads) - first + 1):

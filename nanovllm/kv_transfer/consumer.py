@@ -1,4 +1,7 @@
-"""The side of an engine that takes KV from others: whom it has asked for what, and how far that has come."""
+"""The side of an engine that takes KV from others: whom it has asked for what, and how far that has come.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,15 @@ from nanovllm.kv_transfer.control import (
     Producer,
     Release,
     Released,
+    seal,
 )
 from nanovllm.kv_transfer.plan import Books, Move, TransferParams
 from nanovllm.request import Request
 
 logger = logging.getLogger(__name__)
+
+# Seconds after which a consumer gives up what has not come.
+PREFILL_TIMEOUT = 120.0
 
 
 @dataclass
@@ -72,8 +79,9 @@ class ConsumerSide:
         books: Books,
     ) -> None:
         self.config, self.identity, self.books = config, identity, books
-        self.prefill_timeout = float(kv_transfer.extra("prefill_timeout", 120.0))
-        self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size)
+        self.prefill_timeout = float(kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
+        # The last block of a prompt is never taken from the cache whole: fetching it alone saves nothing.
+        self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size + 1)
         self._introduction, self._mailbox = introduction, mailbox
         self._producers: dict[tuple[str, int], Producer] = {}
         self.fetches: dict[str, Fetch] = {}  # by request id
@@ -82,21 +90,40 @@ class ConsumerSide:
     def num_offered(self, request: Request, num_computed_tokens: int) -> int:
         """All the rest of the prompt, if another engine has it or can be asked for it."""
         params = TransferParams.of(request)
-        missing = request.num_prompt_tokens - num_computed_tokens
-        if params is None or not params.do_remote_prefill or missing <= 0:
+        if params is None or not params.do_remote_prefill:
             return 0
+        missing = request.num_prompt_tokens - num_computed_tokens
+        is_known = bool(params.prefill_addresses)
         if params.is_prefill_first:
-            known = params.remote_num_tokens in (None, request.num_prompt_tokens)
-            enough = len(params.remote_block_ids or ()) * self.config.block_size >= request.num_prompt_tokens
-            return missing if known and enough else 0
-        can_ask = bool(params.prefill_addresses) and missing >= self.min_remote_tokens
-        return missing if can_ask else 0
+            num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
+            is_known = len(params.remote_block_ids or ()) == num_blocks
+        if is_known and missing >= self.min_remote_tokens:
+            return missing
+        self._decline(request)
+        return 0
+
+    def _decline(self, request: Request) -> None:
+        """If a producer holds KV for this request, it need not any longer."""
+        params = TransferParams.of(request)
+        if params is not None and params.do_remote_prefill and params.is_prefill_first:
+            self._settle(request)
+            producer = self._producer((str(params.remote_host), int(params.remote_port or 0)))
+            self._claim(producer, params, request)
+            producer.tell(Release(str(params.remote_request_id)))
+
+    def _settle(self, request: Request) -> None:
+        """What has been tried once is not tried again, should the request lose its blocks."""
+        request.kv_transfer_params = (request.kv_transfer_params or {}) | {"do_remote_prefill": False}
+
+    def _claim(self, producer: Producer, params: TransferParams, request: Request) -> None:
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        producer.tell(Claim(str(params.remote_request_id), seal(prompt, params.remote_block_ids or ())))
 
     def ask(self, request: Request, block_ids: Sequence[int]) -> None:
-        """Ask the producer. What has been tried once is not tried again, should the request lose its blocks."""
+        """Ask the producer."""
         params = TransferParams.of(request)
-        assert params is not None and request.kv_transfer_params is not None
-        request.kv_transfer_params = request.kv_transfer_params | {"do_remote_prefill": False}
+        assert params is not None, "nothing was offered"
+        self._settle(request)
         number = next(self._numbers)
         transfer_id = f"{self._introduction.engine_id}-{request.request_id}-{number}"
         if params.is_prefill_first:
@@ -117,7 +144,7 @@ class ConsumerSide:
         )
         self.fetches[request.request_id] = fetch
         if params.is_prefill_first:
-            producer.tell(Claim(fetch.remote_id))
+            self._claim(producer, params, request)
         else:
             fetch.order = Prefill(
                 transfer_id,
@@ -134,6 +161,7 @@ class ConsumerSide:
     def _producer(self, address: tuple[str, int]) -> Producer:
         known = self._producers.get(address)
         if known is None or known.error:
+            self._producers = {key: one for key, one in self._producers.items() if not one.error}
             known = Producer(
                 *address, self.identity, self._introduction, lambda *mail: self._mailbox.put(mail)
             )
@@ -194,7 +222,13 @@ class ConsumerSide:
         if fetch.stage == "moving":
             self.books.metadata.cancels.append(fetch.transfer_id)  # its end is still to come
         else:
+            self._renounce(fetch)
             self._end(fetch, fetch.error)
+
+    def _renounce(self, fetch: Fetch) -> None:
+        """The producer need neither compute nor hold anything for this any longer."""
+        is_order = fetch.order is not None
+        fetch.producer.tell(Cancel(fetch.transfer_id) if is_order else Release(fetch.remote_id))
 
     def _end(self, fetch: Fetch, error: str) -> None:
         """Nobody touches the request's blocks any more."""
@@ -213,44 +247,34 @@ class ConsumerSide:
                 continue
             incomplete = "some blocks did not come" if request_id in output.invalid_block_ids else ""
             error = fetch.error or output.reasons.get(request_id, "") or incomplete
-            if fetch.is_push:
-                if error:
-                    fetch.producer.tell(Cancel(fetch.transfer_id))
-                self._end(fetch, error)
-                continue
-            fetch.producer.tell(Release(fetch.remote_id))
             if error:
+                self._renounce(fetch)
                 self._end(fetch, error)
+            elif fetch.is_push:
+                self._end(fetch, "")
             else:
-                fetch.stage = "confirming"
+                fetch.producer.tell(Release(fetch.remote_id))
+                fetch.stage, fetch.deadline = "confirming", time.monotonic() + self.prefill_timeout
 
-    def stop(self, request_id: str) -> bool:
+    def stop(self, request: Request) -> bool:
         """A request ends. Returns whether its KV was on its way: its blocks must be held until that has ended."""
-        fetch = self.fetches.get(request_id)
+        fetch = self.fetches.get(request.request_id)
         if fetch is None:
+            self._decline(request)
             return False
-        fetch.error = "the request has ended"
-        if fetch.order is not None:
-            fetch.producer.tell(Cancel(fetch.transfer_id))
-        if fetch.stage == "moving":
-            self.books.metadata.cancels.append(fetch.transfer_id)
-        else:
-            fetch.producer.tell(Release(fetch.remote_id))
-            self._end(fetch, fetch.error)
+        self._lose(fetch, "the request has ended")
         return True
 
     def look_at_clock(self) -> None:
         """Give up those that have waited for too long."""
         now = time.monotonic()
         for fetch in [f for f in self.fetches.values() if f.stage != "moving" and f.deadline < now]:
-            fetch.producer.tell(Cancel(fetch.transfer_id))
             self._lose(fetch, f"nothing came for {self.prefill_timeout:g} seconds")
 
     def forget(self) -> None:
         """A step broke off, and the ranks have stopped all transfers."""
         for fetch in self.fetches.values():
-            if fetch.order is not None:
-                fetch.producer.tell(Cancel(fetch.transfer_id))
+            self._renounce(fetch)
         self.fetches.clear()
 
     def close(self) -> None:

@@ -6,19 +6,19 @@ the scheduler waits in a mailbox until its next step, and what must not wait for
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from nanovllm.kv_transfer.handshake import Connection, HandshakeError, Listener, PeerLost, connect, secret
+from nanovllm.kv_transfer.handshake import Connection, Listener, PeerLost, connect, secret
 
 logger = logging.getLogger(__name__)
 
@@ -66,19 +66,24 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class Claim(msgspec.Struct, tag="claim"):
-    """A consumer is about to read these blocks: the lease does not end as long as the consumer is there."""
+    """A consumer is about to read these blocks: the lease does not end as long as the consumer is there.
+
+    Attributes:
+        seal: of what it believes to find where (`seal`): its client has told it, and may be wrong.
+    """
 
     request_id: str
+    seal: bytes
 
 
 class Release(msgspec.Struct, tag="release"):
-    """A consumer has read, or does not want to."""
+    """A consumer has read what it has claimed, or does not want to."""
 
     request_id: str
 
 
 class Released(msgspec.Struct, tag="released"):
-    """The answer: whether the blocks were held until now. If not, what was read is worth nothing."""
+    """The answer: whether these blocks were held for it until now. If not, what was read is worth nothing."""
 
     request_id: str
     was_held: bool
@@ -92,15 +97,19 @@ _decode_consumer = msgspec.msgpack.Decoder(FromConsumer).decode
 _decode_producer = msgspec.msgpack.Decoder(FromProducer).decode
 
 
+def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
+    """A digest of tokens, and of the blocks that hold their keys and values."""
+    return hashlib.sha256(encode([list(token_ids), list(block_ids)])).digest()
+
+
 class Mailbox:
-    """Messages from many threads to one, which can also wait for them with others: `fileno` is readable if there are any."""
+    """Messages from many threads to one, which can also wait for them with others: `fileno` is readable if, and only if, there
+    are any."""
 
     def __init__(self) -> None:
-        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._messages: list[Any] = []
         self._lock, self._closed = threading.Lock(), False
         self._readable, self._writable = os.pipe()
-        for end in (self._readable, self._writable):
-            os.set_blocking(end, False)
 
     def fileno(self) -> int:
         """To be polled."""
@@ -108,30 +117,32 @@ class Mailbox:
 
     def put(self, message: Any) -> None:
         """From any thread."""
-        self._messages.put(message)
-        with self._lock, contextlib.suppress(BlockingIOError):  # full of calls that nobody has answered yet
-            if not self._closed:
+        with self._lock:
+            if self._closed:
+                return
+            if not self._messages:
                 os.write(self._writable, b"!")
+            self._messages.append(message)
 
     def take(self) -> list[Any]:
         """All that are there."""
-        with contextlib.suppress(BlockingIOError):  # that was all
-            while os.read(self._readable, 4096):
-                pass
-        messages = []
-        while not self._messages.empty():
-            messages.append(self._messages.get())
-        return messages
+        with self._lock:
+            if self._messages:
+                os.read(self._readable, 1)
+            messages, self._messages = self._messages, []
+            return messages
 
     @property
     def is_empty(self) -> bool:
         """Nothing to take."""
-        return self._messages.empty()
+        return not self._messages
 
     def close(self) -> None:
         """Nobody takes any more."""
         with self._lock:
-            self._closed = True
+            if self._closed:
+                return
+            self._closed, self._messages = True, []
             os.close(self._readable)
             os.close(self._writable)
 
@@ -139,14 +150,15 @@ class Mailbox:
 @dataclass
 class _Lease:
     deadline: float
-    reader: Connection | None = None
+    seal: bytes
+    claims: dict[Connection, int] = field(default_factory=dict)
 
 
 class Leases:
     """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
 
-    One that nobody claims ends at its deadline; one that is claimed ends when its reader releases it or is gone. Threads of
-    readers and the scheduler's all use this book.
+    One that nobody claims ends at its deadline; one that is claimed ends when all who have claimed it have released it or are
+    gone. Threads of readers and the scheduler's all use this book.
     """
 
     def __init__(self) -> None:
@@ -154,32 +166,46 @@ class Leases:
         self._leases: dict[str, _Lease] = {}
         self._ended: set[str] = set()
 
-    def grant(self, request_id: str, seconds: float, reader: Connection | None = None) -> None:
-        """Hold a request's blocks, for whoever claims them within so many seconds or, at once, for this reader."""
+    def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
+        """Hold a request's blocks for whoever claims them within so many seconds."""
         with self._lock:
-            deadline = time.monotonic() + seconds if reader is None else float("inf")
-            self._leases[request_id] = _Lease(deadline, reader)
+            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal)
 
-    def claim(self, request_id: str, reader: Connection) -> None:
-        """Somebody is about to read."""
+    def grant_to(self, request_id: str, reader: Connection) -> None:
+        """Hold a request's blocks for this reader, which has asked for them."""
         with self._lock:
-            if (lease := self._leases.get(request_id)) is not None and lease.reader in (None, reader):
-                lease.deadline, lease.reader = float("inf"), reader
+            self._leases[request_id] = _Lease(float("inf"), b"", {reader: 1})
 
-    def release(self, request_id: str) -> bool:
-        """Somebody has read; returns whether the blocks were held until now."""
+    def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
+        """Somebody is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
-            if self._leases.pop(request_id, None) is None:
+            if (lease := self._leases.get(request_id)) is not None and lease.seal == seal:
+                lease.deadline = float("inf")
+                lease.claims[reader] = lease.claims.get(reader, 0) + 1
+
+    def release(self, request_id: str, reader: Connection) -> bool:
+        """Somebody has read; returns whether the blocks were held for it until now."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is None or reader not in lease.claims:
                 return False
-            self._ended.add(request_id)
+            lease.claims[reader] -= 1
+            if not lease.claims[reader]:
+                self._forget_claims(request_id, lease, reader)
             return True
 
     def drop(self, reader: Connection) -> None:
         """A reader is gone, and with it what it has claimed."""
         with self._lock:
-            for request_id in [key for key, lease in self._leases.items() if lease.reader is reader]:
-                del self._leases[request_id]
-                self._ended.add(request_id)
+            for request_id, lease in list(self._leases.items()):
+                if reader in lease.claims:
+                    self._forget_claims(request_id, lease, reader)
+
+    def _forget_claims(self, request_id: str, lease: _Lease, reader: Connection) -> None:
+        del lease.claims[reader]
+        if not lease.claims:
+            del self._leases[request_id]
+            self._ended.add(request_id)
 
     def take_ended(self) -> set[str]:
         """Requests whose blocks nobody needs any more."""
@@ -247,11 +273,11 @@ class ConsumerListener:
             while True:
                 message = _decode_consumer(connection.receive())
                 if isinstance(message, Release):
-                    was_held = self.leases.release(message.request_id)
+                    was_held = self.leases.release(message.request_id, connection)
                     connection.send(encode(Released(message.request_id, was_held)))
                     self._mailbox.put((consumer, message))
                 elif isinstance(message, Claim):
-                    self.leases.claim(message.request_id, connection)
+                    self.leases.claim(message.request_id, message.seal, connection)
                 else:
                     self._mailbox.put((consumer, message))
         except msgspec.MsgspecError as error:
@@ -300,6 +326,7 @@ class Producer:
     error: str = ""
     _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
     _connection: Connection | None = None
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         name = f"{PURPOSE}-{self.host}:{self.port}"
@@ -315,6 +342,8 @@ class Producer:
                 self.host, self.port, secret(), self.identity, purpose=PURPOSE, patience=PATIENCE
             )
             self._connection = connection
+            if self._closed:  # meanwhile
+                raise PeerLost("closed")
             connection.send(encode(self.own))
             introduction = _decode_producer(connection.receive(PATIENCE))
             if not isinstance(introduction, Introduction):
@@ -325,7 +354,11 @@ class Producer:
             self.on_message(self, introduction)
             while True:
                 self.on_message(self, _decode_producer(connection.receive()))
-        except (PeerLost, HandshakeError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+        except (
+            OSError,
+            msgspec.MsgspecError,
+            ValueError,
+        ) as error:  # PeerLost and HandshakeError are OSErrors
             self.error = f"the engine at {self.host}:{self.port}: {error}"
             if self._connection is not None:
                 self._connection.close()
@@ -341,6 +374,7 @@ class Producer:
 
     def close(self) -> None:
         """End the connection."""
+        self._closed = True
         self._outbox.put(None)
         if self._connection is not None:
             self._connection.close()

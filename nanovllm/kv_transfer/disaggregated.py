@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
-from nanovllm.kv_transfer.consumer import ConsumerSide
+from nanovllm.kv_transfer.consumer import PREFILL_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.control import Consumer, Introduction, Mailbox
 from nanovllm.kv_transfer.handshake import secret
 from nanovllm.kv_transfer.plan import Books, TransferMetadata, TransferParams
@@ -71,10 +71,6 @@ class DisaggregatedScheduler(KVConnectorScheduler):
             raise ValueError(f"kv_transfer_params: {error}") from error
         if params is None:
             return
-        if params.kv_direction not in ("push", "pull"):
-            raise ValueError(
-                f"kv_transfer_params: kv_direction must be push or pull, got {params.kv_direction!r}"
-            )
         if params.do_remote_decode and self.producer is None:
             raise ValueError(
                 "kv_transfer_params: do_remote_decode needs an engine with --kv-role producer or both"
@@ -109,7 +105,7 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a prompt that another engine wants; stop what comes for a request that ends."""
-        if self.consumer is not None and self.consumer.stop(request.request_id):
+        if self.consumer is not None and self.consumer.stop(request):
             return True, None
         return self.producer.finished(request, block_ids) if self.producer is not None else (False, None)
 
@@ -140,6 +136,8 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         if self.producer is not None:
             self._books.output.finished_sending |= self.producer.leases.take_ended()
         output, self._books.output = self._books.output, KVConnectorOutput()
+        if self.producer is not None:
+            self.producer.pushed(output.finished_sending)
         return output
 
     def take_requests(self) -> list[EngineRequest]:
@@ -248,14 +246,27 @@ class DisaggregatedWorker(KVConnectorWorker):
     def start_load_kv(self) -> None:
         """Begin what does not depend on this step."""
         assert self.metadata is not None
+        if self.metadata.reads or self.metadata.expects:
+            self._wait_for_device()
         for move in self.metadata.reads:
             self._receiving[move.transfer_id] = move.request_id
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
             self._receiving[move.transfer_id] = move.request_id
-            self.transport.expect(move.transfer_id, move.peers, move.local_block_ids)
+            # The producer may have much to do before it begins with this one.
+            patience = float(self.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
+            self.transport.expect(move.transfer_id, move.peers, move.local_block_ids, patience)
         for transfer_id in self.metadata.cancels:
             self.transport.cancel(transfer_id)
+
+    def _wait_for_device(self) -> None:
+        """Blocks that are to be filled were perhaps those of a request that has ended while a GPU still computed it once more,
+        for nothing. What it writes must not come after what a transfer, on a stream of its own or on none, writes."""
+        device = next(iter(self.kv_caches.values())).device
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
         """Begin to push what this layer has just written. The blocks stay the request's until all is over."""
@@ -299,7 +310,7 @@ class DisaggregatedWorker(KVConnectorWorker):
 
     def forget_requests(self) -> None:
         """Stop all transfers, and wait until nobody touches a block."""
-        self.transport.transfers.fail_all("a step broke off")
+        self.transport.cancel_all("a step broke off")
         while self.transport.transfers.num_open:
             self.transport.poll(0.1)
         self.transport.poll()

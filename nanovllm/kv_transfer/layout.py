@@ -133,6 +133,19 @@ class KVLayout:
             wrong = next(block for block in block_ids if not 0 <= block < self.num_blocks)
             raise ValueError(f"block {wrong} of a KV cache that has {self.num_blocks} blocks")
 
+    def check_part(
+        self, first_layer: int, end_layer: int, first_head: int, num_heads: int, block_ids: Sequence[int]
+    ) -> None:
+        """Refuse what this rank does not have; heads are counted from its first one.
+
+        Raises:
+            ValueError: says what.
+        """
+        self.check_blocks(block_ids)
+        self.strip(first_head, num_heads)
+        if not self.first_layer <= first_layer < end_layer <= self.end_layer:
+            raise ValueError(f"layers {first_layer} to {end_layer - 1} of a rank that has {self.layers}")
+
     @property
     def fingerprint(self) -> dict[str, str | int]:
         """What has to be the same wherever blocks are exchanged; the ranks may be divided differently."""

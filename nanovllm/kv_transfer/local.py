@@ -15,7 +15,7 @@ import re
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 import nanovllm.kv_transfer
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
-from nanovllm.kv_transfer.handshake import Connection
+from nanovllm.kv_transfer.connection import Connection
 from nanovllm.kv_transfer.layout import KVLayout, Piece, Strip
 from nanovllm.kv_transfer.messages import Answer, Fetch, Hello, Push, encode
 from nanovllm.kv_transfer.peer import Reach, receive_answer
@@ -179,9 +179,10 @@ class SharedReach:
             self._copy(piece, layer, local_ids, remote_ids, inward=True)
 
     def write(
-        self, piece: Piece, layer: int, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
+        self, piece: Piece, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
     ) -> Sequence[memoryview]:
-        self._copy(piece, layer, local_ids, remote_ids, inward=False)
+        for layer in layers:
+            self._copy(piece, layer, local_ids, remote_ids, inward=False)
         return ()
 
     def _copy(
@@ -231,9 +232,10 @@ class StreamReach:
                 self._connection.receive_payload(buffers)
 
     def write(
-        self, piece: Piece, layer: int, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
+        self, piece: Piece, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
     ) -> Sequence[memoryview]:
-        return self._rows.outgoing(layer, piece.local_head, piece.num_heads, local_ids, mark)
+        heads = (piece.local_head, piece.num_heads)
+        return [view for layer in layers for view in self._rows.outgoing(layer, *heads, local_ids, mark)]
 
     def close(self) -> None:
         pass
@@ -292,7 +294,7 @@ class LocalTransport(Transport):
         if self._rows.device.type == "cuda":
             self._share_memory = False
 
-    def memory(self) -> bytes:
+    def describe_memory(self) -> bytes:
         """The segments of all layers; nothing, if a layer has none."""
         segments = [_segments.get(self._addresses[layer]) for layer in self.layout.layers]
         if not self._share_memory or not all(segments):
@@ -323,20 +325,17 @@ class LocalTransport(Transport):
 
     def serve_fetch(self, connection: Connection, fetch: Fetch) -> None:
         """Send blocks straight out of the cache."""
-        self.layout.check_blocks(fetch.block_ids)
-        self.layout.strip(fetch.head, fetch.num_heads)
-        if not self.layout.first_layer <= fetch.first_layer < fetch.end_layer <= self.layout.end_layer:
-            raise ValueError(
-                f"layers {fetch.first_layer} to {fetch.end_layer} of a rank with {self.layout.layers}"
-            )
         for layer in range(fetch.first_layer, fetch.end_layer):
             data = self._rows.outgoing(layer, fetch.head, fetch.num_heads, fetch.block_ids)
             connection.send_with_payload(encode(Answer()), data)
 
     def receive_blocks(self, connection: Connection, push: Push) -> None:
         """Receive blocks straight into the cache."""
-        with self._rows.incoming(push.layer, push.head, push.num_heads, push.block_ids) as buffers:
-            connection.receive_payload(buffers)
+        with ExitStack() as stack:
+            rows = [
+                self._rows.incoming(layer, push.head, push.num_heads, push.block_ids) for layer in push.layers
+            ]
+            connection.receive_payload([view for row in rows for view in stack.enter_context(row)])
 
 
 def _map_all(places: list[_Place], layout: KVLayout) -> tuple[list[mmap.mmap], dict[int, int]]:

@@ -46,17 +46,23 @@ class Fetch(msgspec.Struct, tag="fetch"):
 
 
 class Push(msgspec.Struct, tag="push"):
-    """May I write into these blocks of yours? An `Answer` comes, and if it is yes, I write and then say `Pushed`."""
+    """May I write into these blocks of yours? An `Answer` comes, and if it is yes, I write and then say `Moved`."""
 
     transfer_id: str
-    layer: int
+    first_layer: int
+    end_layer: int
     head: int
     num_heads: int
     block_ids: list[int]
 
+    @property
+    def layers(self) -> range:
+        """Those that are to be written."""
+        return range(self.first_layer, self.end_layer)
 
-class Pushed(msgspec.Struct, tag="pushed"):
-    """What was allowed is written, or is the payload of this message. There is no answer."""
+
+class Moved(msgspec.Struct, tag="moved"):
+    """What was allowed has been read or written, or is the payload of this message. There is no answer."""
 
 
 class Finish(msgspec.Struct, tag="finish"):
@@ -67,4 +73,5 @@ class Finish(msgspec.Struct, tag="finish"):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request = msgspec.msgpack.Decoder(Fetch | Push | Pushed | Finish).decode
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
+decode_request = msgspec.msgpack.Decoder(Fetch | Push | Moved | Finish).decode

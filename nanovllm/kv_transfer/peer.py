@@ -6,12 +6,14 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
-from nanovllm.kv_transfer.handshake import Connection, CorruptFrame, PeerLost
+from nanovllm.kv_transfer.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.layout import Piece
 from nanovllm.kv_transfer.messages import Address, Answer
 
@@ -31,9 +33,9 @@ class Reach(Protocol):
         """Copy blocks of all layers of a piece from there to here."""
 
     def write(
-        self, piece: Piece, layer: int, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
+        self, piece: Piece, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
     ) -> Sequence[memoryview]:
-        """Copy blocks of one layer from here to there; or return what has to be sent there instead.
+        """Copy blocks of some layers from here to there; or return what has to be sent there instead.
 
         Args:
             mark: of the moment from which the blocks can be read (`Transport.mark`).
@@ -41,6 +43,23 @@ class Reach(Protocol):
 
     def close(self) -> None:
         """It will not be used any more."""
+
+
+@dataclass
+class Write:
+    """Blocks of some layers that are to be pushed."""
+
+    transfer_id: str
+    piece: Piece
+    layers: range
+    local: list[int]
+    remote: list[int]
+    mark: Any
+
+    def goes_on_with(self, other: Write) -> bool:
+        """Whether another one is the same for the next layers."""
+        mine, others = ((w.transfer_id, w.piece, w.local, w.remote) for w in (self, other))
+        return mine == others and self.layers.stop == other.layers.start
 
 
 class Peer:
@@ -51,6 +70,9 @@ class Peer:
     Args:
         address: of the peer.
         introduce: makes the connection, and finds a way to the peer's cache.
+
+    Attributes:
+        writes: what has to be pushed, in the order in which it was computed.
     """
 
     def __init__(self, address: Address, introduce: Callable[[Address], tuple[Connection, Reach]]) -> None:
@@ -58,13 +80,14 @@ class Peer:
         self._jobs: queue.SimpleQueue[tuple[float, Callable[..., object], tuple[Any, ...]] | None] = (
             queue.SimpleQueue()
         )
+        self.writes: deque[Write] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._connection: Connection | None = None
         self._reach: Reach | None = None
         self._job_time = 0.0
         self._failure, self._failure_time = "", float("-inf")
-        self.is_closed = False
+        self.is_closed = self._is_introducing = False
 
     @property
     def is_gone(self) -> bool:
@@ -111,6 +134,14 @@ class Peer:
     def _name(self) -> str:
         return f"{self.address.host}:{self.address.port}"
 
+    def ready(self) -> str:
+        """Make the connection, from within a job, if it is not there.
+
+        Returns:
+            Why it cannot be made.
+        """
+        return self.attempt(lambda reach: None)
+
     def attempt(self, work: Callable[[Reach], object]) -> str:
         """Do something with the peer's cache, from within a job.
 
@@ -135,11 +166,15 @@ class Peer:
             # What was put before the last attempt failed need not wait for another one.
             if self._job_time <= self._failure_time or self.is_closed:
                 raise PeerLost(self._failure or "this transport is closed")
+            self._is_introducing = True
             try:
                 self._connection, self._reach = self._introduce(self.address)
                 self._failure = ""
             finally:
+                self._is_introducing = False
                 self._failure_time = time.monotonic() if self._reach is None else float("-inf")
+            if self.is_closed:
+                raise PeerLost("this transport is closed")
         return self._reach
 
     def _drop(self, why: str) -> None:
@@ -173,8 +208,9 @@ class Peer:
         if connection := self._connection:
             connection.close()
         self._jobs.put(None)
-        if thread := self._thread:
-            thread.join()
+        # Who waits for a silent peer's handshake touches nothing, and will find that all is closed.
+        while (thread := self._thread) and thread.is_alive() and not self._is_introducing:
+            thread.join(0.1)
 
 
 def receive_answer(connection: Connection, timeout: float) -> None:

@@ -1,14 +1,20 @@
-"""What a request says of its KV, and what the ranks are told to do about it: plain data of prefill/decode disaggregation."""
+"""What a request says of its KV, and what the ranks are told to do about it: plain data of prefill/decode disaggregation.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from nanovllm.kv_transfer.base import KVConnectorOutput
 from nanovllm.request import Request
+
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class TransferParams(msgspec.Struct, kw_only=True):
@@ -27,13 +33,13 @@ class TransferParams(msgspec.Struct, kw_only=True):
     do_remote_prefill: bool = False
     remote_engine_id: str | None = None
     remote_request_id: str | None = None
-    remote_block_ids: list[int] | None = None
+    remote_block_ids: list[BlockId] | None = None
     remote_host: str | None = None
-    remote_port: int | None = None
+    remote_port: Port | None = None
     remote_num_tokens: int | None = None
     tp_size: int | None = None
-    prefill_addresses: list[tuple[str, int]] = []
-    kv_direction: str = "push"
+    prefill_addresses: list[tuple[str, Port]] = []
+    kv_direction: Literal["push", "pull"] = "push"
 
     @property
     def is_prefill_first(self) -> bool:

@@ -1,4 +1,7 @@
-"""The side of an engine that computes KV for others: what they have ordered, and which blocks are held for whom."""
+"""The side of an engine that computes KV for others: what they have ordered, and which blocks are held for whom.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.course build`.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from nanovllm.kv_transfer.control import (
     Mailbox,
     Prefill,
     Prefilled,
+    seal,
 )
 from nanovllm.kv_transfer.plan import Books, Move, TransferParams
 from nanovllm.request import EngineRequest, Request
@@ -34,6 +38,12 @@ class Order:
     message: Prefill
     table: list[int] = field(default_factory=list)
     num_pushed: int = -1  # tokens; -1: nothing has been pushed yet
+    is_lost: bool = False  # pushing has failed
+
+    @property
+    def is_pushing(self) -> bool:
+        """Its blocks are being read."""
+        return self.num_pushed >= 0 and not self.is_lost
 
 
 class ProducerSide:
@@ -76,7 +86,7 @@ class ProducerSide:
             if message.transfer_id in self.orders:
                 self.aborts.append(message.transfer_id)
             else:
-                self.leases.release(message.transfer_id)
+                self.leases.release(message.transfer_id, consumer.connection)
         elif isinstance(message, Prefill):
             if error := self._why_not(message):
                 consumer.tell(Prefilled(message.transfer_id, error=error))
@@ -119,7 +129,14 @@ class ProducerSide:
     def is_sending(self, request: Request) -> bool:
         """Whether its blocks are being pushed."""
         order = self.orders.get(request.request_id)
-        return order is not None and order.num_pushed >= 0
+        return order is not None and order.is_pushing
+
+    def pushed(self, request_ids: set[str]) -> None:
+        """Take in that these are not pushed any more. A request that is not done by then has failed in it: what else it computes
+        is of no use to anybody."""
+        for request_id in request_ids & self.orders.keys():
+            self.orders[request_id].is_lost = True
+            self.aborts.append(request_id)
 
     def _note_push(self, order: Order, share: ScheduledRequest) -> None:
         """Push what the step computes, and at first also what the producer had in its cache."""
@@ -129,7 +146,7 @@ class ProducerSide:
         order.table += share.new_block_ids
         start = message.num_computed_tokens if order.num_pushed < 0 else order.num_pushed
         end = min(share.start + share.num_tokens, len(message.token_ids))
-        if message.push is None or end <= start:
+        if message.push is None or end <= start or order.is_lost:
             return
         blocks = range(start // size, -(-end // size))
         order.num_pushed = end
@@ -152,14 +169,16 @@ class ProducerSide:
         params = TransferParams.of(request)
         if params is None or not params.do_remote_decode or not is_complete:
             return False, None
-        self.leases.grant(request_id, self.lease_seconds)
-        host, port = self.address
+        blocks, (host, port) = self._prompt_blocks(request, block_ids), self.address
+        self.leases.grant(
+            request_id, self.lease_seconds, seal(request.token_ids[: request.num_prompt_tokens], blocks)
+        )
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self._introduction.engine_id,
             "remote_request_id": request_id,
-            "remote_block_ids": self._prompt_blocks(request, block_ids),
+            "remote_block_ids": blocks,
             "remote_host": host,
             "remote_port": port,
             "remote_num_tokens": request.num_prompt_tokens,
@@ -176,11 +195,11 @@ class ProducerSide:
         request_id = request.request_id
         if not is_complete:
             order.consumer.tell(Prefilled(request_id, error="the producer has given it up"))
-            if order.num_pushed >= 0:
+            if order.is_pushing:
                 self.books.metadata.cancels.append(request_id)
-            return order.num_pushed >= 0
+            return order.is_pushing
         if order.message.push is None:
-            self.leases.grant(request_id, 0.0, order.consumer.connection)
+            self.leases.grant_to(request_id, order.consumer.connection)
             if order.consumer.is_gone:  # before the lease was in the book
                 self.leases.drop(order.consumer.connection)
             order.consumer.tell(Prefilled(request_id, self._prompt_blocks(request, block_ids)))

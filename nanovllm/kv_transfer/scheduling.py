@@ -3,6 +3,8 @@
 KV that arrives from elsewhere is one more reason why `num_computed_tokens` is ahead. While it is on its way, the request has a
 seat and blocks (`receiving`), and computes nothing; when it is there, the request runs, as if it had computed all of that
 itself. And a request whose KV others want leaves its blocks behind when it ends, until they have read them.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class TransferScheduler(Scheduler):
         # Who receives has a seat already: it starts to run in the moment in which all is there.
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
-        return super()._why_not(plan)
+        return Scheduler._why_not(self, plan)
 
     def _admit_waiting(self, request: Request, plan: Schedule) -> str:
         prefix = self.manager.find_prefix(request)
@@ -72,7 +74,7 @@ class TransferScheduler(Scheduler):
         if not wants_all_logits:
             num_external, _ = self.connector.get_num_new_matched_tokens(request, num_local)
         if num_external == 0:
-            return super()._admit_waiting(request, plan)
+            return Scheduler._admit_waiting(self, request, plan)
         if not self.manager.admit(request, prefix, num_local + num_external):
             return "kv blocks"
         request.num_computed_tokens = num_local
@@ -81,6 +83,8 @@ class TransferScheduler(Scheduler):
         self.connector.update_state_after_alloc(
             request, self.manager.tables[request.request_id], num_external
         )
+        self.num_queried_tokens += request.num_tokens
+        self.num_hit_tokens += num_local
         self.num_external_queried_tokens += num_external
         return ""
 
@@ -107,7 +111,7 @@ class TransferScheduler(Scheduler):
             new_blocks = self.manager.tables[request.request_id]  # the runner has not heard of it yet
             if request.request_id not in plan.resumed:
                 plan.admitted[request.request_id] = request.num_computed_tokens
-        super()._schedule(request, share, new_blocks, plan)
+        Scheduler._schedule(self, request, share, new_blocks, plan)
 
     # ---------------------------------------------------------------- KV goes
 
@@ -124,13 +128,13 @@ class TransferScheduler(Scheduler):
         if self.connector.is_sending(victim):
             self._finish(victim, "abort")
         else:
-            super()._preempt(victim, plan)
+            Scheduler._preempt(self, victim, plan)
 
     # ---------------------------------------------------------------- every step
 
     def schedule(self) -> Schedule:
         """See `Scheduler.schedule`. A plan without requests may still have something to move."""
-        plan = super().schedule()
+        plan = Scheduler.schedule(self)
         if plan.empty:
             plan.removed_ids = []  # they are told with the next step that computes something
         plan.connector_metadata = self.connector.build_connector_meta(plan)
@@ -140,7 +144,7 @@ class TransferScheduler(Scheduler):
         """See `Scheduler.update`."""
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
-        return super().update(plan, result)
+        return Scheduler.update(self, plan, result)
 
     def take_transfers(self) -> list[EngineOutput]:
         """Act on what has come to an end; returns the requests that have failed with it."""
@@ -157,6 +161,6 @@ class TransferScheduler(Scheduler):
 
     def check_invariants(self) -> None:
         """See `Scheduler.check_invariants`."""
-        super().check_invariants()
+        Scheduler.check_invariants(self)
         assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
         assert not self.manager.held.keys() & self.requests.keys(), "blocks are held of a request that lives"

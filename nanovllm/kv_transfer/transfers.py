@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 _REMEMBERED = 10_000  # ids of transfers that have ended: who comes late is refused at once
@@ -50,6 +50,10 @@ class _Transfer:
     num_bytes: int = 0
     begun: float = field(default_factory=time.monotonic)
     progress: float = field(default_factory=time.monotonic)
+
+    def expects(self, peer: str, layers: Sequence[int], blocks: Collection[int]) -> bool:
+        """Whether a peer may fill blocks, perhaps again."""
+        return all((peer, layer) in self.missing for layer in layers) and self.blocks.issuperset(blocks)
 
     @property
     def is_over(self) -> bool:
@@ -107,12 +111,12 @@ class Transfers:
             return self._changed.wait_for(lambda: transfer_id in self._known, wait_seconds)
 
     def enter(
-        self, transfer_id: str, peer: str, layer: int | None = None, blocks: Collection[int] = ()
+        self, transfer_id: str, peer: str, layers: Sequence[int] = (), blocks: Collection[int] = ()
     ) -> str:
         """Blocks are going to be moved with a peer; returns why they must not, empty if they may.
 
         Args:
-            layer, blocks: what the peer is going to fill, if it is the one who writes.
+            layers, blocks: what the peer is going to fill, if it is the one who writes.
         """
         with self._changed:
             transfer = self._open.get(transfer_id)
@@ -120,10 +124,8 @@ class Transfers:
                 return f"transfer {transfer_id!r} has ended, or was never asked for"
             if transfer.error or peer not in transfer.waiting:
                 return transfer.error or "this part of the transfer has ended"
-            if layer is not None and (
-                (peer, layer) not in transfer.missing or not transfer.blocks.issuperset(blocks)
-            ):
-                return f"these blocks of layer {layer} are not what this rank was asked for"
+            if layers and not transfer.expects(peer, layers, blocks):
+                return f"these blocks of the layers from {layers[0]} are not what this rank was asked for"
             transfer.touching += 1
             transfer.progress = time.monotonic()
             return ""
@@ -154,7 +156,7 @@ class Transfers:
             transfer.progress = time.monotonic()
             transfer.num_bytes += num_bytes
             for layer, blocks in arrived:
-                transfer.missing[peer, layer].difference_update(blocks)
+                transfer.missing.get((peer, layer), set()).difference_update(blocks)
             if finished and not error:
                 left = [
                     layer for (owner, layer), blocks in transfer.missing.items() if owner == peer and blocks

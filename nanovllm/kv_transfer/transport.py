@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,25 +18,27 @@ import torch
 from torch import Tensor
 
 from nanovllm.device import zeros
-from nanovllm.kv_transfer.handshake import Connection, CorruptFrame, Listener, PeerLost, connect
-from nanovllm.kv_transfer.layout import KVLayout, Piece, common_piece, pieces_from, pieces_to
+from nanovllm.kv_transfer.connection import Connection, CorruptFrame, PeerLost
+from nanovllm.kv_transfer.handshake import Listener, connect
+from nanovllm.kv_transfer.layout import KVLayout, Piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.messages import (
     Address,
-    Answer,
     Fetch,
     Finish,
     Hello,
+    Moved,
     Push,
-    Pushed,
-    decode_request,
+    decode_hello,
     encode,
 )
-from nanovllm.kv_transfer.peer import Peer, Reach, Refused
+from nanovllm.kv_transfer.peer import Peer, Reach, Refused, Write
 from nanovllm.kv_transfer.transfers import Ended, Transfers
+from nanovllm.kv_transfer.visit import Visit, understand
 
 logger = logging.getLogger(__name__)
 
-_GRACE = 5.0  # seconds that a writer may be ahead of what the reader's engine tells this rank
+
+_MOST_LAYERS = 16  # that are pushed at once: then the peer may say that it does not want any more
 
 
 class Transport:
@@ -70,14 +72,17 @@ class Transport:
         timeout: float = 30.0,
     ) -> None:
         _check_caches(layout, kv_caches)
-        _check_host(host)
+        if not host or is_address(host, "unspecified"):
+            raise ValueError(
+                f"kv_ip={host!r} is nothing that a peer can connect to: name an address of this machine"
+            )
         self.layout, self.kv_caches, self.timeout, self._secret = layout, kv_caches, timeout, secret
-        self.id = os.urandom(8).hex()
+        self.id, self.is_closed = os.urandom(8).hex(), False
         self.transfers = Transfers()
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[Address, Peer] = {}
         self._writes: dict[str, list[Peer]] = {}  # who has to be told how each push ends
         self._prepare(host)
-        self._memory = self.memory()
+        self.memory = self.describe_memory()
         self._listener = Listener(
             host, port, secret, self.fingerprint, self._serve, "kv-data", min(10.0, timeout), timeout
         )
@@ -176,7 +181,8 @@ class Transport:
         mark = self.mark() if plan and local else None
         for peer, piece in plan:
             if local and layer in piece.layers:
-                peer.put(self._write_piece, transfer_id, piece, layer, local, remote, mark)
+                peer.writes.append(Write(transfer_id, piece, range(layer, layer + 1), local, remote, mark))
+                peer.put(self._write_piece)
 
     def finish_writes(self, transfer_id: str, peers: Sequence[dict[str, Any]]) -> None:
         """Tell the peers, after everything that has begun, that this transfer is complete."""
@@ -190,6 +196,12 @@ class Transport:
         """Begin nothing more for a transfer. It will still be reported as ended."""
         self._abandon(transfer_id, "cancelled")
 
+    def cancel_all(self, reason: str) -> None:
+        """The same for all that are under way, on both sides of them."""
+        for transfer_id in list(self._writes):
+            self._abandon(transfer_id, reason)
+        self.transfers.fail_all(reason)
+
     def poll(self, wait_seconds: float = 0.0) -> list[Ended]:
         """What has ended since the last call.
 
@@ -200,6 +212,7 @@ class Transport:
 
     def close(self) -> None:
         """End everything, and listen no more. Transfers that are under way fail."""
+        self.is_closed = True
         self.transfers.fail_all("this engine has closed its transport")
         self._listener.close()
         for peer in self._peers.values():
@@ -210,7 +223,7 @@ class Transport:
     def _prepare(self, host: str) -> None:
         """Make the caches reachable."""
 
-    def memory(self) -> bytes:
+    def describe_memory(self) -> bytes:
         """What a peer needs to know to reach the caches by itself."""
         return b""
 
@@ -229,6 +242,9 @@ class Transport:
     def serve_fetch(self, connection: Connection, fetch: Fetch) -> None:
         """Send what a peer asks for."""
         raise Refused(f"the {self.kind} transport sends no blocks by itself")
+
+    def assist(self, connection: Connection) -> None:
+        """Do what a peer needs while it reaches the caches by itself; returns when it says something."""
 
     def receive_blocks(self, connection: Connection, push: Push) -> None:
         """Put the payload of a push into its blocks."""
@@ -263,10 +279,10 @@ class Transport:
         return plan
 
     def _peer(self, address: Address) -> Peer:
-        if address.id not in self._peers:
-            self._peers = {id: peer for id, peer in self._peers.items() if not peer.is_gone}
-            self._peers[address.id] = Peer(address, self._introduce)
-        return self._peers[address.id]
+        if address not in self._peers:
+            self._peers = {place: peer for place, peer in self._peers.items() if not peer.is_gone}
+            self._peers[address] = Peer(address, self._introduce)
+        return self._peers[address]
 
     def _introduce(self, address: Address) -> tuple[Connection, Reach]:
         """Connect to a peer, and find the way to its cache."""
@@ -281,7 +297,7 @@ class Transport:
         )
         try:
             connection.send(encode(Hello(self.id, self.layout)))
-            theirs = msgspec.msgpack.decode(connection.receive(self.timeout), type=Hello)
+            theirs = understand(connection, connection.receive(self.timeout), decode_hello)
             if (theirs.id, theirs.layout) != (address.id, address.layout):
                 raise PeerLost(f"at {connection.peer} there is another rank now, or one with another cache")
             return connection, self.reach(connection, theirs)
@@ -319,119 +335,78 @@ class Transport:
     def _read_piece(
         self, peer: Peer, transfer_id: str, piece: Piece, local: list[int], remote: list[int]
     ) -> None:
-        if self.transfers.enter(transfer_id, peer.id):
+        arrived = [(layer, local) for layer in piece.layers]
+        self._do(
+            peer, transfer_id, lambda reach: reach.read(piece, local, remote), piece, arrived, finished=True
+        )
+
+    def _write_piece(self, peer: Peer) -> None:
+        """Push what has been put for a peer: layers that have come together go together."""
+        if not peer.writes:
             return
-        error = "the thread that reads has failed"
-        try:
-            error = peer.attempt(lambda reach: reach.read(piece, local, remote))
-        finally:
-            arrived = [] if error else [(layer, local) for layer in piece.layers]
-            num_bytes = 0 if error else len(piece.layers) * len(local) * self._bytes_of(piece)
-            self.transfers.leave(transfer_id, peer.id, arrived, num_bytes, error, finished=True)
+        write = peer.writes.popleft()
+        while peer.writes and len(write.layers) < _MOST_LAYERS and write.goes_on_with(peer.writes[0]):
+            following = peer.writes.popleft()
+            write.layers, write.mark = range(write.layers.start, following.layers.stop), following.mark
+        piece, layers = write.piece, write.layers
+        parts = (layers.start, layers.stop, piece.remote_head, piece.num_heads, write.remote)
 
-    def _bytes_of(self, piece: Piece) -> int:
-        return self.layout.block_bytes * piece.num_heads // len(self.layout.heads)
+        def push(reach: Reach) -> None:
+            peer.ask(encode(Push(write.transfer_id, *parts)), self.timeout)
+            peer.send(encode(Moved()), reach.write(piece, layers, write.local, write.remote, write.mark))
 
-    def _write_piece(
+        self._do(peer, write.transfer_id, push, piece, [(layer, write.local) for layer in layers])
+
+    def _finish(self, peer: Peer, transfer_id: str) -> None:
+        message = encode(Finish(transfer_id))
+        if error := self._do(peer, transfer_id, lambda reach: peer.ask(message, self.timeout), finished=True):
+            self._tell(peer, Finish(transfer_id, error))
+
+    def _tell(self, peer: Peer, finish: Finish) -> None:
+        peer.attempt(lambda reach: peer.ask(encode(finish), self.timeout))
+
+    def _do(
         self,
         peer: Peer,
         transfer_id: str,
-        piece: Piece,
-        layer: int,
-        local: list[int],
-        remote: list[int],
-        mark: Any,
-    ) -> None:
-        if self.transfers.enter(transfer_id, peer.id):
-            return
+        work: Callable[[Reach], object],
+        piece: Piece | None = None,
+        arrived: Sequence[tuple[int, list[int]]] = (),
+        finished: bool = False,
+    ) -> str:
+        """Do some of a transfer; nothing, if it has ended or the peer cannot be reached.
 
-        def push(reach: Reach) -> None:
-            request = Push(transfer_id, layer, piece.remote_head, piece.num_heads, remote)
-            peer.ask(encode(request), self.timeout)
-            peer.send(encode(Pushed()), reach.write(piece, layer, local, remote, mark))
+        Args:
+            arrived: layers, and the blocks that are moved in each, of `piece`.
+            finished: nothing else is to be done with this peer.
 
-        error = "the thread that writes has failed"
-        try:
-            error = peer.attempt(push)
-        finally:
-            num_bytes = 0 if error else len(local) * self._bytes_of(piece)
-            if failed := self.transfers.leave(transfer_id, peer.id, num_bytes=num_bytes, error=error):
-                self._abandon(transfer_id, failed)
+        Returns:
+            Why it could not be done.
+        """
+        if not (error := peer.ready()) and (refused := self.transfers.enter(transfer_id, peer.id)):
+            return refused
+        if not error:
+            failed = "the thread that moves blocks has met an error, which stands in the log"
+            try:
+                failed = error = peer.attempt(work)
+            finally:
+                moved = [] if failed else arrived
+                num_bytes = sum(len(blocks) * self._bytes_of(piece) for _, blocks in moved if piece)
+                self.transfers.leave(transfer_id, peer.id, moved, num_bytes, failed, finished)
+        if error:
+            self._abandon(transfer_id, error)
+        return error
 
-    def _finish(self, peer: Peer, transfer_id: str) -> None:
-        if error := self.transfers.enter(transfer_id, peer.id):
-            self._tell(peer, Finish(transfer_id, error))
-            return
-        error = "the thread that writes has failed"
-        try:
-            error = self._tell(peer, Finish(transfer_id))
-        finally:
-            self.transfers.leave(transfer_id, peer.id, error=error, finished=True)
-
-    def _tell(self, peer: Peer, finish: Finish) -> str:
-        return peer.attempt(lambda reach: peer.ask(encode(finish), self.timeout))
+    def _bytes_of(self, piece: Piece) -> int:
+        return self.layout.block_bytes * piece.num_heads // len(self.layout.heads)
 
     # -------------------------------------------------------------- the end that is asked
 
     def _serve(self, connection: Connection) -> None:
         """Answer a peer's requests until it leaves."""
-        theirs = msgspec.msgpack.decode(connection.receive(self.timeout), type=Hello)
-        self.layout.check_fits(theirs.layout)
-        connection.send(encode(Hello(self.id, self.layout, self._memory)))
-        allowed: Push | None = None  # what the peer may be writing just now
-        try:
-            while True:
-                request = decode_request(connection.receive())
-                if isinstance(request, Pushed):
-                    if allowed is None:
-                        raise CorruptFrame(f"{connection.peer} wrote what it was not allowed to")
-                    self._take_push(connection, theirs.id, allowed)
-                    allowed = None
-                    continue
-                if allowed:
-                    raise CorruptFrame(f"{connection.peer} asks for something else in the middle of a push")
-                try:
-                    if isinstance(request, Fetch):
-                        self.serve_fetch(connection, request)
-                        continue
-                    # The peer may be ahead of what this rank's engine says.
-                    self.transfers.is_known(request.transfer_id, min(_GRACE, self.timeout))
-                    if isinstance(request, Push):
-                        self._allow_push(theirs, request)
-                        allowed = request
-                    else:
-                        self._take_finish(theirs, request)
-                    connection.send(encode(Answer()))
-                except (Refused, ValueError) as error:
-                    connection.send(encode(Answer(str(error))))
-        finally:
-            gone = f"the peer at {connection.peer} is gone"
-            if allowed:
-                self.transfers.leave(allowed.transfer_id, theirs.id, error=gone)
-            self.transfers.fail_all(gone, writer=theirs.id)
-
-    def _allow_push(self, theirs: Hello, push: Push) -> None:
-        piece = common_piece(self.layout, theirs.layout)
-        if piece is None or (push.head, push.num_heads) != (piece.local_head, piece.num_heads):
-            raise Refused(f"heads {push.head} + {push.num_heads} are not what these two ranks have in common")
-        if error := self.transfers.enter(push.transfer_id, theirs.id, push.layer, push.block_ids):
-            raise Refused(error)
-
-    def _take_push(self, connection: Connection, peer_id: str, push: Push) -> None:
-        if connection.payload_bytes:
-            self.receive_blocks(connection, push)
-        elif not self._memory:
-            raise CorruptFrame(f"{connection.peer} says that it wrote into memory that it cannot reach")
-        num_bytes = len(push.block_ids) * self.layout.block_bytes * push.num_heads // len(self.layout.heads)
-        self.transfers.leave(push.transfer_id, peer_id, [(push.layer, push.block_ids)], num_bytes)
-
-    def _take_finish(self, theirs: Hello, finish: Finish) -> None:
-        error = self.transfers.enter(finish.transfer_id, theirs.id)
-        if not error:
-            failure = finish.error and f"the peer has given up: {finish.error}"
-            error = self.transfers.leave(finish.transfer_id, theirs.id, error=failure, finished=True)
-        if error and not finish.error:
-            raise Refused(error)
+        hello = understand(connection, connection.receive(self.timeout), decode_hello)
+        connection.send(encode(Hello(self.id, self.layout, self.memory)))
+        Visit(self, connection, hello).serve()
 
 
 def _check_caches(layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
@@ -445,12 +420,9 @@ def _check_caches(layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
             )
 
 
-def _check_host(host: str) -> None:
+def is_address(host: str, kind: str) -> bool:
+    """Whether a host is given by its number, and that is "loopback" or "unspecified"; "localhost" is on loopback, too."""
     try:
-        if not host or ipaddress.ip_address(host).is_unspecified:
-            raise ValueError(
-                f"kv_ip={host!r} is no address that a peer can connect to: name one of this machine"
-            )
-    except ValueError as error:
-        if "kv_ip" in str(error):
-            raise
+        return getattr(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host), f"is_{kind}")
+    except ValueError:
+        return False  # a name
