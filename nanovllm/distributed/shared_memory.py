@@ -112,6 +112,7 @@ class Segment:
         handle: which segment.
         member: which of its members this process is.
         descriptor: its open file, if this process has just made it.
+        is_lazy: take memory page by page, as they are first touched; else all of it now.
 
     Attributes:
         payload: offset of the data in bytes; the members' lines come before it.
@@ -121,13 +122,15 @@ class Segment:
         OSError: it cannot be mapped: its creator is gone, or lives on another machine; or somebody else is this member.
     """
 
-    def __init__(self, handle: SegmentHandle, member: int, descriptor: int | None = None) -> None:
+    def __init__(
+        self, handle: SegmentHandle, member: int, descriptor: int | None = None, is_lazy: bool = False
+    ) -> None:
         if not 0 <= member < handle.num_members:
             raise ValueError(f"member {member} of a segment that has {handle.num_members}")
         self.handle, self.member = handle, member
         self._descriptor = _open(handle) if descriptor is None else descriptor
         # All pages at once: touched one by one in the middle of a message, each would cost a fault.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        flags = mmap.MAP_SHARED | (0 if is_lazy else getattr(mmap, "MAP_POPULATE", 0))
         try:
             # The kernel takes this lock away when the process dies: that is how the others can know.
             _lock(self._descriptor, member)
@@ -147,7 +150,7 @@ class Segment:
         self._words[member * _WORDS + _PROCESS] = os.getpid()
 
     @classmethod
-    def create(cls, num_members: int, payload_bytes: int, member: int = 0) -> Segment:
+    def create(cls, num_members: int, payload_bytes: int, member: int = 0, is_lazy: bool = False) -> Segment:
         """A new segment of zeros.
 
         Raises:
@@ -161,16 +164,14 @@ class Segment:
             descriptor, path = tempfile.mkstemp(prefix="nanovllm-")
         try:
             os.ftruncate(descriptor, num_bytes)
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(
-                    descriptor, 0, num_bytes
-                )  # else a lack of memory would be a bus error, later
+            if hasattr(os, "posix_fallocate") and not is_lazy:  # then a lack of memory is a bus error, later
+                os.posix_fallocate(descriptor, 0, num_bytes)
             os.pwrite(descriptor, token, _TOKEN)
         except OSError:
             os.close(descriptor)
             _unlink(path)
             raise
-        return cls(SegmentHandle(path, num_members, num_bytes, token), member, descriptor)
+        return cls(SegmentHandle(path, num_members, num_bytes, token), member, descriptor, is_lazy)
 
     def count(self, member: int) -> int:
         """A member's counter, modulo 2**32."""

@@ -277,11 +277,11 @@ class LocalTransport(Transport):
 
     @classmethod
     def empty_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Zeros; in host memory, they are in a segment that others can map."""
+        """Zeros; in host memory, they are in a segment that others can map. It takes memory only as it fills, see `device.zeros`."""
         if torch.device(device).type != "cpu":
             return Transport.empty_cache(shape, dtype, device)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        segment = Segment.create(1, num_bytes)
+        segment = Segment.create(1, num_bytes, is_lazy=True)
         data = (ctypes.c_char * num_bytes).from_buffer(segment._map, segment.payload)
         data.segment = segment  # type: ignore[attr-defined]  # which lives as long as the tensor
         tensor = torch.frombuffer(data, dtype=dtype).view(tuple(shape))
@@ -293,6 +293,7 @@ class LocalTransport(Transport):
         self._addresses = {layer: tensor.data_ptr() for layer, tensor in self.kv_caches.items()}
         if self._rows.device.type == "cuda":
             self._share_memory = False
+        _copy_function()  # compiled now, not while the first request waits
 
     def describe_memory(self) -> bytes:
         """The segments of all layers; nothing, if a layer has none."""
@@ -358,9 +359,7 @@ def _map_all(places: list[_Place], layout: KVLayout) -> tuple[list[mmap.mmap], d
             size = min(os.fstat(descriptor).st_size, place.num_bytes)
             if place.offset < 0 or place.offset + needed > size or len(place.token) != 16:
                 raise ValueError(f"the segment of layer {layer} has {size} bytes: too few for the cache")
-            maps.append(
-                mmap.mmap(descriptor, place.num_bytes, mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-            )
+            maps.append(mmap.mmap(descriptor, place.num_bytes, mmap.MAP_SHARED))
         finally:
             os.close(descriptor)
         bases[layer] = ctypes.addressof(ctypes.c_char.from_buffer(maps[-1], place.offset))
