@@ -1,13 +1,14 @@
 """A runner without a model: its KV cache holds, for each slot, the hash of the prefix that ends there.
 
-So it knows at every step whether each token that attention would read is the right one, whoever wrote it, and what it samples
-depends on the whole prefix: any mistake of scheduler, block tables, prefix cache or swapping either fails here or
-changes the output.
+So it knows at every step whether each token that attention would read is the right one, whoever wrote it (a step, a copy from
+host memory, another engine), and what it samples depends on the whole prefix: any mistake of scheduler, block tables, prefix
+cache, swapping or transfers either fails here or changes the output.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from functools import lru_cache
 
 from nanovllm.scheduler import SampledToken, Schedule, StepResult
@@ -80,6 +81,25 @@ class ContentRunner:
                 self.sampled[scheduled.request_id] = next_token(tokens)
                 result.sampled[scheduled.request_id] = SampledToken(next_token(tokens))
         return result
+
+    def receive(
+        self,
+        table: list[int],
+        positions: range,
+        token_ids: list[int],
+        salt: str | None,
+        spoiled: Collection[int] = (),
+    ) -> None:
+        """Content from elsewhere comes into a request's blocks, and garbage into those that are spoiled."""
+        for position in positions:
+            block, offset = table[position // self.block_size], position % self.block_size
+            whole = content(tuple(token_ids[: position + 1]), salt)
+            self.device[block, offset] = b"garbage" if block in spoiled else whole
+
+    def look(self, table: list[int], num_tokens: int) -> list[bytes | None]:
+        """What somebody elsewhere would read in these blocks."""
+        size = self.block_size
+        return [self.device.get((table[i // size], i % size)) for i in range(num_tokens)]
 
     def _content(self, request_id: str, position: int) -> bytes:
         return content(tuple(self.tokens[request_id][: position + 1]), self.salts[request_id])

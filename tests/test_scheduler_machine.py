@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         config.settle(40, num_blocks)
         self.config = config
         self.manager = KVCacheManager(num_blocks, block_size, caching, host_blocks)
-        self.scheduler = Scheduler(config, self.manager)
+        self.scheduler = self.make_scheduler()
         self.salts: dict[str, str | None] = {}
         self.runner = ContentRunner(block_size, self.salts)
         self.sources: dict[str, EngineRequest] = {}
@@ -129,6 +129,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         # So many steps are under way when the next one is scheduled: those of the other stages, or one ahead.
         self.ahead = stages - 1 or int(overlap)
         self.under_way: deque[tuple[Schedule, StepResult]] = deque()
+
+    def make_scheduler(self) -> Scheduler:
+        """The one to be examined, with these settings."""
+        return Scheduler(self.config, self.manager)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),

@@ -186,6 +186,7 @@ class ConsumerSide:
         )
 
     def hear(self, producer: Producer, message: Any) -> None:
+        """Take in what a producer says; None: it is lost."""
         own = [fetch for fetch in self.fetches.values() if fetch.producer is producer]
         if message is None:
             for fetch in own:
