@@ -66,6 +66,7 @@ class AsyncEngine:
         limits: what the engine can take.
         stats: where it stood after its latest step.
         error: why it ended; None while it lives.
+        died: set when it has ended without having been told to.
         observer: who is told what happens.
         broadcasts: those who look on, of each of the engines that data parallelism has.
     """
@@ -80,6 +81,7 @@ class AsyncEngine:
         self._show_text = show_text
         self.stats = EngineStats()
         self.error: str | None = None
+        self.died = asyncio.Event()
         self.observer = EngineObserver()
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
@@ -365,6 +367,7 @@ class AsyncEngine:
         logger.error(self.error)
         self._end_broadcasts()
         self._fail_all(self.error)
+        self.died.set()
 
     def _fail_all(self, reason: str) -> None:
         for stream in self._streams.values():

@@ -13,10 +13,16 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
 from nanovllm.config import COURSE_MODEL, EngineConfig
+
+if TYPE_CHECKING:
+    from nanovllm.async_engine import AsyncEngine
+
+# For those who still wait for an answer when the engine dies.
+LAST_ANSWER_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exit-with-stdin",
         action="store_true",
-        help="end at once when standard input is closed, as by the end of the process that has started this one",
+        help="end at once when standard input is closed, as by the end of the process that has started this one, and when the "
+        "engine is dead (else the server answers 503 until it is ended)",
     )
     group = parser.add_argument_group(
         "prefill and decode", "start several servers on this machine, each for one of the two, and a router"
@@ -267,8 +274,20 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
         asyncio.to_thread(importlib.import_module, "transformers.utils.chat_template_utils"),
         AsyncEngine.start(config, arguments.show_text),
     )
+    # Who has started this server starts another one in its place; it would answer 503 for ever.
+    ending = asyncio.create_task(_end_with(engine)) if arguments.exit_with_stdin else None
     name = config.served_model_name or config.model
-    await server.run_server(engine, listener, name, arguments.api_key, arguments.shutdown_timeout)
+    try:
+        await server.run_server(engine, listener, name, arguments.api_key, arguments.shutdown_timeout)
+    finally:
+        if ending is not None:
+            ending.cancel()
+
+
+async def _end_with(engine: AsyncEngine) -> None:
+    await engine.died.wait()
+    await asyncio.sleep(LAST_ANSWER_SECONDS)
+    os._exit(1)
 
 
 def _port(text: str) -> int:
