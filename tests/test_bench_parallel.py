@@ -17,6 +17,7 @@ import torch
 from nanovllm.bench.machine import Noise
 from nanovllm.bench.parallel import all_reduce, command, engines, pipeline, shuffle
 from nanovllm.bench.parallel.findings import Finding, Found, Part, Report, in_turn, slowest
+from nanovllm.bench.parts import part_names
 from nanovllm.bench.ranks import RankFailed, run_alone, run_ranks
 from nanovllm.bench.report import Context, Table
 from nanovllm.cli import main
@@ -147,8 +148,8 @@ def test_executors_are_compared_in_pairs() -> None:
 def test_small_things() -> None:
     assert in_turn(("a", "b"), 0) == ["a", "b"] and in_turn(("a", "b"), 1) == ["b", "a"]
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
-    assert command.part_names(["weights, orders", "weights"]) == ["orders", "weights"]
-    assert command.part_names(None) == list(command.PARTS)
+    assert part_names(["weights, orders", "weights"], command.PARTS) == ["orders", "weights"]
+    assert part_names(None, command.PARTS) == list(command.PARTS)
     assert Finding.near("x", 51.1, " %", 50.0, 0.02).reached is False
     assert Finding.near("x", 50.9, " %", 50.0, 0.02).reached is True
     assert Finding.near("x", 7.0, "", 7.0, 0).reached is True
@@ -164,7 +165,7 @@ def report(dry_run: bool = False) -> Report:
         Part("orders", "orders to the ranks", 3.0, Noise(0.01, 0.5, 1.0), found),
         Part("weights", "weights of a rank", 1.0, Noise(0, 0, 1), failure="Traceback\nOSError: no disk\n"),
     ]
-    return Report(Context.now("nanovllm bench parallel", "m", "auto", 2, 4.0), parts, dry_run)
+    return Report(Context.now("nanovllm bench parallel", "m", "auto", 2, 4.0), parts, dry_run, command.TITLE)
 
 
 def test_a_goal_that_is_missed_is_a_result_and_a_part_that_failed_is_none() -> None:

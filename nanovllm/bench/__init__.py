@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib
 import os
 import pathlib
 import shlex
@@ -36,13 +37,13 @@ DEFAULT_PAIRS, DEFAULT_STREAMS, DEFAULT_WINDOW = 100, 16, 1.0
 _CUSTOM = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
 #: Options of some benchmarks only.
 _OWNERS = {
-    "dry_run": ("gpu", "parallel"),
+    "dry_run": ("gpu", "parallel", "kv"),
     "minutes": ("gpu",),
-    "part": ("parallel",),
+    "part": ("parallel", "kv"),
     **dict.fromkeys(("pairs", "streams", "window"), ("watch",)),
 }
-#: What `bench parallel` lets one choose of the engine.
-_PARALLEL_SETTINGS = ("model", "revision", "dtype", "seed")
+#: What benchmarks that have parts let one choose of the engine.
+_PARTS_SETTINGS = ("model", "revision", "dtype", "seed")
 
 
 class BenchError(ValueError):
@@ -53,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the flags of `bench`."""
     parser.add_argument(
         "benchmark",
-        choices=["latency", "throughput", "serve", "all", "watch", "parallel", "gpu"],
+        choices=["latency", "throughput", "serve", "all", "watch", "parallel", "kv", "gpu"],
         help="what to measure; watch: what it costs nanovllm's server that somebody reads its /trace; parallel: what it "
-        "costs that several processes compute together; gpu: prove and measure everything that an NVIDIA GPU is needed for",
+        "costs that several processes compute together; kv: what it costs, and gains, that KV is moved and kept; gpu: prove and measure everything that an NVIDIA GPU is needed for",
     )
     group = parser.add_argument_group("benchmark")
     group.add_argument(
@@ -110,13 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_const",
         const=True,
-        help="gpu: the same code on the CPU, with tiny sizes; no measurement; parallel: tiny sizes, likewise",
+        help="gpu: the same code on the CPU, with tiny sizes; no measurement; parallel, kv: tiny sizes, likewise",
     )
     group.add_argument(
         "--part",
         action="append",
         metavar="NAMES",
-        help="parallel: some of orders, executor, all-reduce, pipeline, experts, weights, throughput (default: all)",
+        help="parallel: some of orders, executor, all-reduce, pipeline, experts, weights, throughput; kv: some of transport, "
+        "router, latency, first-token, tiers (default: all)",
     )
     group.add_argument("--minutes", type=float, metavar="M", help="gpu: how long it may take (default: 9)")
     group.add_argument("--json", metavar="FILE", help="write every run to this file")
@@ -128,7 +130,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and report; returns the exit code: 2 for a bad command line, 1 if an engine failed."""
     from nanovllm.models.config import UnsupportedModelError
 
-    others = {"gpu": _measure_gpu, "parallel": _measure_parallel, "watch": _measure_watched}
+    others = {
+        "gpu": _measure_gpu,
+        "parallel": _measure_parts,
+        "kv": _measure_parts,
+        "watch": _measure_watched,
+    }
     measure = others.get(arguments.benchmark, _measure)
     try:
         for name, owners in _OWNERS.items():
@@ -180,32 +187,33 @@ def _measure_watched(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure_parallel(arguments: argparse.Namespace) -> int:
+def _measure_parts(arguments: argparse.Namespace) -> int:
     for name in ("engine", "vllm_python", "workload", *_CUSTOM):
         if getattr(arguments, name) is not None:
             _refuse(arguments, name, "it has workloads of its own; --part chooses among them")
     config = EngineConfig.from_arguments(arguments)
-    if config != EngineConfig(**{name: getattr(arguments, name) for name in _PARALLEL_SETTINGS}):
-        free = ", ".join(f"--{name}" for name in _PARALLEL_SETTINGS)
+    if config != EngineConfig(**{name: getattr(arguments, name) for name in _PARTS_SETTINGS}):
+        free = ", ".join(f"--{name}" for name in _PARTS_SETTINGS)
         raise BenchError(
-            f"`bench parallel` chooses the engine's settings itself, except {free}: leave the others out"
+            f"`bench {arguments.benchmark}` chooses the engine's settings itself, except {free}: leave the others out"
         )
     num_threads = _check(arguments, ["nanovllm"], [])
     from nanovllm.bench import report
-    from nanovllm.bench.parallel import command
     from nanovllm.bench.parallel.findings import Report
+    from nanovllm.bench.parts import part_names, run_parts
 
+    command = importlib.import_module(f"nanovllm.bench.{arguments.benchmark}.command")
     try:
-        names = command.part_names(arguments.part)
+        chosen = {name: command.PARTS[name] for name in part_names(arguments.part, command.PARTS)}
     except ValueError as error:
         raise BenchError(str(error)) from error
     start = time.perf_counter()
     with _ending_engines():
-        parts = command.run_parts(names, config, num_threads, arguments.repeats, bool(arguments.dry_run))
+        parts = run_parts(chosen, config, num_threads, arguments.repeats, bool(arguments.dry_run))
     seconds = time.perf_counter() - start
     model = "a tiny one" if arguments.dry_run else config.model
     context = report.Context.now(_command_line(), model, config.dtype, num_threads, seconds)
-    found = Report(context, parts, bool(arguments.dry_run))
+    found = Report(context, parts, bool(arguments.dry_run), command.TITLE)
     report.show(found.tables(), found.lines(), _console())
     _write(arguments, found.as_json(), report.document(context.command, [found.lines()], found.tables()))
     return int(found.failed)

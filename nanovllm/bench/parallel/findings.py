@@ -39,6 +39,11 @@ class Finding:
         return cls(figure, measured, unit, f"≥ {number(goal)}{unit}", measured >= goal)
 
     @classmethod
+    def at_most(cls, figure: str, measured: float, unit: str, goal: float) -> Finding:
+        """A figure that must not exceed the goal."""
+        return cls(figure, measured, unit, f"≤ {number(goal)}{unit}", measured <= goal)
+
+    @classmethod
     def near(cls, figure: str, measured: float, unit: str, goal: float, tolerance: float) -> Finding:
         """A figure that must not be further from the goal than this share of it."""
         words = (
@@ -79,6 +84,7 @@ class Report:
     context: Context
     parts: list[Part]
     dry_run: bool
+    title: str
 
     def __post_init__(self) -> None:
         if self.dry_run:  # nothing can be reached
@@ -104,9 +110,7 @@ class Report:
             + [f"{100 * share:.0f}" for share in (p.noise.steal, p.noise.others)]
             for p in self.parts
         ]
-        found = [
-            Table("What parallelism costs", ["figure", "measured", "goal", "reached"], goals, num_labels=1)
-        ]
+        found = [Table(self.title, ["figure", "measured", "goal", "reached"], goals, num_labels=1)]
         found += [table for part in self.parts for table in part.found.tables]
         found.append(Table("Parts", ["part", "failure", "s", "steal %", "others %"], parts, num_labels=2))
         return [table for table in found if table.rows]
