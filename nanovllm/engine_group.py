@@ -213,8 +213,13 @@ class DataParallelCore:
     # ---------------------------------------------------------------- reports
 
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
-        refused = [EngineOutput(key, finish_reason="abort") for key in report.refused]
-        for request_id, reason in report.refused.items():  # its id was in use a moment ago
+        refused = [
+            EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()
+        ]
+        for (
+            request_id,
+            reason,
+        ) in report.refused.items():  # its id was in use, or its kv_transfer_params make no sense
             logger.error("%s has refused request %s: %s", rank.name, request_id, reason)
         # What comes of requests that were aborted meanwhile is passed over.
         news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm import LLM, SamplingParams
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 
@@ -316,3 +317,26 @@ def test_ranks(
     assert run(fleet, way, batch) == expected[3:7]
     stats = fleet.engines[1].stats
     assert stats.num_external_hit_tokens == stats.num_external_queried_tokens - 4 > 0
+
+
+def test_offline(checkpoint: str) -> None:
+    """Without a server: the producer's answer says where the KV is, and a thread gives it away when nobody steps any more."""
+    options = {"dtype": "float32", "num_kv_blocks": 64, "block_size": 8, "max_model_len": 120}
+    producer, consumer = (LLM(checkpoint, kv_role=role, **options) for role in ("producer", "consumer"))
+    prompt = [5 + i * 7 % 300 for i in range(43)]
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    asked = {"prompt_token_ids": prompt, "kv_transfer_params": {"do_remote_decode": True}}
+    (held,) = producer.generate(asked, first, use_tqdm=False)
+    assert held.kv_transfer_params is not None
+    given = {"prompt_token_ids": prompt, "kv_transfer_params": held.kv_transfer_params}
+    (output,) = consumer.generate(given, first.clone(max_tokens=14), use_tqdm=False)
+    assert output.num_cached_tokens == len(prompt) - 1
+    assert output.outputs[0].token_ids == reference_tokens(checkpoint, prompt, 14)
+    # The lease has ended; what is said of it now is worth nothing, and the prompt is computed.
+    consumer.reset_prefix_cache()
+    (output,) = consumer.generate(given, first.clone(max_tokens=14), use_tqdm=False)
+    assert output.num_cached_tokens == 0 and output.outputs[0].token_ids == reference_tokens(
+        checkpoint, prompt, 14
+    )
+    for llm in (producer, consumer):
+        llm.engine.core.close()

@@ -323,7 +323,7 @@ def test_lease_has_ended(policy: str, engines: Any, expected: list[int]) -> None
 
 
 def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any) -> None:
-    """However slow it is: as long as it is there, its lease does not end."""
+    """Its lease does not end with the time in which somebody has to claim it."""
     producer, consumer = engines("kv_producer", settings={"lease_seconds": 0.2}), engines("kv_consumer")
     fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
@@ -334,6 +334,19 @@ def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any
     assert producer.stats.num_held_requests == 1
     opened.open()
     assert fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    fleet.settle()
+
+
+def test_reader_stops(engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has claimed blocks, is there, and does not read: they are given up, and what it reads later counts for nothing."""
+    monkeypatch.setattr(control, "CLAIM_SECONDS", 0.2)
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
+    ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
+    fleet.run_until(opened.entered.is_set)
+    fleet.run_until(lambda: producer.stats.num_held_requests == 0)
+    opened.open()
+    assert fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == 0
     fleet.settle()
 
 

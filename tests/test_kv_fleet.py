@@ -113,6 +113,13 @@ def test_answers_say_where_the_kv_is(path: str, body: dict[str, Any], fleet: KVF
     wait_until(fleet.all_blocks_are_back, 60, "all blocks are back")
 
 
+def test_the_routers_page_leads_to_those_of_the_servers(fleet: KVFleet) -> None:
+    page = fleet.get("/").text
+    for name in fleet.names:
+        assert f'<a href="{fleet.server_url(name)}/">' in page
+        assert "text/html" in fleet.get(f"{fleet.server_url(name)}/").headers["content-type"]
+
+
 def test_what_is_said_of_kv_has_to_fit(fleet: KVFleet, server: ServerProcess) -> None:
     refused = server.post("/v1/completions", {"prompt": "a"} | HOLD)
     assert refused.status_code == 400 and "--kv-role" in refused.json()["error"]["message"]
@@ -123,6 +130,7 @@ def test_what_is_said_of_kv_has_to_fit(fleet: KVFleet, server: ServerProcess) ->
         assert refused.status_code == 400 and "one prompt and n = 1" in refused.json()["error"]["message"]
     wrong_role = server.post(fleet.server_url("decode 0") + "/v1/completions", {"prompt": "a"} | HOLD)
     assert wrong_role.status_code == 400 and "--kv-role producer" in wrong_role.json()["error"]["message"]
+    assert "Traceback" not in fleet.text, "what is refused is no bug"
 
 
 def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:

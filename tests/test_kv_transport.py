@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -533,6 +534,20 @@ def test_a_peer_that_is_silent(engines, kind):
     target.all("read", "again", source.addresses, LOCAL, REMOTE)
     assert ended_well(target.all("wait"))
     assert right(target, SOURCE, list(zip(REMOTE, LOCAL, strict=True)))
+
+
+def test_a_writer_stops_before_it_sends(monkeypatch):
+    """Blocks that come by the connection alone are not waited for without end: nobody else can write them."""
+    source, target = two_ranks("tcp", layouts()[0], layouts()[0], timeout=1.0)
+    opened = threading.Event()
+    monkeypatch.setattr(source.transport._rows, "outgoing", lambda *arguments: opened.wait(60) and [])
+    target.transport.expect("push", [source.transport.address], [1, 2], timeout=60.0)
+    source.transport.write("push", [target.transport.address], 0, [3, 4], [1, 2])
+    end = only(target.wait())
+    assert "gone" in end.error and end.invalid_block_ids == {1, 2}
+    opened.set()
+    source.transport.cancel("push")
+    close(source, target)
 
 
 def flip(position: int) -> Callable[[int, bytes], bytes]:

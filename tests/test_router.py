@@ -77,6 +77,7 @@ class FakeServer:
         self.kv: Any = {"engines": [{"kv_role": kv_role, "kv_host": "127.0.0.1", "kv_port": kv_port}]}
         if kv_role is None:
             self.kv = {"engines": []}
+        self.kv_status = 200
         self.seen: list[Exchange] = []
         self.health: Behaviour = lambda exchange: exchange.answer(b"")
         self.port = 0
@@ -121,7 +122,7 @@ class FakeServer:
         if path == "/health":
             await self.health(exchange)
         elif path == "/kv_transfer":
-            await exchange.answer(json.dumps(self.kv).encode(), 200 if self.kv else 404)
+            await exchange.answer(json.dumps(self.kv).encode(), self.kv_status if self.kv else 404)
         else:
             self.seen.append(exchange)
             await self.act(exchange)
@@ -549,7 +550,7 @@ async def test_other_routes() -> None:
         assert (await get("/v1/completions")).status_code == 405
         too_large = await post("/v1/completions", content=b" " * (11 * 2**20))
         assert too_large.status_code == 413
-        metrics = await fleet.metrics()
+        metrics, text = await fleet.metrics(), (await get("/metrics")).text
     assert [e.path for e in fleet.decode[0].seen] == [
         "/v1/models",
         "/v1/models/a/b",
@@ -558,6 +559,7 @@ async def test_other_routes() -> None:
     ]
     assert fleet.decode[0].seen[2].body == b"{bad" and not fleet.prefill[0].seen
     assert metrics["worker_health"] == 2 and metrics["requests_total"] == 4
+    assert "a/b" not in text, "clients could make up names without end"
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff", b'"x"', b"[" * 5000, b'{"prompt": NaN}', b"{}"])
@@ -566,6 +568,23 @@ async def test_a_body_that_is_none_is_left_to_a_server(body: bytes) -> None:
     async with fleet_of([producer(refusal)], [consumer(refusal)], policy="prefix_aware") as fleet:
         assert (await fleet.client.post("/v1/completions", content=body)).text == '{"error": "what?"}'
     assert not fleet.prefill[0].seen and fleet.decode[0].seen[0].body == body
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
+async def test_clients_do_not_say_where_kv_comes_from_however_they_write_it(encoding: str) -> None:
+    body = '{"prompt": "a", "user": NaN, "kv_transfer_params": {"do_remote_prefill": true}}'
+    async with fleet_of([producer()], [consumer()]) as fleet:
+        response = await fleet.client.post("/v1/completions", content=body.encode(encoding))
+    assert response.status_code == 400 and "must be left out" in response.json()["error"]["message"]
+    assert not fleet.prefill[0].seen and not fleet.decode[0].seen
+
+
+async def test_a_server_that_wants_a_key() -> None:
+    server = producer()
+    server.kv_status = 401
+    async with fleet_of([server], [consumer()], kv_load_failure_policy="fail") as fleet:
+        message = (await fleet.complete()).json()["error"]["message"]
+    assert "answers 401 to GET /kv_transfer: name its key with --api-key" in message
 
 
 async def test_the_router_shows_its_own_key_only_on_its_own_behalf() -> None:

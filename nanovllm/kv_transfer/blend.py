@@ -10,6 +10,8 @@ question come in any order, behind anything. Their keys and values are wrong the
 
 What comes out is an approximation. From the first reused token on, no block may be found as the prefix that it is not: whoever
 keeps a prefix cache has to see to that.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations

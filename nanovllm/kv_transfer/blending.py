@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanovllm.scheduler import Schedule, ScheduledRequest
 
 RATIO = 0.15
+SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError(
                 "kv_connector blend cannot move latent keys: use another connector for this model"
             )
+        kv_transfer.check_extra(*SETTINGS)
         ratio, check = (
             kv_transfer.extra("blend_recompute_ratio", RATIO),
             kv_transfer.extra("blend_check_layer", 1),
@@ -126,8 +128,9 @@ class BlendScheduler(KVConnectorScheduler):
         self._jobs: deque[BlendJob] = deque()
 
     def _separator(self, text: str) -> list[int]:
-        folder = self.config.tokenizer or self.config.model
-        tokenizer = Tokenizer.from_pretrained(resolve_model(folder))
+        given = self.config.tokenizer
+        folder = resolve_model(given) if given else resolve_model(self.config.model, self.config.revision)
+        tokenizer = Tokenizer.from_pretrained(folder)
         if not (ids := tokenizer.encode(text, add_special_tokens=False)):
             raise ValueError(
                 "blend_special_str is what stands between the parts of a prompt; it must not be empty"

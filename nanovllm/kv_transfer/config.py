@@ -74,6 +74,17 @@ class KVTransferConfig:
             )
         return value
 
+    def check_extra(self, *known: str) -> None:
+        """Refuse settings of the connector's own that it does not know.
+
+        Raises:
+            ValueError: there is one; the message tells the known ones.
+        """
+        if unknown := sorted(self.kv_connector_extra_config.keys() - set(known)):
+            raise ValueError(
+                f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {', '.join(known)}"
+            )
+
     @classmethod
     def values_from_json(cls, text: str) -> dict[str, Any]:
         """Settings as they stand on a command line, by name.

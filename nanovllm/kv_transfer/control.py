@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 PURPOSE = "kv-control"
 # Who does not take a control message for so long is lost: an engine's thread sends them between two steps.
 PATIENCE = 2.0
+# Who has claimed blocks, and has not read them after so long, has stopped without losing its connection. Should it go on, it is
+# told that what it has read is worth nothing.
+CLAIM_SECONDS = 300.0
 
 
 class Introduction(msgspec.Struct, tag="introduction"):
@@ -158,7 +161,7 @@ class Leases:
     """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
 
     One that nobody claims ends at its deadline; one that is claimed ends when all who have claimed it have released it or are
-    gone. Threads of readers and the scheduler's all use this book.
+    gone, or `CLAIM_SECONDS` after the last claim. Threads of readers and the scheduler's all use this book.
     """
 
     def __init__(self) -> None:
@@ -174,13 +177,13 @@ class Leases:
     def grant_to(self, request_id: str, reader: Connection) -> None:
         """Hold a request's blocks for this reader, which has asked for them."""
         with self._lock:
-            self._leases[request_id] = _Lease(float("inf"), b"", {reader: 1})
+            self._leases[request_id] = _Lease(time.monotonic() + CLAIM_SECONDS, b"", {reader: 1})
 
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
         """Somebody is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
             if (lease := self._leases.get(request_id)) is not None and lease.seal == seal:
-                lease.deadline = float("inf")
+                lease.deadline = time.monotonic() + CLAIM_SECONDS
                 lease.claims[reader] = lease.claims.get(reader, 0) + 1
 
     def release(self, request_id: str, reader: Connection) -> bool:

@@ -57,6 +57,7 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         ranks: Sequence[Any],
     ) -> None:
         super().__init__(config, kv_transfer, {"kv_connector": kv_transfer.kv_connector, **identity}, ranks)
+        kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
         self._mailbox, self._books = Mailbox(), Books()
         introduction = Introduction(kv_transfer.engine_id, self.ranks)
         arguments = config, kv_transfer, self.identity, introduction, self._mailbox, self._books

@@ -3,6 +3,8 @@
 One file a block. It appears whole or not at all, since it is written under another name first; what a crash or a bad disk makes
 of it is found by its checksum. A folder on a disk is a pool for this machine's engines, past and future; one on a network file
 system whose locks work, for several machines'; one on /dev/shm is shared memory.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import errno
 import fcntl
 import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +40,7 @@ class FolderStore(KVStore):
         num_bytes: the files together never have more, half-written ones included.
 
     Raises:
-        ValueError: the folder cannot be used; the message says why.
+        ValueError: the folder cannot be used, or other users could put blocks there; the message says why.
     """
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
@@ -47,7 +50,14 @@ class FolderStore(KVStore):
         self._lock = threading.Lock()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._books = os.open(self.path / ".size", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            status = self.path.stat()
+            if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+                raise ValueError(
+                    f"other users may write to the folder {self.path}, so what is there may be anybody's: name one that is "
+                    f"not there yet, or one of your own (chmod 700)"
+                )
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self._books = os.open(self.path / ".size", flags, 0o600)
             with self._alone():
                 self._set_size(self._sweep(0))
         except OSError as error:

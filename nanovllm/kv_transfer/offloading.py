@@ -6,6 +6,8 @@ away before it can be overwritten, a block that is still in the pool of one engi
 nothing. What is saved in vain is written behind the engine's back.
 
 A block that is wanted and not there, or not whole, is no error: it is computed.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A key is made of everything that decides the bytes (model, layout, tokens: see `offloading.block_key`), so the same key always
 means the same bytes. Hence nothing is ever updated, only there or not: whoever comes second need not write, and nobody can
 read a stale block.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.course build`.
 """
 
 from __future__ import annotations

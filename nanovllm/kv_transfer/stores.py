@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +33,7 @@ def open_store(
                 "kv_offloading_size does nothing with kv_connector 'pool': leave one of them out"
             )
         return _open_pool(kv_transfer, entry_bytes, shared_only)
-    _check_names(kv_transfer, ("disk_path", "disk_gib"))
+    kv_transfer.check_extra("disk_path", "disk_gib")
     path, disk_gib = kv_transfer.extra("disk_path", ""), kv_transfer.extra("disk_gib", 16.0)
     disk = _open_folder(path, disk_gib) if path else None
     if shared_only:
@@ -57,7 +56,7 @@ def _open_folder(path: str, gib: float) -> KVStore:
 def _open_pool(kv_transfer: KVTransferConfig, entry_bytes: int, only_to_look: bool) -> KVStore:
     kind = kv_transfer.extra("store", "folder")
     if kind == "folder":
-        _check_names(kv_transfer, ("store", "path", "gib"))
+        kv_transfer.check_extra("store", "path", "gib")
         path = kv_transfer.extra("path", "")
         if not path:
             raise ValueError('a pool in a folder needs kv_connector_extra_config: {"path": "/a/folder"}')
@@ -65,7 +64,7 @@ def _open_pool(kv_transfer: KVTransferConfig, entry_bytes: int, only_to_look: bo
     if kind == "redis":
         from nanovllm.kv_transfer.redis_store import RedisStore
 
-        _check_names(kv_transfer, ("store", "url", "namespace"))
+        kv_transfer.check_extra("store", "url", "namespace")
         url = kv_transfer.extra("url", "redis://127.0.0.1:6379/0")
         return RedisStore(url, kv_transfer.extra("namespace", "nanovllm:"))
     if kind == "mooncake":
@@ -77,10 +76,3 @@ def _open_pool(kv_transfer: KVTransferConfig, entry_bytes: int, only_to_look: bo
             settings["global_segment_size"] = 0
         return MooncakeStore(entry_bytes, settings)
     raise ValueError(f"kv_connector_extra_config: store must be folder, redis or mooncake, got {kind!r}")
-
-
-def _check_names(kv_transfer: KVTransferConfig, known: Collection[str]) -> None:
-    if unknown := sorted(kv_transfer.kv_connector_extra_config.keys() - set(known)):
-        raise ValueError(
-            f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {', '.join(known)}"
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from nanovllm.kv_transfer.connection import Connection, CorruptFrame
+from nanovllm.kv_transfer.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.layout import common_piece
 from nanovllm.kv_transfer.messages import Answer, Fetch, Finish, Hello, Moved, Push, decode_request, encode
 from nanovllm.kv_transfer.peer import Refused
@@ -54,7 +54,7 @@ class Visit:
             while True:
                 if self._allowed:
                     self._transport.assist(self._connection)
-                request = understand(self._connection, self._connection.receive(), decode_request)
+                request = understand(self._connection, self._receive(), decode_request)
                 if isinstance(request, Moved):
                     self._take(request)
                     continue
@@ -69,6 +69,15 @@ class Visit:
             if self._allowed:
                 self._transfers.leave(self._allowed.transfer_id, self._theirs.id, error=gone)
             self._transfers.fail_all(gone, writer=self._theirs.id)
+
+    def _receive(self) -> bytes:
+        """What the peer says next. One that may write by itself is waited for as long as it lives, since nobody could stop it; but
+        where blocks come by this connection alone, they come in time or never."""
+        must_hurry = self._allowed is not None and not self._transport.memory
+        try:
+            return self._connection.receive(self._transport.timeout if must_hurry else None)
+        except TimeoutError as error:
+            raise PeerLost(f"{self._connection.peer} does not send what it has announced") from error
 
     def _answer(self, request: Fetch | Push | Finish) -> None:
         if isinstance(request, Fetch):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import html
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +21,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -86,6 +88,15 @@ class Call:
                 body = msgspec.json.decode(raw)
                 call.body = body if isinstance(body, dict) else {}
         return call
+
+    @property
+    def speaks_of_kv(self) -> bool:
+        """Whether it says where KV comes from or goes to, which is not for clients to say."""
+        body = self.body
+        if not body:  # the servers' parser takes more than ours: NaN, UTF-16, half of a surrogate pair
+            with contextlib.suppress(ValueError, RecursionError):
+                body = json.loads(self.raw)
+        return isinstance(body, dict) and body.get("kv_transfer_params") is not None
 
     @property
     def is_one_sequence(self) -> bool:
@@ -210,7 +221,7 @@ class RouterApp:
         arrival, route = time.monotonic(), request.url.path
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=True)
-        if call.body.get("kv_transfer_params") is not None:
+        if call.speaks_of_kv:
             message = "kv_transfer_params must be left out: the router fills it in"
             raise APIError(400, message, "kv_transfer_params")
         response = await unless_disconnected(request, self._generate(call))
@@ -343,9 +354,21 @@ class RouterApp:
 
     async def forward(self, request: Request) -> Response:
         """Whatever any server can answer."""
-        self.metrics.requests.labels(request.url.path).inc()
+        # Not what clients make up: every label is kept for ever.
+        self.metrics.requests.labels("/v1/models" if request.path_params else request.url.path).inc()
         call = await Call.from_request(request, parse=False)
         return await unless_disconnected(request, self._generate(call))
+
+    async def overview(self, request: Request) -> Response:
+        """GET /: the servers, each with a page of its own that shows it at work."""
+        servers = [*self.prefill, *self.decode]
+        lines = "".join(
+            f'<li><a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
+            for server in servers
+        )
+        return HTMLResponse(
+            f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>"
+        )
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
@@ -366,7 +389,7 @@ class RouterApp:
 
 def problems(servers: Sequence[Backend]) -> str:
     """What is wrong with servers, for a message."""
-    return "; ".join(f"{backend} {backend.problem}" for backend in servers if backend.problem)
+    return "; ".join(f"{backend} {backend.problem or 'has failed to answer this'}" for backend in servers)
 
 
 def create_app(backends: Backends, config: RouterConfig) -> Starlette:
@@ -379,6 +402,7 @@ def create_app(backends: Backends, config: RouterConfig) -> Starlette:
         Route("/v1/models/{name:path}", router.forward),
         Route("/tokenize", router.forward, methods=["POST"]),
         Route("/detokenize", router.forward, methods=["POST"]),
+        Route("/", router.overview),
         Route("/health", router.health),
         Route("/version", router.version),
         Route("/metrics", router.render_metrics),

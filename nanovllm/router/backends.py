@@ -299,6 +299,8 @@ class Backends:
         status, content = await self.fetch(backend, b"/kv_transfer")
         if status == 404:
             return ""  # vLLM's servers say nothing of it, and can do it all the same (prefill first)
+        if status in (401, 403):
+            return f"answers {status} to GET /kv_transfer: name its key with --api-key"
         try:
             engines = msgspec.json.decode(content, type=KVInformation).engines
         except msgspec.DecodeError:

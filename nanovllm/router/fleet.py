@@ -31,7 +31,8 @@ logger = logging.getLogger("nanovllm.router")
 
 READY = re.compile(r"(http://\S+)/v1, described")
 # What the router asks every second is not worth a line.
-ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP')
+# And its own invitations: clients ask the router.
+ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
 # A server that has served is started again so often in a row, after so many seconds; then all is given up.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
 # What a server gets to end in addition to the time for running requests.
@@ -161,6 +162,9 @@ class Fleet:
     async def _keep_alive(self, process: ServerProcess) -> None:
         while True:
             code = await process.wait()
+            if code == 0:
+                logger.warning("[%s] was told to end", process.name)
+                return
             for pause in RESTART_PAUSES:
                 logger.warning("[%s] has ended with exit code %d: it is started again", process.name, code)
                 await asyncio.sleep(pause)

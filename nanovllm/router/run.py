@@ -120,4 +120,5 @@ def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> st
         if (of_role := [server for server in servers if server.role == role])
     ]
     missing = "".join(f"\nStill missing: {server} {server.problem}" for server in servers if server.problem)
-    return f"\n{name} is routed at {url_of(listener)}/v1, to {' and '.join(counts)}.{missing}\n"
+    url = url_of(listener)
+    return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{missing}\n"

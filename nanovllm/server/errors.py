@@ -145,5 +145,6 @@ def install_error_handlers(app: Starlette) -> None:
 
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_validation_error)
-    for kind in (EngineDeadError, Exception):
+    # Named, for what only `Exception` stands for is logged with a traceback, as a bug.
+    for kind in (EngineDeadError, RequestFailedError, RequestRefusedError, Exception):
         app.add_exception_handler(kind, on_error)
