@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import select
+import signal
 import socket
 import threading
 import time
@@ -199,6 +200,23 @@ def test_producer_is_killed(
     assert fleet.finished("r") is None
     child.kill()
     check(fleet, "recompute", expected)
+    fleet.settle()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_producer_stops_while_it_writes(
+    policy: str, checkpoint: str, engines: Any, expected: list[int]
+) -> None:
+    """SIGSTOP in mid-write: nobody waits for it for ever, and the blocks are nobody else's as long as it may go on."""
+    consumer = engines("kv_consumer", policy, settings={"prefill_timeout": 1.0, "timeout": 1.0})
+    child, fleet = Child(checkpoint, "kv_producer", (SharedReach, "write")), Fleet([consumer])
+    ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
+    fleet.run_until(lambda: child.is_frozen)
+    assert child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGSTOP)
+    check(fleet, policy, expected)
+    assert consumer.manager.held and consumer.manager.pool.usage > 0
+    child.kill()
     fleet.settle()
 
 

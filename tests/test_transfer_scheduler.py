@@ -63,7 +63,8 @@ class ScriptedConnector(KVConnectorScheduler):
         self.coming[request.request_id] = Transfer(request, list(block_ids), positions, [])
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, Any]:
-        request_id, is_complete = request.request_id, request.finish_reason in ("stop", "length")
+        request_id = request.request_id
+        is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
         if request_id in self.wanted and is_complete and request_id not in self.going:
             self.read(request, block_ids)
         is_held = request_id in self.going or request_id in self.coming

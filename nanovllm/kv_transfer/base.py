@@ -42,16 +42,19 @@ class KVConnectorOutput:
             `invalid_block_ids`.
         invalid_block_ids: by request, blocks whose content did not come or cannot be trusted. (In vLLM a set for all requests
             together; but a block's number may mean another request's block by the time at which the last rank says so.)
+        abandoned: requests that need not wait any longer, and under which name their blocks are to be held, since somebody may
+            still write to them: until `finished_recving` has this name.
         reasons: by request, what went wrong.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
+    abandoned: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving)
+        return bool(self.finished_sending or self.finished_recving or self.abandoned)
 
     def add(self, other: KVConnectorOutput) -> None:
         """Take over what another one says."""
@@ -119,8 +122,9 @@ class KVConnectorScheduler:
         cache already.
 
         Returns:
-            The number, and whether they come between steps, while the request waits. Else (False) the step that first computes
-            the request loads them itself, layer by layer: only for KV that is at hand and cannot fail to come.
+            The number, and, as in vLLM, whether they come between steps, while the request waits: here they always do. (In vLLM
+            a connector may also load in the very step that first computes the request, layer by layer: it then blocks in
+            `KVConnectorWorker.wait_for_layer_load`. Nobody else's tokens wait for a transfer here.)
         """
         return 0, True
 
@@ -146,6 +150,9 @@ class KVConnectorScheduler:
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """A request ends.
+
+        Args:
+            block_ids: its table; empty if it has none, in which case there is nothing to hold.
 
         Returns:
             Whether its blocks must be held until `finished_sending` names it, and what its client should tell the engine that

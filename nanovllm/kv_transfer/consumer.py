@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which a consumer gives up what has not come.
 PREFILL_TIMEOUT = 120.0
+# And after how many more, without progress or after it was told to stop, what is being moved.
+TRANSFER_TIMEOUT = 30.0
 
 
 @dataclass
@@ -80,11 +82,13 @@ class ConsumerSide:
     ) -> None:
         self.config, self.identity, self.books = config, identity, books
         self.prefill_timeout = float(kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
+        self.timeout = float(kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
         # The last block of a prompt is never taken from the cache whole: fetching it alone saves nothing.
         self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size + 1)
         self._introduction, self._mailbox = introduction, mailbox
         self._producers: dict[tuple[str, int], Producer] = {}
         self.fetches: dict[str, Fetch] = {}  # by request id
+        self._moving: dict[str, Fetch] = {}  # by transfer id, also those of which the request waits no longer
         self._numbers = itertools.count()
 
     def num_offered(self, request: Request, num_computed_tokens: int) -> int:
@@ -178,12 +182,12 @@ class ConsumerSide:
     def _begin(self, fetch: Fetch, moves: list[Move]) -> None:
         assert fetch.producer.introduction is not None
         first, fetch.stage = fetch.num_local_blocks, "moving"
-        self.books.under_way.add(fetch.request_id)
+        fetch.deadline = time.monotonic() + self.prefill_timeout + self.timeout
+        self._moving[fetch.transfer_id] = fetch
+        self.books.under_way.add(fetch.transfer_id)
         local = fetch.local_block_ids[first:]
         remote = fetch.remote_block_ids[first : first + len(local)]
-        moves.append(
-            Move(fetch.request_id, fetch.transfer_id, fetch.producer.introduction.ranks, local, remote)
-        )
+        moves.append(Move(fetch.transfer_id, fetch.producer.introduction.ranks, local, remote))
 
     def hear(self, producer: Producer, message: Any) -> None:
         """Take in what a producer says; None: it is lost."""
@@ -222,6 +226,7 @@ class ConsumerSide:
         fetch.error = fetch.error or error
         if fetch.stage == "moving":
             self.books.metadata.cancels.append(fetch.transfer_id)  # its end is still to come
+            fetch.deadline = min(fetch.deadline, time.monotonic() + self.timeout)
         else:
             self._renounce(fetch)
             self._end(fetch, fetch.error)
@@ -243,11 +248,13 @@ class ConsumerSide:
 
     def received(self, output: KVConnectorOutput) -> None:
         """What the ranks say of the transfers that have come to an end."""
-        for request_id in output.finished_recving:
-            if (fetch := self.fetches.get(request_id)) is None:
+        for transfer_id in output.finished_recving:
+            fetch = self._moving.pop(transfer_id)
+            if self.fetches.get(fetch.request_id) is not fetch:
+                self.books.output.finished_recving.add(transfer_id)  # under which the blocks are held
                 continue
-            incomplete = "some blocks did not come" if request_id in output.invalid_block_ids else ""
-            error = fetch.error or output.reasons.get(request_id, "") or incomplete
+            incomplete = "some blocks did not come" if transfer_id in output.invalid_block_ids else ""
+            error = fetch.error or output.reasons.get(transfer_id, "") or incomplete
             if error:
                 self._renounce(fetch)
                 self._end(fetch, error)
@@ -269,14 +276,28 @@ class ConsumerSide:
     def look_at_clock(self) -> None:
         """Give up those that have waited for too long."""
         now = time.monotonic()
-        for fetch in [f for f in self.fetches.values() if f.stage != "moving" and f.deadline < now]:
-            self._lose(fetch, f"nothing came for {self.prefill_timeout:g} seconds")
+        for fetch in [f for f in self.fetches.values() if f.deadline < now]:
+            if fetch.stage == "moving":
+                self._leave_behind(fetch)
+            else:
+                self._lose(fetch, f"nothing came for {self.prefill_timeout:g} seconds")
+
+    def _leave_behind(self, fetch: Fetch) -> None:
+        """A transfer does not end, not even when it is told to: a producer that has been stopped may still write to our memory
+        when it goes on. So the blocks stay as they are until then, and the request goes on without them."""
+        logger.warning("the KV of %s does not come to an end: its blocks are left to it", fetch.request_id)
+        self.books.metadata.cancels.append(fetch.transfer_id)
+        self._renounce(fetch)
+        del self.fetches[fetch.request_id]
+        self.books.output.abandoned[fetch.request_id] = fetch.transfer_id
+        self.books.output.reasons[fetch.request_id] = fetch.error or "the transfer does not come to an end"
 
     def forget(self) -> None:
         """A step broke off, and the ranks have stopped all transfers."""
         for fetch in self.fetches.values():
             self._renounce(fetch)
         self.fetches.clear()
+        self._moving.clear()
 
     def close(self) -> None:
         """End all connections."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
-from nanovllm.kv_transfer.consumer import PREFILL_TIMEOUT, ConsumerSide
+from nanovllm.kv_transfer.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.control import Consumer, Introduction, Mailbox
 from nanovllm.kv_transfer.handshake import secret
 from nanovllm.kv_transfer.plan import Books, TransferMetadata, TransferParams
@@ -218,7 +218,7 @@ class DisaggregatedWorker(KVConnectorWorker):
 
     def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
         super().__init__(config, kv_transfer, layout)
-        self._receiving: dict[str, str] = {}  # transfer id -> request id
+        self._receiving: set[str] = set()  # transfers
         self._invalid: dict[str, set[int]] = {}
         self._reasons: dict[str, str] = {}
 
@@ -235,7 +235,7 @@ class DisaggregatedWorker(KVConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
         """See `KVConnectorWorker.register_kv_caches`."""
         super().register_kv_caches(kv_caches)
-        timeout = float(self.kv_transfer.extra("timeout", 30.0))
+        timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
         self.transport = self._transport_class()(
             self.layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout
         )
@@ -250,10 +250,10 @@ class DisaggregatedWorker(KVConnectorWorker):
         if self.metadata.reads or self.metadata.expects:
             self._wait_for_device()
         for move in self.metadata.reads:
-            self._receiving[move.transfer_id] = move.request_id
+            self._receiving.add(move.transfer_id)
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
-            self._receiving[move.transfer_id] = move.request_id
+            self._receiving.add(move.transfer_id)
             # The producer may have much to do before it begins with this one.
             patience = float(self.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
             self.transport.expect(move.transfer_id, move.peers, move.local_block_ids, patience)
@@ -285,20 +285,21 @@ class DisaggregatedWorker(KVConnectorWorker):
                 self.transport.finish_writes(move.transfer_id, move.peers)
 
     def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
-        """See `KVConnectorWorker.get_finished`."""
+        """See `KVConnectorWorker.get_finished`. The scheduler's half knows which request each transfer is for."""
         sent, received = set(), set()
         self._invalid, self._reasons = {}, {}
         for ended in self.transport.poll(wait_seconds):
-            request_id = self._receiving.pop(ended.transfer_id, None)
-            if request_id is None:
-                sent.add(ended.transfer_id)
+            transfer_id = ended.transfer_id
+            if transfer_id not in self._receiving:
+                sent.add(transfer_id)
                 if ended.error:
-                    logger.warning("pushing %s failed: %s", ended.transfer_id, ended.error)
+                    logger.warning("pushing %s failed: %s", transfer_id, ended.error)
                 continue
-            received.add(request_id)
+            self._receiving.remove(transfer_id)
+            received.add(transfer_id)
             if ended.error or ended.invalid_block_ids:
-                self._invalid[request_id] = set(ended.invalid_block_ids)
-                self._reasons[request_id] = ended.error
+                self._invalid[transfer_id] = set(ended.invalid_block_ids)
+                self._reasons[transfer_id] = ended.error
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:

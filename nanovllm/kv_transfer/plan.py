@@ -62,11 +62,9 @@ class Move:
     """Blocks between this engine's ranks and another's.
 
     Attributes:
-        request_id: on this engine.
         peers: addresses of all ranks of the other engine.
     """
 
-    request_id: str
     transfer_id: str
     peers: list[dict[str, Any]]
     local_block_ids: list[int]
@@ -95,7 +93,7 @@ class Books:
 
     Attributes:
         metadata: of the next step.
-        under_way: requests with transfers of which the ranks have to tell the end.
+        under_way: transfers of which the ranks have to tell the end.
         output: what the scheduler shall know.
     """
 

@@ -152,7 +152,6 @@ class ProducerSide:
         order.num_pushed = end
         move = Move(
             request_id,
-            request_id,
             order.consumer.introduction.ranks,
             [order.table[i] for i in blocks],
             [message.push[i] for i in blocks],
@@ -163,7 +162,9 @@ class ProducerSide:
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ends: see `KVConnectorScheduler.request_finished`."""
-        request_id, is_complete = request.request_id, request.finish_reason in ("stop", "length")
+        request_id = request.request_id
+        # One that was preempted while its token was on its way ends without blocks.
+        is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
         if (order := self.orders.pop(request_id, None)) is not None:
             return self._order_finished(order, request, block_ids, is_complete), None
         params = TransferParams.of(request)

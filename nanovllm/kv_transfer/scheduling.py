@@ -95,16 +95,28 @@ class TransferScheduler(Scheduler):
         self._move(request, RequestStatus.RUNNING)
         request.num_sent_tokens = 0
         if valid < len(table) and self._fails:
-            self._finish(request, "error")
-            error = f"keys and values that were computed elsewhere did not come: {reason}"
-            self._news.append(EngineOutput(request.request_id, finish_reason="error", error=error))
-            return
+            return self._fail(request, reason)
         before = request.num_computed_tokens
         # The last token is never taken over: its logits are needed.
         there = min(valid * size, before + request.num_external_tokens, request.num_tokens - 1)
         request.num_computed_tokens = max(before, there)
         self.num_external_hit_tokens += request.num_computed_tokens - before
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
         self.manager.publish(request, before)
+
+    def _leave_behind(self, request: Request, name: str, reason: str) -> None:
+        """What may still be written to the request's blocks does not come to an end. It begins anew, with others; or it fails."""
+        self.manager.held[name] = self.manager.tables.pop(request.request_id)
+        request.num_computed_tokens = 0
+        self._move(request, RequestStatus.WAITING)
+        if self._fails:
+            self._fail(request, reason)
+
+    def _fail(self, request: Request, reason: str) -> None:
+        self._finish(request, "error")
+        error = f"keys and values that were computed elsewhere did not come: {reason}"
+        self._news.append(EngineOutput(request.request_id, finish_reason="error", error=error))
 
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
         if request.num_sent_tokens == 0 and request.request_id not in plan.admitted:
@@ -135,8 +147,6 @@ class TransferScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See `Scheduler.schedule`. A plan without requests may still have something to move."""
         plan = Scheduler.schedule(self)
-        if plan.empty:
-            plan.removed_ids = []  # they are told with the next step that computes something
         plan.connector_metadata = self.connector.build_connector_meta(plan)
         return plan
 
@@ -156,6 +166,8 @@ class TransferScheduler(Scheduler):
                 reason = output.reasons.get(request_id, "")
                 invalid = output.invalid_block_ids.get(request_id, set())
                 self._arrived(self.requests[request_id], invalid, reason)
+        for request_id, name in output.abandoned.items():
+            self._leave_behind(self.requests[request_id], name, output.reasons[request_id])
         news, self._news = self._news, []
         return news
 
