@@ -49,7 +49,7 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
 # One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
-test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about 20 minutes on two cores)
+test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about half an hour on two cores)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
 	$(BIN)/nanovllm kernels
 	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
