@@ -131,8 +131,8 @@ class EngineConfig:
     # Set in the settings of each of these engines: which one it is, and where the ranks of all find one another.
     data_parallel_rank: int | None = _unnamed(None)
     data_parallel_address: str = _unnamed("")
-    kv_role: Literal["none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"] = _option(
-        "none", "share KV with other engines: compute it for them, take it from them, or both"
+    kv_role: Literal["none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"] = (
+        _option("none", "share KV with other engines: compute it for them, take it from them, or both")
     )
     kv_connector: str | None = _option(
         None, "how KV is shared: local, nixl, offloading, pool, blend (default with --kv-role: local)"
