@@ -105,7 +105,7 @@ class ModelRunner:
             if self.make_graph is not None:
                 self.graphs = self._capture_graphs()
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        self.connector = create_worker_connector(config, self.model_config, caches, self.model, self.backend)
+        self.connector = create_worker_connector(self, caches)
 
     def _make_caches(
         self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] | None = None

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -159,6 +160,8 @@ def test_pairs(
     fleets.append(fleet := make_fleet(checkpoint, *pair))
     assert run(fleet, way, prompts()) == expected
     assert fleet.engines[1].stats.num_external_hit_tokens > 0
+    connections = psutil.Process().net_connections("inet")
+    assert {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import psutil
 import pytest
 
 from nanovllm.config import EngineConfig
@@ -118,6 +119,17 @@ def test_the_routers_page_leads_to_those_of_the_servers(fleet: KVFleet) -> None:
     for name in fleet.names:
         assert f'<a href="{fleet.server_url(name)}/">' in page
         assert "text/html" in fleet.get(f"{fleet.server_url(name)}/").headers["content-type"]
+
+
+def test_nothing_listens_beyond_this_machine(fleet: KVFleet) -> None:
+    listening = [
+        connection.laddr.ip
+        for process in fleet.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    # The router, three servers, and of each engine a rank that has blocks; and of the producer where it can be asked.
+    assert len(listening) >= 8 and set(listening) == {"127.0.0.1"}
 
 
 def test_what_is_said_of_kv_has_to_fit(fleet: KVFleet, server: ServerProcess) -> None:

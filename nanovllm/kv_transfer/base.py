@@ -21,14 +21,13 @@ from nanovllm.life_signs import waiting_for_others
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from nanovllm.attention.base import AttentionBackend
-    from nanovllm.attention.latent import LatentBackend
     from nanovllm.config import EngineConfig
     from nanovllm.kv_transfer.layout import KVLayout
     from nanovllm.models.config import ModelConfig
     from nanovllm.request import EngineRequest, Request
+    from nanovllm.runner import ModelRunner
     from nanovllm.scheduler import Schedule
 
 
@@ -375,21 +374,17 @@ def cache_maker(config: EngineConfig) -> Callable[..., Tensor] | None:
     return _load(config.kv_transfer, 1).empty_kv_cache if config.kv_transfer is not None else None
 
 
-def create_worker_connector(
-    config: EngineConfig,
-    model_config: ModelConfig,
-    kv_caches: dict[int, Tensor],
-    model: nn.Module,
-    backend: AttentionBackend | LatentBackend,
-) -> KVConnectorWorker | None:
+def create_worker_connector(runner: ModelRunner, kv_caches: dict[int, Tensor]) -> KVConnectorWorker | None:
     """A rank's half, if KV is shared.
 
     Args:
-        kv_caches: by the layer's number in the model.
+        runner: the rank's.
+        kv_caches: its caches, by the layer's number in the model.
 
     Raises:
         ValueError: see `create_scheduler_connector`.
     """
+    config, model_config = runner.config, runner.model_config
     if config.kv_transfer is None:
         return None
     from nanovllm.distributed.groups import get_tp_group
@@ -410,5 +405,5 @@ def create_worker_connector(
     )
     connector: KVConnectorWorker = _load(config.kv_transfer, 1)(config, config.kv_transfer, layout)
     connector.register_kv_caches(kv_caches)
-    connector.register_model(model, backend)
+    connector.register_model(runner.model, runner.backend)
     return connector

@@ -87,6 +87,9 @@ class ConsumerSide:
         self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size + 1)
         self._introduction, self._mailbox = introduction, mailbox
         self._producers: dict[tuple[str, int], Producer] = {}
+        self.own_address: tuple[str, int] | None = (
+            None  # where this engine can be asked, if it is a producer, too
+        )
         self.fetches: dict[str, Fetch] = {}  # by request id
         self._moving: dict[str, Fetch] = {}  # by transfer id, also those of which the request waits no longer
         self._numbers = itertools.count()
@@ -97,7 +100,7 @@ class ConsumerSide:
         if params is None or not params.do_remote_prefill:
             return 0
         missing = request.num_prompt_tokens - num_computed_tokens
-        is_known = bool(params.prefill_addresses)
+        is_known = bool(self._others(params))
         if params.is_prefill_first:
             num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
             is_known = len(params.remote_block_ids or ()) == num_blocks
@@ -105,6 +108,10 @@ class ConsumerSide:
             return missing
         self._decline(request)
         return 0
+
+    def _others(self, params: TransferParams) -> list[tuple[str, int]]:
+        """Whom one could ask: not oneself."""
+        return [address for address in params.prefill_addresses if address != self.own_address]
 
     def _decline(self, request: Request) -> None:
         """If a producer holds KV for this request, it need not any longer."""
@@ -133,7 +140,8 @@ class ConsumerSide:
         if params.is_prefill_first:
             address = str(params.remote_host), int(params.remote_port or 0)
         else:
-            address = params.prefill_addresses[number % len(params.prefill_addresses)]
+            others = self._others(params)
+            address = others[number % len(others)]
         producer = self._producer(address)
         fetch = Fetch(
             request.request_id,

@@ -19,8 +19,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.control import Consumer, Introduction, Mailbox
@@ -63,31 +61,13 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         arguments = config, kv_transfer, self.identity, introduction, self._mailbox, self._books
         self.consumer = ConsumerSide(*arguments) if kv_transfer.is_consumer else None
         self.producer = ProducerSide(*arguments) if kv_transfer.is_producer else None
+        if self.consumer is not None and self.producer is not None:
+            self.consumer.own_address = self.producer.address
 
     def check_request(self, request: Request) -> None:
         """See `KVConnectorScheduler.check_request`."""
-        try:
-            params = TransferParams.of(request)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"kv_transfer_params: {error}") from error
-        if params is None:
-            return
-        if params.do_remote_decode and self.producer is None:
-            raise ValueError(
-                "kv_transfer_params: do_remote_decode needs an engine with --kv-role producer or both"
-            )
-        if params.do_remote_prefill and self.consumer is None:
-            raise ValueError(
-                "kv_transfer_params: do_remote_prefill needs an engine with --kv-role consumer or both"
-            )
-        if params.is_prefill_first and None in (
-            params.remote_host,
-            params.remote_port,
-            params.remote_block_ids,
-        ):
-            raise ValueError(
-                "kv_transfer_params: remote_request_id needs remote_host, remote_port and remote_block_ids"
-            )
+        if request.kv_transfer_params is not None:
+            TransferParams.check(request.kv_transfer_params, self.kv_transfer.kv_role)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """All the rest of the prompt, if another engine has it or can be asked for it."""

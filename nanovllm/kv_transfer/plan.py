@@ -56,6 +56,31 @@ class TransferParams(msgspec.Struct, kw_only=True):
         given = request.kv_transfer_params
         return msgspec.convert(given, cls) if given is not None else None
 
+    @classmethod
+    def check(cls, given: Any, kv_role: str) -> None:
+        """See whether an engine of this role can do what came with a request.
+
+        Raises:
+            ValueError: it cannot, or nonsense came; the message names the field.
+        """
+        try:
+            params = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"kv_transfer_params: {error}") from error
+        for name, does, missing in (
+            ("do_remote_decode", params.do_remote_decode, "producer"),
+            ("do_remote_prefill", params.do_remote_prefill, "consumer"),
+        ):
+            if does and kv_role not in ("kv_both", f"kv_{missing}"):
+                raise ValueError(
+                    f"kv_transfer_params: {name} needs an engine with --kv-role {missing} or both"
+                )
+        place = params.remote_host, params.remote_port, params.remote_block_ids
+        if params.is_prefill_first and None in place:
+            raise ValueError(
+                "kv_transfer_params: remote_request_id needs remote_host, remote_port and remote_block_ids"
+            )
+
 
 @dataclass
 class Move:

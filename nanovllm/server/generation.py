@@ -19,6 +19,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_engine import AsyncEngine
+from nanovllm.kv_transfer.plan import TransferParams
 from nanovllm.outputs import Logprob, OutputCollector, RequestOutput
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import SamplingParams
@@ -204,9 +205,14 @@ class Endpoint:
         """
         if kv_transfer_params is None:
             return
-        if not self.engine.limits.kv_transfer:
+        roles = [each["kv_role"] for each in self.engine.limits.kv_transfer if "kv_port" in each]
+        if not roles:
             message = "kv_transfer_params needs a server that runs with --kv-role producer, consumer or both"
             raise APIError(400, message, "kv_transfer_params")
+        try:
+            TransferParams.check(kv_transfer_params, roles[0])
+        except ValueError as error:
+            raise APIError(400, str(error), "kv_transfer_params") from error
         if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
             message = f"do_remote_decode needs one prompt and n = 1; this would be {num_sequences} sequences"
             raise APIError(400, message, "kv_transfer_params")
