@@ -463,7 +463,7 @@ def test_a_full_disk_costs_the_entry_and_nothing_else(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system can be mounted by root only")
 def test_a_disk_that_is_really_full(tmp_path: pathlib.Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={3 * FILE // 4096 * 4096}", "tmpfs", str(tmp_path)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"mode=700,size={3 * FILE // 4096 * 4096}", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     try:
