@@ -363,7 +363,7 @@ class RouterApp:
         """GET /: the servers, each with a page of its own that shows it at work."""
         servers = [*self.prefill, *self.decode]
         lines = "".join(
-            f'<li><a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
+            f'<li>{server.role} {server.index}: <a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
             for server in servers
         )
         return HTMLResponse(
