@@ -126,7 +126,8 @@ def documents(setting: Setting, behind: list[int]) -> list[tuple[int, Chunk]]:
 
 @pytest.mark.parametrize("variant", MODELS)
 def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoint) -> None:
-    """In the first layer, which sees no other token: to the last digits of float64. Values are not touched at all."""
+    """In the first layer, which sees no other token, to float64's rounding: the projections of a chunk and of the whole
+    prompt are library products of different sizes. Placing a chunk does not change its values at all."""
     setting = make_setting(checkpoint(variant))
     chunks = documents(setting, tokens(11, 9))
     setting.compute(PROMPT)
@@ -136,8 +137,8 @@ def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoin
         place_chunk(chunk, start, setting.caches, setting.table, setting.model.model.cos_sin)
     for start, chunk in chunks:
         moved, there = (kv[:, :, start : start + len(chunk)] for kv in (setting.kv(0, len(PROMPT)), fresh))
-        torch.testing.assert_close(moved[0], there[0], rtol=1e-12, atol=1e-12)
-        assert torch.equal(moved[1], there[1])
+        torch.testing.assert_close(moved, there, rtol=1e-12, atol=1e-12)
+        assert torch.equal(moved[1], chunk.kv[0, 1].transpose(0, 1))
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
