@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test lint browser servers build run figures bench gpu clean
+.PHONY: help install serve chat lab test nightly lint browser servers build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,12 +48,29 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
-# One thread a worker for the tests, since two of them run at a time; the lectures measure, so each runs alone.
+# One thread per worker, since two workers run at a time; the lectures measure, so each runs alone.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+LECTURES_TEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
+	--nbval-sanitize-with nanovllm/course/sanitize.cfg notebooks
+
+# Older CPUs than this one: what the compiler uses for our kernels, then what torch and its libraries use.
+NO_AMX := -mno-amx-tile -mno-amx-bf16
+AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
+AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+NUMERICS := $(addprefix tests/,test_ops.py test_blend.py test_runner.py test_against_transformers.py)
+
 test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about half an hour on two cores)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests
+	$(TESTS) tests
+	$(AS_AVX2) $(TESTS) -m "not slow" $(NUMERICS)
+	$(AS_PLAIN) $(TESTS) -m "not slow" $(NUMERICS)
 	$(BIN)/nanovllm kernels
-	PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
-		--nbval-sanitize-with nanovllm/course/sanitize.cfg notebooks
+	$(LECTURES_TEST)
+
+nightly: test as-AVX512 as-AVX2 as-PLAIN  ## everything, and all tests again as on older CPUs (make -k: to the end)
+
+as-%: browser servers
+	$(AS_$*) $(TESTS) tests
 
 build: install  ## write the modules from the lectures
 	$(BIN)/python -m nanovllm.course build
