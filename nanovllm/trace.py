@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import gzip
+import logging
 import pathlib
 import zlib
 from collections.abc import Callable, Iterator
@@ -23,12 +24,16 @@ from nanovllm.trace_format import (
 
 __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "TracedRequest"]
 
+logger = logging.getLogger(__name__)
+
 GZIP_MAGIC = b"\x1f\x8b"
 Result = TypeVar("Result")
 
 
 class Trace:
     """A list of step records, in memory and, if a path is given, appended to a file as they come.
+
+    A file that cannot be written any more (a full disk) ends the file, with one warning, and not the engine.
 
     Args:
         path: file to write, compressed if its name ends in ".gz"; its first line says what it is.
@@ -46,6 +51,7 @@ class Trace:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
         self._keep = path is None if keep is None else keep
+        self._path = path
         self._file = _open_for_writing(path) if path is not None else None
         # What was written can be read at once; but a compressor that is flushed after every line compresses nothing.
         self._flushes = not str(path).endswith(".gz")
@@ -56,9 +62,10 @@ class Trace:
         if self._keep:
             self.steps.append(step)
         if self._file is not None:
-            self._file.write(self._begin_file().encode(step))
-            if self._flushes:
-                self._file.flush()
+            with self._ending_the_file_on_error():
+                self._file.write(self._begin_file().encode(step))
+                if self._flushes:
+                    self._file.flush()
 
     def _begin_file(self) -> TraceEncoder:
         """The file's encoder. Its first line is written late: the settings are complete only when steps come."""
@@ -71,9 +78,27 @@ class Trace:
     def close(self) -> None:
         """Finish the file, if there is one."""
         if self._file is not None:
-            self._begin_file()
-            self._file.close()
+            with self._ending_the_file_on_error():
+                self._begin_file()
+                self._file.close()
             self._file = None
+
+    @contextlib.contextmanager
+    def _ending_the_file_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            logger.warning(
+                "the trace %s ends here, and the engine goes on without it: %s",
+                self._path,
+                error.strerror or error,
+            )
+            assert self._file is not None
+            file, self._file = self._file, None
+            with contextlib.suppress(
+                OSError
+            ):  # closing writes what is left in the buffer, and fails once more
+                file.close()
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.steps)

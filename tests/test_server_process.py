@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from nanovllm.server.signalled import say
 from tests.server_process import ServerProcess, wait_until
 
 LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -184,3 +187,15 @@ def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathl
         gone, _ = psutil.wait_procs([server.engine], timeout=10)
         assert gone
         thread.join(10)
+
+
+def test_a_stdout_that_takes_no_more_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        say("a banner")
+        say("and more")
+    assert caplog.text.count("stdout cannot be written to") == 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import itertools
 import json
+import os
 import pathlib
 import random
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nanovllm.engine
+import nanovllm.trace
 from nanovllm.config import EngineConfig
 from nanovllm.engine import EngineCore
 from nanovllm.recorder import trace_settings
@@ -588,3 +592,61 @@ def test_what_no_step_tells_is_shown_at_once(checkpoint: str) -> None:
     core.unwatch(reader.append)  # twice is as good as once
     core.step()
     assert len(reader) == count and core._recorder is None
+
+
+class FullDisk(io.RawIOBase):
+    """A file on a disk that takes so many bytes, and then none."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.failures = room, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if len(data) > self.room:
+            self.failures += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.room -= len(data)
+        return len(data)
+
+
+@pytest.mark.parametrize("room", [0, 300])
+@pytest.mark.parametrize("compressed", [False, True], ids=["plain", "compressed"])
+def test_a_full_disk_ends_the_trace_and_not_the_engine(
+    checkpoint: str,
+    room: int,
+    compressed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = FullDisk(room)
+    file: Any = io.BufferedWriter(disk, 100)
+    monkeypatch.setattr(
+        nanovllm.trace,
+        "_open_for_writing",
+        lambda _: gzip.GzipFile("", "wb", 5, file) if compressed else file,
+    )
+    config = EngineConfig(checkpoint, dtype="float32", device="cpu", num_kv_blocks=18, trace="run.jsonl")
+    core = EngineCore(config)
+    assert core.trace is not None
+    for name in "abc":
+        core.add_request(EngineRequest(name, [5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)))
+        outputs = []
+        while core.has_unfinished:
+            outputs += core.step()
+        assert sum(len(output.new_token_ids) for output in outputs) == 20
+        if name == "b":  # a compressor hands out what it has at the latest when it is closed
+            core.trace.close()
+    core.close()
+    assert disk.failures
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "run.jsonl ends here" in warning and os.strerror(errno.ENOSPC) in warning
+
+
+def test_a_trace_that_cannot_be_begun_is_an_error_at_the_start(
+    checkpoint: str, tmp_path: pathlib.Path
+) -> None:
+    config = EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace=str(tmp_path / "none" / "a"))
+    with pytest.raises(FileNotFoundError, match="none/a"):
+        EngineCore(config)

@@ -365,7 +365,7 @@ def follow(config: EngineConfig) -> bool:
 
     def send(message: Any) -> None:
         if isinstance(message, Complaint):  # rank 0 may be ended by torchrun before it has told
-            print(f"rank {launch.rank}: {message.text}", file=sys.stderr, flush=True)
+            logger.error("rank %d: %s", launch.rank, message.text)
         lines.send(pickle.dumps(message), [0])
 
     mouth = Mouth(send)

@@ -26,6 +26,7 @@ from nanovllm.hub import resolve_model
 from nanovllm.router.backends import Backends
 from nanovllm.router.config import routing
 from nanovllm.router.run import RouterServer, backends_of
+from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")
 
@@ -83,7 +84,7 @@ class ServerProcess:
             *lines, rest = (rest + chunk).split(b"\n")
             for text in (line.decode(errors="replace").rstrip() for line in lines):
                 if text and not ROUTINE.search(text):
-                    print(f"[{self.name}] {text}", flush=True)
+                    say(f"[{self.name}] {text}")
                 if found := READY.search(text):
                     self.url = found[1]
                     ready.set()

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 
 import uvicorn
+
+logger = logging.getLogger("nanovllm.server")
+
+
+def say(text: str) -> None:
+    """Print a line at once. If stdout takes no more (a pipe without a reader, a full disk), serving goes on: this line and all
+    later output go to /dev/null."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        logger.warning("stdout cannot be written to, and is not used any more: %s", error.strerror)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class SignalledServer(uvicorn.Server):
@@ -26,7 +41,7 @@ class SignalledServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and say so."""
         await super().startup(sockets)
-        print(self.banner, flush=True)
+        say(self.banner)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
