@@ -260,6 +260,7 @@ def _follow(config: EngineConfig) -> NoReturn:
 
 async def _serve(config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
     from nanovllm.async_engine import AsyncEngine
+    from nanovllm.chat_template import PROCESS
 
     this_task = asyncio.current_task()
     assert this_task is not None
@@ -267,11 +268,11 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     if arguments.exit_with_stdin:  # the engine's process notices that its parent is gone
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
-    # The web framework and the template engine are imported here while the other process imports torch and loads
-    # the weights.
+    # The web framework is imported here, and the process that renders templates starts, while the engine's process
+    # imports torch and loads the weights.
     server, _, engine = await asyncio.gather(
         asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
-        asyncio.to_thread(importlib.import_module, "transformers.utils.chat_template_utils"),
+        asyncio.to_thread(PROCESS.start),
         AsyncEngine.start(config, arguments.show_text),
     )
     # Who has started this server starts another one in its place; it would answer 503 for ever.

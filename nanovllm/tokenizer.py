@@ -1,7 +1,7 @@
 """Text to token ids and back, and chats to text: a thin layer over `tokenizers` and transformers' templates.
 
-Imports neither torch nor, for a model with a tokenizer.json, transformers (until the first chat is rendered), so
-that a server can answer before either is loaded.
+Imports neither torch nor, for a model with a tokenizer.json, transformers, so that a server can answer before either is
+loaded. Templates are rendered in another process, see `chat_template`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
+
+from nanovllm.chat_template import PROCESS
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: How SentencePiece vocabularies spell a single byte.
@@ -183,7 +185,7 @@ class Tokenizer:
 
         Raises:
             ValueError: no messages, no template, a part that is not text, both ways to end the text asked for, or
-                what the template itself objects to, in its own words.
+                what the template itself objects to, in its own words, or that it takes too much time or memory.
         """
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
@@ -195,21 +197,18 @@ class Tokenizer:
                 "the model has no chat template; pass one as chat_template, or complete plain text"
             )
         plain_messages = [_with_plain_content(message, i) for i, message in enumerate(messages)]
-        # Here, because this takes half a second and only chats need it.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        variables = {
+            **self.special_tokens,
+            **kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
         try:
-            # One text per chat, and positions that we did not ask for; the library's annotation says otherwise.
-            result: Any = render_jinja_template(
-                [plain_messages],
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                **{**self.special_tokens, **kwargs},
-            )
-        except Exception as error:  # a template is a program: what it raises is up to the model's files
+            return PROCESS.render(template, plain_messages, variables)
+        except (
+            Exception
+        ) as error:  # a variable may be of any type, and not every type can be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
-        return result[0][0]
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
