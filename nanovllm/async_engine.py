@@ -123,7 +123,10 @@ class AsyncEngine:
         try:
             engine._start_process(dataclasses.replace(config, model=str(folder), served_model_name=name))
             # The tokenizer loads here while the other process imports torch and loads the weights.
-            engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
+            try:
+                engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
+            except ValueError as error:
+                raise EngineStartError(str(error)) from error
             ready = await engine._wait_until_ready()
         except BaseException:
             await engine.shutdown()

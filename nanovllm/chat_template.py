@@ -107,6 +107,7 @@ def main() -> None:
         while True:
             template, messages, variables = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)  # SIGPROF ends the process
+            answer: tuple[str | None, str | None]
             try:
                 # One text per chat, and positions that we did not ask for; the library's annotation says otherwise.
                 result: Any = render_jinja_template([messages], chat_template=template, **variables)

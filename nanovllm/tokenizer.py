@@ -6,7 +6,6 @@ loaded. Templates are rendered in another process, see `chat_template`.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from nanovllm.chat_template import PROCESS
+from nanovllm.model_files import Fields, ModelFileError, TokenizerConfigFile, read_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 #: How SentencePiece vocabularies spell a single byte.
@@ -75,9 +75,9 @@ class Tokenizer:
             ValueError: the folder has no tokenizer, or one that cannot be read.
         """
         folder = Path(path)
-        config = _read_json(folder / "tokenizer_config.json")
+        config = _read_config(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # written before transformers 4.34
-            config |= _read_json(folder / "special_tokens_map.json")
+            config |= _read_config(folder / "special_tokens_map.json")
         templates = _read_chat_templates(folder, config)
         if not (folder / "tokenizer.json").is_file():
             backend, special_tokens = _load_with_transformers(folder)
@@ -86,7 +86,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"'{folder / 'tokenizer.json'}' is no tokenizer file: {error}") from error
-        special_tokens = {name: _token_text(config[name]) for name in _NAMED_TOKENS if config.get(name)}
+        special_tokens = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
         _register_added_tokens(backend, config, special_tokens.values())
         return cls(backend, special_tokens, templates)
 
@@ -215,31 +215,20 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"'{path}' is not valid JSON: {error}") from error
+def _read_config(path: Path) -> dict[str, Any]:
+    """What the file has of that is described in `TokenizerConfigFile`."""
+    return Fields(TokenizerConfigFile.check(read_json(path), str(path)), str(path))
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. chat_template.jinja goes before the tokenizer's configuration, which has one or a list."""
-    if (folder / "chat_template.jinja").is_file():
-        return {"default": (folder / "chat_template.jinja").read_text(encoding="utf-8")}
-    template = config.get("chat_template") or {}
-    if isinstance(template, str):
-        return {"default": template}
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return dict(template)
-
-
-def _token_text(token: str | dict[str, Any]) -> str:
-    """The text of a token that a configuration gives as such, or as a serialized `AddedToken`."""
-    return token if isinstance(token, str) else token["content"]
+    """Templates by name. chat_template.jinja goes before the tokenizer's configuration."""
+    file = folder / "chat_template.jinja"
+    if not file.is_file():
+        return config.get("chat_template", {})
+    try:
+        return {"default": file.read_text(encoding="utf-8")}
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"'{file}' is not valid UTF-8: {error}") from error
 
 
 def _register_added_tokens(
@@ -250,13 +239,11 @@ def _register_added_tokens(
     They usually stand in tokenizer.json too; where they do not, chats would spell them out letter by letter.
     """
     known = backend.get_added_tokens_decoder()
-    for index, fields in sorted(
-        config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])
-    ):
-        if int(index) not in known:
-            backend.add_tokens([AddedToken(**{k: v for k, v in fields.items() if k != "__type"})])
+    for index, fields in sorted(config.get("added_tokens_decoder", {}).items()):
+        if index not in known:
+            backend.add_tokens([AddedToken(**fields)])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    tokens = [*named_tokens, *map(_token_text, extra.values() if isinstance(extra, dict) else extra)]
+    tokens = [*named_tokens, *extra]
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
     backend.add_special_tokens(missing)
@@ -268,7 +255,7 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # what the library raises is up to the folder's files
         raise ValueError(
             f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}"
         ) from error

@@ -168,7 +168,7 @@ def test_several_eos_ids_of_the_generation_config(tmp_path) -> None:
     free = reference_tokens(str(folder), prompt, 24)
     later = next(token for i, token in enumerate(free) if i > 3 and token not in free[:i])
     (folder / "generation_config.json").write_text(f'{{"eos_token_id": [319, {later}], "temperature": 0.5}}')
-    assert ModelConfig.from_pretrained(folder).eos_token_ids == [319, later]
+    assert ModelConfig.from_pretrained(folder).eos_token_ids == [2, 319, later]
     llm = LLM(str(folder), dtype="float32")
     out = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)[0].outputs[0]
     assert out.token_ids == free[: free.index(later) + 1]

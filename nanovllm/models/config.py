@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanovllm.model_files import (
+    ConfigFile,
+    Fields,
+    GenerationConfigFile,
+    ModelFileError,
+    check_token_ids,
+    read_json,
+)
 from nanovllm.models.moe_config import MoEConfig
+from nanovllm.sampling_params import SamplingParams
 
 # Architecture in config.json -> what sets it apart from Llama; "defaults" are keys that the file may leave out.
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -53,7 +61,7 @@ class ModelConfig:
         moe: experts and how tokens are routed to them; None for a model without.
         attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
         rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
-        eos_token_ids: every id that ends a sequence, from generation_config.json if that names any.
+        eos_token_ids: every id that ends a sequence, from config.json and from generation_config.json.
         generation_defaults: sampling values that the checkpoint recommends.
     """
 
@@ -93,24 +101,22 @@ class ModelConfig:
 
         Raises:
             UnsupportedModelError: an architecture, activation or rotary scaling that is not built in.
+            ModelFileError: a field that is missing, of another type or out of its range.
         """
         folder = pathlib.Path(folder)
-        raw = json.loads((folder / "config.json").read_text())
-        generation_file = folder / "generation_config.json"
-        generation = json.loads(generation_file.read_text()) if generation_file.exists() else {}
-        return cls.from_dict(raw, generation)
+        return cls.from_dict(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
         """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
-        generation = generation or {}
+        raw = ConfigFile.check(raw, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
                 f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
         traits = SUPPORTED_ARCHITECTURES[architecture]
-        raw = traits.get("defaults", {}) | raw
+        raw = Fields(traits.get("defaults", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         if raw.get(key, activation) != activation:
             raise UnsupportedModelError(f"{key} {raw[key]!r} is not supported; supported is {activation!r}")
@@ -121,10 +127,14 @@ class ModelConfig:
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
-        eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+        generation = Fields(
+            GenerationConfigFile.check(generation or {}, "generation_config.json"), "generation_config.json"
+        )
+        check_token_ids(raw, raw["vocab_size"], raw.file)
+        check_token_ids(generation, raw["vocab_size"], generation.file)
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
         attention_bias = bool(raw.get("attention_bias", False))
-        return cls(
+        config = cls(
             architecture=architecture,
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],
@@ -148,9 +158,29 @@ class ModelConfig:
             logit_soft_cap=raw.get("final_logit_softcapping") or 0.0,
             moe=_mixture(raw),
             **(_latent(raw) if traits.get("latent") else {}),
-            eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+            eos_token_ids=list(
+                dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))
+            ),
             generation_defaults=_sampling_defaults(generation),
         )
+        config._check_heads()
+        return config
+
+    def _check_heads(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ModelFileError(
+                f"config.json: num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ModelFileError(
+                f"config.json: head_dim must be even, since channels are rotated in pairs, got {self.head_dim}"
+            )
+        if len(self.layer_windows) != self.num_layers:
+            raise ModelFileError(
+                f"config.json: layer_types must have num_hidden_layers ({self.num_layers}) entries, "
+                f"got {len(self.layer_windows)}"
+            )
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -173,7 +203,9 @@ class ModelConfig:
 def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
     """(theta, scaling parameters); transformers 5 keeps both in `rope_parameters`, 4 in two keys."""
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", None) or raw.get("rope_theta", 10000.0)
+    theta = scaling.pop("rope_theta", None)
+    if theta is None:
+        theta = raw.get("rope_theta", 10000.0)
     scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
     if scaling["rope_type"] not in supported:
         raise UnsupportedModelError(
@@ -216,4 +248,9 @@ def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> li
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return {name: generation[name] for name in names if generation.get(name) is not None}
+    defaults = {name: generation[name] for name in names if name in generation}
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ModelFileError(f"generation_config.json: {error}") from error
+    return defaults

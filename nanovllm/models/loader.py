@@ -6,16 +6,16 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import pathlib
-from bisect import bisect_right
 from collections.abc import Iterator
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanovllm.model_files import shard_names
+from nanovllm.models.checkpoint_headers import CheckpointHeaders, check_memory
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.deepseek import DeepseekForCausalLM
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
@@ -32,15 +32,14 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
     Raises:
         CheckpointError: there are none, or a shard is missing.
+        ModelFileError: the index is damaged.
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = shard_names(index)
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
-            raise CheckpointError(
-                f"{folder} lacks {', '.join(missing)}, which its index names; download it again"
-            )
+            raise CheckpointError(f"{index}: the folder lacks {', '.join(missing)}; download the model again")
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -71,19 +70,17 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | 
     Raises:
         CheckpointError: a tensor has the wrong shape or no place, or some parameter was not filled completely.
     """
-    # The same memory may have two names (tied weights), so what is filled is counted by address.
+    # The same memory may have two names (tied weights), so what is filled is counted by storage.
     unfilled = {
-        parameter.data_ptr(): (name, parameter.numel()) for name, parameter in model.named_parameters()
+        parameter.untyped_storage()._cdata: (name, parameter.numel())
+        for name, parameter in model.named_parameters()
     }
     filled = dict.fromkeys(unfilled, 0)
-    starts = sorted(unfilled)
     for name, whole in tensors:
         for part_name, tensor in model.checkpoint_parts(name, whole):
             for memory in _fill(model, part_name, tensor, name):
-                if memory.numel():
-                    owner = starts[bisect_right(starts, memory.data_ptr()) - 1]
-                    filled[owner] += memory.numel()
-    missing = [name for start, (name, numel) in unfilled.items() if filled[start] != numel]
+                filled[memory.untyped_storage()._cdata] += memory.numel()
+    missing = [name for storage, (name, numel) in unfilled.items() if filled[storage] != numel]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         raise CheckpointError(f"the checkpoint does not fill {', '.join(missing[:5])}{more}")
@@ -195,13 +192,19 @@ def load_model(
         CheckpointError: see `load_weights` and `checkpoint_files`.
     """
     model = build_model(config)
+    dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
+    if (
+        not dummy
+    ):  # with tensors that have shapes and no memory, so that what does not fit together shows at once
+        with CheckpointHeaders(checkpoint_files(pathlib.Path(folder))) as headers:
+            load_weights(model, iter(headers))
+    check_memory(model, dtype, device, positions * config.head_dim)
     # What `to_empty` does, without the half second that torch's own way from meta takes to import.
     model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
     if config.tie_word_embeddings:
         model.tie_weights()  # each name was given memory of its own
     # Always float32: in bfloat16, neighbouring positions far out would share an angle.
-    table = model.model.rotary_table(config, max_positions or config.max_position_embeddings)
+    table = model.model.rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
-    dummy = load_format == "dummy"
     load_weights(model, dummy_tensors(model, seed) if dummy else checkpoint_tensors(pathlib.Path(folder)))
     return model.eval()
