@@ -143,6 +143,7 @@ class EngineCore:
             model.eos_token_ids,
             model.generation_defaults,
             [self.connector.information] if self.connector is not None else [],
+            config.scheduling_policy,
         )
 
     @property

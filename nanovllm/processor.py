@@ -31,6 +31,7 @@ class EngineLimits:
         max_model_len: the context length in tokens.
         max_request_tokens: the same, or less where the KV pool is smaller.
         kv_transfer: of each engine that shares KV, how others reach it; see `KVConnectorScheduler.information`.
+        scheduling_policy: whether requests may have a priority.
     """
 
     max_model_len: int
@@ -39,6 +40,7 @@ class EngineLimits:
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
     kv_transfer: list[dict[str, Any]] = field(default_factory=list)
+    scheduling_policy: str = "fcfs"
 
 
 class InputProcessor:
@@ -52,6 +54,11 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self.limits = limits
         self._seeds = random.Random(seed)
+        # The tokenizer's end-of-sequence token, if the model's files do not name it and the model can sample it.
+        eos = tokenizer.eos_token_id
+        self._tokenizer_eos: list[int] = []
+        if eos is not None and eos < limits.vocab_size and eos not in limits.eos_token_ids:
+            self._tokenizer_eos = [eos]
 
     def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         salt = None
@@ -99,14 +106,19 @@ class InputProcessor:
         """The prompt's text, if it came as text, and `params.n` engine requests.
 
         Raises:
-            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit.
+            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit. Or a priority
+                that the scheduling policy would ignore.
         """
+        if priority and self.limits.scheduling_policy != "priority":
+            raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
         text, token_ids, cache_salt = self._prompt_tokens(prompt)
         kv_transfer_params = prompt.get("kv_transfer_params") if isinstance(prompt, dict) else None
         self._check(token_ids, params)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        # The ranks know the model's own ids; `min_tokens` holds for the tokenizer's, too.
+        stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         requests = []
         for index in range(params.n):
             own = params.clone(
@@ -114,13 +126,14 @@ class InputProcessor:
                 max_tokens=max_tokens,
                 min_tokens=min(params.min_tokens, max_tokens),
                 seed=_wrap(seed + index),
+                stop_token_ids=stop_token_ids,
             )
             requests.append(
                 EngineRequest(
                     request_id if params.n == 1 else f"{request_id}-{index}",
                     token_ids,
                     own,
-                    self.limits.eos_token_ids,
+                    self.limits.eos_token_ids + self._tokenizer_eos,
                     time.time(),
                     priority,
                     cache_salt,

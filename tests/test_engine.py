@@ -164,10 +164,13 @@ def test_cache_salt_isolates(checkpoint: str) -> None:
 
 
 def test_priority_decides_who_runs_first(checkpoint: str) -> None:
-    for policy, order in (("priority", [2, 0, 1]), ("fcfs", [0, 1, 2])):
+    for policy, levels, order in (("priority", [1, 1, -1], [2, 0, 1]), ("fcfs", [0, 0, 0], [0, 1, 2])):
         llm = engine(checkpoint, scheduling_policy=policy, max_num_seqs=1)
-        ask(llm, [prompt(5, i) for i in range(3)], priority=[1, 1, -1])
+        ask(llm, [prompt(5, i) for i in range(3)], priority=levels)
         assert [int(request_id) for step in llm.trace for request_id in step.admitted] == order
+    with pytest.raises(ValueError, match="priority must be 0 without --scheduling-policy priority, got -1"):
+        ask(llm, [prompt(5, i) for i in range(3)], priority=[0, -1, 0])
+    assert_nothing_left(llm)
 
 
 # ---------------------------------------------------------------- sampling

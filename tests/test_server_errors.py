@@ -112,6 +112,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_token_ids": [10**40]}, "from 0 to 319", "stop_token_ids"),
     ({"min_tokens": 17}, "min_tokens", "min_tokens"),
     ({"priority": 2**80}, "priority", "priority"),
+    ({"priority": -1}, "must be 0 without --scheduling-policy priority, got -1", "priority"),
     ({"cache_salt": "\udfff"}, "unicode", "cache_salt"),
     ({"cache_salt": "x" * 257}, "at most 256 characters", "cache_salt"),
     ({"stream": "yes"}, "stream", "stream"),
