@@ -186,8 +186,9 @@ class AsyncEngine:
         """Requests that have not ended."""
         return len(self._streams)
 
-    def has_room(self, num_sequences: int) -> bool:
-        """False if, with so many sequences more, over `config.max_num_waiting` would have to wait."""
+    def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
+        """False if, with so many sequences more, over `max_num_waiting` would have to wait (default: the setting)."""
+        limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
         if not self._streams:
             return True
         on_their_way = self._num_sent - self._num_taken
@@ -195,7 +196,7 @@ class AsyncEngine:
         # As long as some wait, whatever comes next has to wait too.
         places = self.config.max_num_seqs * self.config.data_parallel_size
         free_places = 0 if waiting else places - self.stats.num_running
-        return waiting + on_their_way + num_sequences - free_places <= self.config.max_num_waiting
+        return waiting + on_their_way + num_sequences - free_places <= limit
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text, however long, without keeping others waiting.

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import importlib
 import importlib.util
-import ipaddress
 import os
 import signal
 import socket
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
 from nanovllm.config import COURSE_MODEL, EngineConfig
+from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, add_access_arguments, api_keys
+from nanovllm.server.listen import is_loopback
 
 if TYPE_CHECKING:
     from nanovllm.async_engine import AsyncEngine
@@ -164,14 +165,17 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `serve`."""
     add_model_argument(parser)
-    group = parser.add_argument_group("server")
+    group = parser.add_argument_group("server", LIMITS)
     add_address_arguments(group)
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="let in only who has this key; may be repeated",
+        help="a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable "
+        "NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, unseen by ps. No key is needed for "
+        f"{', '.join(sorted(OPEN_PATHS))} and {OPEN_FOLDER}. Of several keys, each has its share of the waiting places: "
+        "--max-num-waiting divided by the number of keys",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -205,9 +209,10 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_address_arguments(parser: argparse._ActionsContainer) -> None:
-    """Where to listen."""
+    """Where to listen, and for whom."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8000, help="0: any free one (default: %(default)s)")
+    add_access_arguments(parser)
 
 
 def listen(arguments: argparse.Namespace) -> socket.socket:
@@ -231,15 +236,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments)
     if is_follower(config):
         _follow(config)
-    if "" in arguments.api_key:
-        arguments.parser.error("--api-key must not be empty")
+    arguments.api_key = keys_of(arguments, arguments.api_key)
     if arguments.prefill or arguments.decode:
         from nanovllm.router.fleet import run_fleet
 
         return run_fleet(config, arguments)
     listener = listen(arguments)
-    host = listener.getsockname()[0]
-    if arguments.show_text and not arguments.api_key and not ipaddress.ip_address(host).is_loopback:
+    if arguments.show_text and not arguments.api_key and not is_loopback(listener):
+        host = listener.getsockname()[0]
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     try:
@@ -247,6 +251,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
     except asyncio.CancelledError:  # a signal came while the engine was starting
         return 128 + signal.SIGTERM
     return 0
+
+
+def keys_of(arguments: argparse.Namespace, given: Sequence[str]) -> list[str]:
+    """The API keys of a command line or of the environment; a bad one ends the program with 2."""
+    try:
+        return api_keys(given)
+    except ValueError as error:
+        return arguments.parser.error(str(error))
 
 
 def _follow(config: EngineConfig) -> NoReturn:
@@ -278,8 +290,9 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
     # Who has started this server starts another one in its place; it would answer 503 for ever.
     ending = asyncio.create_task(_end_with(engine)) if arguments.exit_with_stdin else None
     name = config.served_model_name or config.model
+    access = Access.from_arguments(arguments, listener, arguments.api_key)
     try:
-        await server.run_server(engine, listener, name, arguments.api_key, arguments.shutdown_timeout)
+        await server.run_server(engine, listener, name, access, arguments.shutdown_timeout)
     finally:
         if ending is not None:
             ending.cancel()

@@ -64,6 +64,11 @@ class RequestStream:
         self._ended = False
         self._news = asyncio.Event()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it has not ended, and has no token yet."""
+        return not self._ended and self.times.first_token is None
+
     def put(self, output: RequestOutput) -> None:
         """Add news."""
         for piece in output.outputs:

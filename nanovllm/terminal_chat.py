@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nanovllm.cli import ServerError, UsageError, add_model_argument, engine_config
+from nanovllm.cli import ServerError, UsageError, add_model_argument, engine_config, keys_of
 from nanovllm.config import EngineConfig
 from nanovllm.sampling_params import SamplingParams
 
@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("chat")
     group.add_argument("--url", help="talk to the server there instead of starting an engine")
-    group.add_argument("--api-key", help="key for that server (with --url)")
+    group.add_argument(
+        "--api-key", help="key for that server (with --url; default: NANOVLLM_API_KEY or VLLM_API_KEY)"
+    )
     group.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the chat")
     group.add_argument(
         "--temperature", type=float, help="0: always the likeliest token (default: the model's)"
@@ -163,7 +165,8 @@ async def _open_answerer(
     if arguments.url is not None:
         # The default is a model for an engine of our own; a server serves what it serves.
         model = config.model if config.model != EngineConfig.model else arguments.model_argument
-        return ServerAnswerer(arguments.url, arguments.api_key, model, options)
+        keys = keys_of(arguments, [] if arguments.api_key is None else [arguments.api_key])
+        return ServerAnswerer(arguments.url, keys[0] if keys else None, model, options)
     from nanovllm.async_engine import AsyncEngine
 
     return EngineAnswerer(await AsyncEngine.start(config), options)

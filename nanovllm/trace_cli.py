@@ -18,7 +18,6 @@ from nanovllm.trace_metrics import percentile, request_metrics
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from starlette.applications import Starlette
 
 # Those of `nanovllm.viz.animation.animate`, the default first; said here because that needs matplotlib.
 VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
@@ -212,25 +211,20 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Serve the page on a recorded trace until a signal comes."""
-    app, num_records = replay_page(arguments.trace, arguments.partial)
-    listener = listen(arguments)
-    from nanovllm.server.listen import url_of
-    from nanovllm.server.page import ReplayServer
-
-    banner = f"{arguments.trace}: watch its {num_records:,} records at {url_of(listener)}/ (Ctrl-C ends this)"
-    asyncio.run(ReplayServer(app, banner).serve([listener]))
-    return 0
-
-
-def replay_page(path: pathlib.Path, partial: bool = False) -> tuple[Starlette, int]:
-    """The page on a recorded trace, and how many records that has.
+    """Serve the page on a recorded trace until a signal comes.
 
     Raises:
         UsageError: a file that cannot be used.
     """
-    from nanovllm.server.page import create_replay
+    with mistakes(arguments.trace):
+        settings, lines = check_lines(arguments.trace, arguments.partial)
+    listener = listen(arguments)
+    from nanovllm.server.access import Access
+    from nanovllm.server.listen import url_of
+    from nanovllm.server.page import ReplayServer, create_replay
 
-    with mistakes(path):
-        settings, lines = check_lines(path, partial)
-    return create_replay(header_line(settings | {"live": False}), lines), len(lines)
+    access = Access.from_arguments(arguments, listener)
+    app = create_replay(header_line(settings | {"live": False}), lines, access)
+    banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
+    asyncio.run(ReplayServer(app, banner).serve([listener]))
+    return 0

@@ -26,8 +26,8 @@ VERY_LONG = LONG | {"max_tokens": 250, "n": 128}
 
 @pytest.fixture(scope="module")
 def guarded(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with two keys, two places and a short queue."""
-    options = ["--api-key", "first", "--api-key", "second", "--max-num-seqs", "2", "--max-num-waiting", "1"]
+    """A server with two keys, two places and a short queue, in which each key has one place."""
+    options = ["--api-key", "first", "--api-key", "second", "--max-num-seqs", "2", "--max-num-waiting", "2"]
     with ServerProcess(tiny_model, tmp_path_factory.mktemp("guarded"), *options) as server:
         yield server
 
@@ -60,15 +60,38 @@ def test_past_the_bound_clients_are_asked_to_come_back(guarded: ServerProcess) -
         responses = list(pool.map(ask, range(12)))
     refused = [response for response in responses if response.status_code == 429]
     assert {response.status_code for response in responses} == {200, 429}
-    # Two can run and one can wait; as some end, others may come in.
+    # Two can run, and one of this key can wait; as some end, others may come in.
     assert len(refused) >= 6
     assert refused[0].headers["retry-after"] == "1"
     error = refused[0].json()["error"]
-    assert "--max-num-waiting 1" in error["message"] and error["type"] == "rate_limit_error"
+    assert "--max-num-waiting 2, divided among 2 keys" in error["message"]
+    assert error["type"] == "rate_limit_error"
     wait_until(guarded.is_idle)
     assert (
         guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
     )
+
+
+def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) -> None:
+    over, refused = threading.Event(), []
+
+    def flood() -> None:
+        with httpx.Client(headers={"Authorization": "Bearer first"}, timeout=60) as client:
+            while not over.is_set():
+                status = client.post(f"{guarded.url}/v1/completions", json=LONG).status_code
+                refused.append(status == 429)
+
+    with ThreadPoolExecutor(6) as pool:
+        floods = [pool.submit(flood) for _ in range(6)]
+        try:
+            wait_until(lambda: refused.count(True) > 20)
+            headers = {"Authorization": "Bearer second"}
+            body = LONG | {"max_tokens": 5}
+            answers = [guarded.post("/v1/completions", body, headers=headers) for _ in range(5)]
+        finally:
+            over.set()
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert [flooding.result() for flooding in floods]
 
 
 def test_a_killed_engine_is_reported_and_nothing_hangs(

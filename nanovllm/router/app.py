@@ -30,18 +30,20 @@ from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backend
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.metrics import Metrics
 from nanovllm.router.policies import POLICIES, RoundRobin
+from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.errors import APIError, error_body, install_error_handlers
 from nanovllm.server.generation import unless_disconnected
-from nanovllm.server.middleware import BodyLimitMiddleware
+from nanovllm.server.middleware import protect
 
 logger = logging.getLogger("nanovllm.router")
 
 # A request is sent to so many servers of a kind at most: one that kills servers must not kill them all.
 MAX_ATTEMPTS = 3
-# These concern one connection (RFC 9110, 7.6.1), or are written anew.
+# These concern one connection (RFC 9110, 7.6.1), are written anew, or say from which web page a request comes, which the router
+# has checked.
 NOT_PASSED_ON = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
-    b"host content-length expect date server".split()
+    b"host content-length expect date server origin sec-fetch-site".split()
 )
 # What the one token of a prefill does without. Nothing may end it early: only a prompt that has been computed to its end, and
 # whose answer goes on, is held for a decode server.
@@ -392,8 +394,14 @@ def problems(servers: Sequence[Backend]) -> str:
     return "; ".join(f"{backend} {backend.problem or 'has failed to answer this'}" for backend in servers)
 
 
-def create_app(backends: Backends, config: RouterConfig) -> Starlette:
-    """The application. It answers while `backends.look_after()` runs."""
+def create_app(backends: Backends, config: RouterConfig, access: Access = DEFAULT_ACCESS) -> Starlette:
+    """The application. It answers while `backends.look_after()` runs.
+
+    Args:
+        backends: the servers.
+        config: how requests are routed.
+        access: which clients may come in. Without keys, those of the clients are for the servers to check.
+    """
     router = RouterApp(backends, config)
     routes = [
         Route("/v1/completions", router.generate, methods=["POST"]),
@@ -409,5 +417,5 @@ def create_app(backends: Backends, config: RouterConfig) -> Starlette:
     ]
     app = Starlette(routes=routes)
     install_error_handlers(app)
-    app.add_middleware(BodyLimitMiddleware)
+    protect(app, access)
     return app

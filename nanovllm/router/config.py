@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from nanovllm.cli import add_address_arguments, positive_seconds, seconds
+from nanovllm.server.access import LIMITS
 
 
 @dataclass
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--api-key",
         metavar="KEY",
-        help="what the router shows the servers when it asks for itself; clients' keys are passed on",
+        help="what the router shows the servers when it asks for itself (default: NANOVLLM_API_KEY or VLLM_API_KEY); clients' "
+        "keys are passed on, and the servers check them",
     )
     servers.add_argument(
         "--health-check-interval",
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how often to look how the servers are (default: %(default)s)",
     )
-    group = parser.add_argument_group("router")
+    group = parser.add_argument_group("router", LIMITS)
     add_address_arguments(group)
     group.add_argument(
         "--shutdown-timeout",

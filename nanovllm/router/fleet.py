@@ -26,6 +26,7 @@ from nanovllm.hub import resolve_model
 from nanovllm.router.backends import Backends
 from nanovllm.router.config import routing
 from nanovllm.router.run import RouterServer, backends_of
+from nanovllm.server.access import Access
 from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")
@@ -236,7 +237,8 @@ async def _route(
         request_timeout=arguments.request_timeout,
     )
     name = config.served_model_name or config.model
-    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, name)
+    access = Access.from_arguments(arguments, listener, arguments.api_key)
+    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, name, access)
     keeping = asyncio.create_task(fleet.keep_alive())
     keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
     try:
@@ -253,18 +255,19 @@ async def _route(
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
     """The servers that a command line asks for: all alike, but for their roles and GPUs."""
     common = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
-    common += [word for key in arguments.api_key for word in ("--api-key", key)]
     common += ["--show-text"] * arguments.show_text
     roles = ["producer"] * arguments.prefill + ["consumer"] * arguments.decode
     gpus, shares = divide_gpus(
         visible_gpus(config), len(roles), config.world_size * config.data_parallel_size
     )
     settings = config_words(config, arguments.kv_load_failure_policy, shares)
-    secret = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)}
+    own = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
+    if arguments.api_key:  # not on the command line, where `ps` shows it
+        own["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
     found = []
     for i, role in enumerate(roles):
         name = f"prefill {i}" if role == "producer" else f"decode {i - arguments.prefill}"
-        environment = secret | os.environ | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
+        environment = own | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
         found.append(ServerProcess(name, [*common, *settings, "--kv-role", role], environment))
     return found
 

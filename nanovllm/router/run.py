@@ -9,12 +9,11 @@ import logging
 import socket
 from collections.abc import Sequence
 
-import uvicorn
-
-from nanovllm.cli import UsageError, listen
+from nanovllm.cli import UsageError, keys_of, listen
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import RouterConfig, routing
+from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.listen import url_of
 from nanovllm.server.signalled import SignalledServer
 
@@ -30,6 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
         servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    keys = keys_of(arguments, [] if arguments.api_key is None else [arguments.api_key])
+    arguments.api_key = keys[0] if keys else None
     listener = listen(arguments)
     asyncio.run(_run(servers, listener, arguments))
     return 0
@@ -56,7 +57,8 @@ async def _run(servers: list[Backend], listener: socket.socket, arguments: argpa
     backends = Backends(
         servers, arguments.api_key, arguments.health_check_interval, arguments.request_timeout
     )
-    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout)
+    access = Access.from_arguments(arguments, listener)
+    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, access=access)
     await server.route()
 
 
@@ -69,6 +71,7 @@ class RouterServer(SignalledServer):
         config: how requests are routed.
         shutdown_timeout: seconds that running requests get after the first signal.
         name: what is served, for the banner.
+        access: which clients may come in.
     """
 
     def __init__(
@@ -78,16 +81,16 @@ class RouterServer(SignalledServer):
         config: RouterConfig,
         shutdown_timeout: float,
         name: str = "nanovllm",
+        access: Access = DEFAULT_ACCESS,
     ) -> None:
-        app = uvicorn.Config(
-            create_app(backends, config),
-            lifespan="off",
+        super().__init__(
+            create_app(backends, config, access),
+            "",
             proxy_headers=False,
             access_log=False,  # the servers have their own
             log_level="warning",
             timeout_graceful_shutdown=int(shutdown_timeout) + 1,
         )
-        super().__init__(app, "")
         self.backends, self.listener, self.name = backends, listener, name
 
     async def route(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
@@ -15,12 +14,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import nanovllm
 from nanovllm.async_engine import AsyncEngine, EngineDeadError
 from nanovllm.server import responses
+from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.chat import ChatEndpoint, ChatWriter
 from nanovllm.server.completions import CompletionEndpoint, CompletionWriter
 from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
 from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
-from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware
+from nanovllm.server.middleware import protect
 from nanovllm.server.page import ENGINE_CHOICE, TRACE_MEDIA_TYPE, TRACE_RESPONSES, LineStream, page_routes
 from nanovllm.server.protocol import (
     ChatCompletionRequest,
@@ -31,13 +31,13 @@ from nanovllm.server.protocol import (
 )
 
 
-def create_app(engine: AsyncEngine, model: str, api_keys: Sequence[str] = ()) -> FastAPI:
+def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
     """The application around a running engine.
 
     Args:
         engine: the engine.
         model: the model's name in the API.
-        api_keys: who has none of these is turned away; none means that everybody is welcome.
+        access: which clients may come in.
     """
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None)
     install_error_handlers(app)
@@ -46,8 +46,7 @@ def create_app(engine: AsyncEngine, model: str, api_keys: Sequence[str] = ()) ->
     add_information_routes(app, engine, model)
     add_state_routes(app, engine, Metrics(engine, model))
     add_page_routes(app, engine)
-    app.add_middleware(BodyLimitMiddleware)
-    app.add_middleware(APIKeyMiddleware, keys=api_keys)  # the last one added is asked first
+    protect(app, access)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

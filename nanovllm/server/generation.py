@@ -26,6 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError, describe, error_body
 from nanovllm.server.protocol import ChatBody, SamplingBody
 from nanovllm.server.responses import PromptTokensDetails, TopLogprob, Usage
+from nanovllm.server.shares import check_room, note_request
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -228,13 +229,7 @@ class Endpoint:
             EngineDeadError: the engine has ended.
         """
         self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
-        if not self.engine.has_room(len(prompts) * params.n):
-            raise APIError(
-                429,
-                f"too many requests wait already (--max-num-waiting {self.engine.config.max_num_waiting})",
-                code="rate_limit_exceeded",
-                headers={"Retry-After": "1"},
-            )
+        check_room(self.engine, len(prompts) * params.n)
         generation = Generation(f"{prefix}-{uuid.uuid4().hex}", self.model, prompts, params)
         try:
             for i, prompt in enumerate(prompts):
@@ -246,6 +241,7 @@ class Endpoint:
                 request_id = f"{generation.id}-{i}"
                 stream = await self.engine.add_request(request_id, source, params, body.priority or 0)
                 generation.streams.append(stream)
+                note_request(stream, params.n)
         except BaseException:
             generation.close()
             raise

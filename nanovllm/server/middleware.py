@@ -1,20 +1,86 @@
-"""Before a request reaches the application: may this client ask, and is the body of a bearable size?"""
+"""Before a request reaches the application: which page sends it, who sends it, and how large may its body be?"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.errors import ErrorResponse
+from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access
+from nanovllm.server.errors import APIError, ErrorResponse, describe
+from nanovllm.server.shares import Share, current_share
 
-MAX_BODY_BYTES = 10 * 2**20
 # So much of a body that was refused is read all the same: most clients listen only after they have sent everything.
 MAX_DISCARDED_BYTES = 20 * MAX_BODY_BYTES
-OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/openapi.json"))
-OPEN_FOLDER = "/web/"  # the page's files: it asks for the key itself
+
+
+def protect(app: Starlette, access: Access) -> None:
+    """Put the middleware in front of an application that has all its routes. The last one added is asked first."""
+    posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
+    app.add_middleware(BodyLimitMiddleware, paths=frozenset(posts))
+    app.add_middleware(APIKeyMiddleware, keys=access.api_keys)
+    app.add_middleware(OriginMiddleware, access=access)
+    if access.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_credentials=access.allow_credentials,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+        )
+
+
+class OriginMiddleware:
+    """Refuses what a browser sends for a web page from elsewhere: under a foreign host name (DNS rebinding), or with a foreign
+    origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
+
+    Args:
+        app: the application behind this.
+        access: the host names and origins that are let in.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app = app
+        self.access = access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer 403, or pass the request on. No route speaks WebSocket."""
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        refusal = self._refusal(scope) if scope["type"] == "http" else None
+        await (refusal or self.app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ErrorResponse | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self.access.knows_host(host):
+            name = host.rpartition(":")[0] or host
+            message = f"""the host {host!r} is not one of this server's: allow it with --allowed-hosts '["{name}"]'"""
+            return ErrorResponse(403, message, code="host_not_allowed")
+        if self.access.knows_origin(origin):
+            return None
+        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+            message = f"""pages of {origin} may not use this server: allow them with --allowed-origins '["{origin}"]'"""
+            return ErrorResponse(403, message, code="origin_not_allowed")
+        site = headers.get("sec-fetch-site", "none")
+        if site in ("none", "same-origin") or is_link(scope, headers):
+            return None
+        message = (
+            f"a page of another site (Sec-Fetch-Site: {site}) may not use this server: see --allowed-origins"
+        )
+        return ErrorResponse(403, message, code="origin_not_allowed")
+
+
+def is_link(scope: Scope, headers: Headers) -> bool:
+    """Whether a user follows a link to one of the pages that need no key."""
+    document = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
+    return document and scope["method"] == "GET" and scope["path"] in OPEN_PATHS
 
 
 class APIKeyMiddleware:
@@ -22,77 +88,125 @@ class APIKeyMiddleware:
 
     Args:
         app: the application behind this.
-        keys: the keys; none means that everybody may come in.
+        keys: the keys; none means that everybody may come in. Of several, each has its share of the waiting places.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._shares = [Share(len(keys)) for _ in keys] if len(keys) > 1 else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or pass the request on."""
+        """Answer 400 or 401, or pass the request on."""
         path = scope.get("path", "")
         is_open = scope["type"] != "http" or path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
-        if is_open or self._is_known(scope):
+        if is_open or not self._digests:
             return await self.app(scope, receive, send)
-        refusal = ErrorResponse(
-            401,
-            "a valid API key is needed: send the header 'Authorization: Bearer <key>'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await refusal(scope, receive, send)
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) > 1:
+            message = f"the request has {len(given)} Authorization headers: send one"
+            return await ErrorResponse(400, message, code="invalid_api_key")(scope, receive, send)
+        index = self._index_of(given[0] if given else b"")
+        if index is None:
+            refusal = ErrorResponse(
+                401,
+                "a valid API key is needed: send the header 'Authorization: Bearer <key>'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            return await refusal(scope, receive, send)
+        if self._shares:
+            current_share.set(self._shares[index])  # for this request's task alone
+        await self.app(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
-        if not self._digests:
-            return True
-        header = dict(scope["headers"]).get(b"authorization", b"")
+    def _index_of(self, header: bytes) -> int | None:
         scheme, _, key = header.partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()
         # All keys are compared, each in constant time: the time it takes says nothing about them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class BodyLimitMiddleware:
-    """Reads the body before the application does, and refuses it as soon as it is too large, announced or not.
+    """Reads the bodies of POST requests before the application does. It refuses one as soon as it is too large, announced or not,
+    or when the bodies that it holds for all requests are. It reads no other bodies, and the application has no use for them.
 
     Args:
         app: the application behind this.
+        paths: the routes that take a body.
         limit: the largest body in bytes.
+        held_limit: the most bytes of all requests that have not been answered.
     """
 
-    def __init__(self, app: ASGIApp, limit: int = MAX_BODY_BYTES) -> None:
-        self.app = app
-        self.limit = limit
+    def __init__(
+        self,
+        app: ASGIApp,
+        paths: Collection[str],
+        limit: int = MAX_BODY_BYTES,
+        held_limit: int = MAX_HELD_BYTES,
+    ) -> None:
+        self.app, self.paths = app, paths
+        self.limit, self.held_limit = limit, held_limit
+        self._num_held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 413, or pass the request on with its body."""
-        if scope["type"] != "http":
+        """Answer 413 or 503, or pass the request on with its body."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.paths:
             return await self.app(scope, receive, send)
-        announced = dict(scope["headers"]).get(b"content-length", b"")
-        if announced.isdigit() and int(announced) > self.limit:
-            return await self._refuse(receive, send)
-        body, more = bytearray(), True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.limit:
-                return await self._refuse(receive, send)
-        unread: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        try:
+            body = await self._read(scope, receive)
+        except APIError as error:
+            return await self._refuse(error, receive, send)
+        if body is None:
+            return
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
-        await self.app(scope, receive_again, send)
+        try:
+            await self.app(scope, receive_again, send)
+        finally:
+            self._num_held -= len(body)
 
-    async def _refuse(self, receive: Receive, send: Send) -> None:
-        message = f"the body is larger than the limit of {self.limit} bytes"
-        refusal = ErrorResponse(413, message, code="request_too_large", headers={"Connection": "close"})
-        await send({"type": "http.response.start", "status": 413, "headers": refusal.raw_headers})
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | None:
+        """A body, which counts as held from now on. None: the client has gone.
+
+        Raises:
+            APIError: the body is too large, or there is no room for it.
+        """
+        too_large = f"the body is larger than the limit of {self.limit} bytes"
+        announced = dict(scope["headers"]).get(b"content-length", b"")
+        if announced.isdigit() and int(announced) > self.limit:
+            raise APIError(413, too_large, code="request_too_large")
+        chunks: list[bytes] = []
+        size, is_whole = 0, False
+        try:
+            while not is_whole:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                self._num_held += len(chunks[-1])
+                if size > self.limit:
+                    raise APIError(413, too_large, code="request_too_large")
+                if self._num_held > self.held_limit:
+                    full = f"the bodies of all requests at this moment have over {self.held_limit} bytes"
+                    raise APIError(503, full, code="server_overloaded", headers={"Retry-After": "1"})
+                is_whole = not message.get("more_body", False)
+            return b"".join(chunks)
+        finally:
+            if not is_whole:
+                chunks.clear()  # the error's traceback refers to them
+                self._num_held -= size
+
+    async def _refuse(self, error: APIError, receive: Receive, send: Send) -> None:
+        headers = {"Connection": "close"} | dict(error.headers or {})
+        refusal = ErrorResponse(*describe(error), headers)
+        await send(
+            {"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers}
+        )
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
         # The answer is on its way. Closing now, with data unread, would make the client's system throw it away.
         discarded = 0

@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -16,6 +15,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 import nanovllm
+from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.middleware import protect
 from nanovllm.server.signalled import SignalledServer
 
 PACKAGE = pathlib.Path(nanovllm.__file__).parent
@@ -85,12 +86,13 @@ def file_response(name: str) -> Response:
     raise HTTPException(404, f"there is no file {name!r} here")
 
 
-def create_replay(header: bytes, lines: list[bytes]) -> Starlette:
+def create_replay(header: bytes, lines: list[bytes], access: Access = DEFAULT_ACCESS) -> Starlette:
     """The page on a recorded trace, without an engine.
 
     Args:
         header: the trace's first line, with its end.
         lines: all others, without their ends.
+        access: which clients may come in.
     """
 
     def chunks() -> Iterator[bytes]:
@@ -101,7 +103,9 @@ def create_replay(header: bytes, lines: list[bytes]) -> Starlette:
     def trace(request: Request) -> Response:
         return LineStream(chunks(), lambda: None)
 
-    return Starlette(routes=[*page_routes(), Route("/trace", trace)])
+    app = Starlette(routes=[*page_routes(), Route("/trace", trace)])
+    protect(app, access)
+    return app
 
 
 class ReplayServer(SignalledServer):
@@ -113,8 +117,7 @@ class ReplayServer(SignalledServer):
     """
 
     def __init__(self, app: Starlette, banner: str) -> None:
-        config = uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
-        super().__init__(config, banner)
+        super().__init__(app, banner, log_level="warning", timeout_graceful_shutdown=1)
 
 
 ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
 
-import uvicorn
 from fastapi import FastAPI
 
 from nanovllm.async_engine import AsyncEngine
+from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.app import create_app
 from nanovllm.server.listen import ready_message
 from nanovllm.server.signalled import SignalledServer
@@ -31,7 +30,7 @@ class Server(SignalledServer):
 
     def __init__(self, app: FastAPI, engine: AsyncEngine, banner: str, shutdown_timeout: float) -> None:
         grace = int(shutdown_timeout) + LAST_CHUNK_SECONDS
-        super().__init__(uvicorn.Config(app, lifespan="off", timeout_graceful_shutdown=grace), banner)
+        super().__init__(app, banner, timeout_graceful_shutdown=grace)
         self.engine = engine
         self.shutdown_timeout = shutdown_timeout
         self._draining: asyncio.Task[None] | None = None
@@ -48,7 +47,7 @@ async def run_server(
     engine: AsyncEngine,
     listener: socket.socket,
     model: str,
-    api_keys: Sequence[str] = (),
+    access: Access = DEFAULT_ACCESS,
     shutdown_timeout: float = 30.0,
 ) -> None:
     """Serve until a signal comes, then let running requests end, and stop the engine.
@@ -56,11 +55,12 @@ async def run_server(
     Args:
         listener: a bound socket.
         model: the model's name in the API.
+        access: which clients may come in.
         shutdown_timeout: seconds after which requests that still run are aborted.
     """
     try:
-        app = create_app(engine, model, api_keys)
-        server = Server(app, engine, ready_message(listener, model, api_keys), shutdown_timeout)
+        app = create_app(engine, model, access)
+        server = Server(app, engine, ready_message(listener, model, access.api_keys), shutdown_timeout)
         await server.serve([listener])
     finally:
         await engine.shutdown()

@@ -10,8 +10,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from nanovllm.server.connections import GuardedProtocol
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -27,15 +31,16 @@ def say(text: str) -> None:
 
 
 class SignalledServer(uvicorn.Server):
-    """Uvicorn with our own idea of an end: `on_signal` decides what a signal does.
+    """Uvicorn with our own idea of an end: `on_signal` decides what a signal does. It speaks HTTP/1.1 and no WebSockets.
 
     Args:
-        config: uvicorn's settings, the application among them.
+        app: the application.
         banner: printed when the server answers.
+        **settings: further ones of uvicorn's.
     """
 
-    def __init__(self, config: uvicorn.Config, banner: str) -> None:
-        super().__init__(config)
+    def __init__(self, app: ASGIApp, banner: str, **settings: Any) -> None:
+        super().__init__(uvicorn.Config(app, lifespan="off", http=GuardedProtocol, ws="none", **settings))
         self.banner = banner
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -1,0 +1,110 @@
+"""HTTP connections: how long a client may take to send a request, and how many connections there may be."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+import h11
+from starlette.responses import Response
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from nanovllm.server.access import BODY_SECONDS, HEADER_SECONDS, MAX_CONNECTIONS, RESERVED_FILES
+from nanovllm.server.errors import ErrorResponse
+
+
+def max_connections() -> int:
+    """As many as the process may open files, less some that it needs for other things."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(files - RESERVED_FILES, MAX_CONNECTIONS)
+    )
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests.
+
+    Attributes:
+        header_seconds: for a request's headers: from the connection's beginning, or from the last answer.
+        body_seconds: from the headers to the body's end. Each byte that arrives leaves both clocks as they are.
+    """
+
+    header_seconds, body_seconds = HEADER_SECONDS, BODY_SECONDS
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._awaited = ""  # what the client has to send: "headers", "body", or nothing
+        self._since = 0.0
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request. A connection too many costs the longest idle one, or is refused."""
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            idle = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._is_idle]
+            if not idle:
+                busy = "the server has no room for another connection"
+                return self._answer(ErrorResponse(503, busy, headers={"Retry-After": "1"}))
+            min(idle, key=lambda each: each._since).transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a part of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended."""
+        self._set_deadline(None)
+        super().connection_lost(exc)
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._awaited == "headers" and not self.transport.is_closing()
+
+    def _watch(self) -> None:
+        awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
+        if awaited != self._awaited:
+            self._awaited, self._since = awaited, self.loop.time()
+            seconds = {"headers": self.header_seconds, "body": self.body_seconds}.get(awaited)
+            self._set_deadline(seconds)
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        """End a connection whose client is too slow; tell the client if it has sent a part of a request."""
+        if self.transport.is_closing():
+            return
+        if self._awaited == "headers":
+            has_begun, seconds = bool(self.conn.trailing_data[0]), self.header_seconds
+        else:
+            has_begun, seconds = self.conn.our_state is h11.SEND_RESPONSE, self.body_seconds
+        if has_begun:
+            message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
+            self._answer(ErrorResponse(408, message, code="request_timeout"))
+        else:
+            self.transport.abort()
+
+    def _answer(self, response: Response) -> None:
+        """Send a response that the application knows nothing of, and close the connection."""
+        if self._awaited == "body":  # the application reads no more, and what it sends is dropped
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        status = response.status_code
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,66 @@
+"""Waiting places: how many requests may wait, and how many of them may be one API key's."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from nanovllm.async_engine import AsyncEngine
+from nanovllm.request_stream import RequestStream
+from nanovllm.server.errors import APIError
+
+
+class Share:
+    """One API key's part of the waiting places. Nothing that other keys do can take it away.
+
+    Args:
+        num_keys: how many keys share the places.
+    """
+
+    def __init__(self, num_keys: int) -> None:
+        self.num_keys = num_keys
+        self._waiting: list[tuple[RequestStream, int]] = []
+
+    def limit(self, engine: AsyncEngine) -> int:
+        """Sequences of this key that may wait."""
+        return max(engine.config.max_num_waiting // self.num_keys, 1)
+
+    def has_room(self, engine: AsyncEngine, num_sequences: int) -> bool:
+        """Whether so many sequences more may come in: they need not wait, or this key's part has room for them."""
+        if engine.has_room(num_sequences, max_num_waiting=0):
+            return True
+        waiting = sum(count for stream, count in self._waiting if stream.is_waiting)
+        return waiting + num_sequences <= self.limit(engine)
+
+    def add(self, stream: RequestStream, num_sequences: int) -> None:
+        """Count a request until it has its first token."""
+        self._waiting = [entry for entry in self._waiting if entry[0].is_waiting]
+        self._waiting.append((stream, num_sequences))
+
+
+# The share of the key that the request at hand has brought; None: there is one key, or none at all.
+current_share: ContextVar[Share | None] = ContextVar("current_share", default=None)
+
+
+def check_room(engine: AsyncEngine, num_sequences: int) -> None:
+    """Refuse so many sequences if too many wait already.
+
+    Raises:
+        APIError: 429, names the limit.
+    """
+    share = current_share.get()
+    if share is None and not engine.has_room(num_sequences):
+        message = f"too many requests wait already (--max-num-waiting {engine.config.max_num_waiting})"
+    elif share is not None and not share.has_room(engine, num_sequences):
+        message = (
+            f"too many requests with this API key wait already: {share.limit(engine)} may "
+            f"(--max-num-waiting {engine.config.max_num_waiting}, divided among {share.num_keys} keys)"
+        )
+    else:
+        return
+    raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+
+def note_request(stream: RequestStream, num_sequences: int) -> None:
+    """Count a request that has been queued, in the share of its API key."""
+    if (share := current_share.get()) is not None:
+        share.add(stream, num_sequences)
