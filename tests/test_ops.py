@@ -472,3 +472,20 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels():
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "omp" in line}
     runtimes = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))]
     assert len(runtimes) == 1
+
+
+def test_compiled_products_do_not_pile_up(tmp_path):
+    """oneDNN compiles a kernel for every number of rows. Without a bound, 300 of them for two matrices take 300 MB."""
+    code = """
+import psutil, torch
+from nanovllm import ops
+weights = [torch.zeros(576, width, dtype=torch.bfloat16) for width in (64, 128)]
+memory = []
+for rows in range(1, 301):
+    for weight in weights:
+        ops.reference.linear(torch.zeros(rows, weight.shape[1], dtype=torch.bfloat16), weight)
+    memory.append(psutil.Process().memory_info().rss)
+print(memory[-1] - memory[149])
+"""
+    result = run_python(code, tmp_path)
+    assert int(result.stdout) < 40 * 2**20, f"150 more row counts took {int(result.stdout) / 2**20:.0f} MB"
