@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access
 from nanovllm.server.errors import APIError, ErrorResponse, describe
+from nanovllm.server.json_limits import JSONLimitMiddleware
 from nanovllm.server.shares import Share, current_share
 
 # So much of a body that was refused is read all the same: most clients listen only after they have sent everything.
@@ -23,6 +24,7 @@ MAX_DISCARDED_BYTES = 20 * MAX_BODY_BYTES
 def protect(app: Starlette, access: Access) -> None:
     """Put the middleware in front of an application that has all its routes. The last one added is asked first."""
     posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
+    app.add_middleware(JSONLimitMiddleware)
     app.add_middleware(BodyLimitMiddleware, paths=frozenset(posts))
     app.add_middleware(APIKeyMiddleware, keys=access.api_keys)
     app.add_middleware(OriginMiddleware, access=access)

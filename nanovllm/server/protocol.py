@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic_core import PydanticCustomError
 
 from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.errors import APIError
@@ -22,6 +23,15 @@ class _AtFirstError(FailFast):
 AT_FIRST_ERROR = _AtFirstError()
 TokenIds = Annotated[list[int], AT_FIRST_ERROR]
 Strings = Annotated[list[str], AT_FIRST_ERROR]
+MAX_BIASES = 1024
+
+
+def _few_biases(value: Any) -> Any:
+    """Refuse a large dictionary before each of its wrong entries becomes an error."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", f"must have at most {MAX_BIASES} entries, got {len(value)}")
+    return value
+
 
 # Fields that would change the answer and that this server does not know -> the values that change nothing.
 # Empty values never do.
@@ -124,7 +134,9 @@ class SamplingBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_few_biases)] = Field(
+        None, json_schema_extra={"maxProperties": MAX_BIASES}
+    )
     seed: int | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)

@@ -1,0 +1,73 @@
+"""How much a JSON body may contain: a megabyte of empty lists takes a parser longer than a megabyte of text.
+
+The parser and the validation hold the interpreter lock from beginning to end, so a thread would not keep the event loop free.
+Instead the body is counted before it is parsed, which takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nanovllm.server.errors import APIError
+
+# Strings, lists and objects: what costs the parser and the validation most. A chat of 5,000 messages has 30,000.
+MAX_NODES = 2**15
+# Commas between all values: what remains are numbers, such as token ids.
+MAX_VALUES = 2**18
+# The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
+MAX_DIGITS = 100
+_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+def check_contents(body: bytes) -> None:
+    """Refuse a JSON body that would take long to parse, without parsing it.
+
+    Raises:
+        APIError: names the limit, and the top-level field that takes most of the body.
+    """
+    if len(body) <= MAX_NODES:
+        return
+    if not json.detect_encoding(body).startswith("utf-8"):
+        raise APIError(400, "the body must be JSON in UTF-8")
+    # What is left after an escaped backslash or quote is removed: each quote begins or ends a string.
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    num_nodes = plain.count(b'"') // 2
+    if num_nodes <= MAX_NODES:
+        plain = b"".join(plain.split(b'"')[::2])  # what is outside of strings
+        num_nodes += plain.count(b"[") + plain.count(b"{")
+    if num_nodes > MAX_NODES:
+        raise _refusal(body, f"at most {MAX_NODES} strings, lists and objects")
+    if plain.count(b",") > MAX_VALUES:
+        raise _refusal(body, f"at most {MAX_VALUES} values")
+    if b"0" * (MAX_DIGITS + 1) in plain.translate(_DIGITS_TO_ZERO):
+        raise _refusal(body, f"numbers of at most {MAX_DIGITS} digits")
+
+
+def _refusal(body: bytes, limit: str) -> APIError:
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])  # skips values, builds none
+        largest = max(fields, key=lambda name: len(memoryview(fields[name])))
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        largest = None  # no JSON object: there is no field to name
+    where = f"; {largest:.100} is too large" if largest else ""
+    return APIError(400, f"the body must have {limit}{where}", largest)
+
+
+class JSONLimitMiddleware:
+    """Checks a body when the application reads it. It expects the body in one message, as `BodyLimitMiddleware` hands it on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; reading its body may raise `APIError`."""
+
+        async def receive_checked() -> Message:
+            message = await receive()
+            check_contents(message.get("body", b""))
+            return message
+
+        await self.app(scope, receive_checked if scope["type"] == "http" else receive, send)
