@@ -27,7 +27,9 @@ import zmq.asyncio
 from nanovllm.config import EngineConfig
 from nanovllm.engine_process import Command, Report, run_engine
 from nanovllm.hub import resolve_model
+from nanovllm.long_texts import LongTexts
 from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.portions import early_portions
 from nanovllm.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
 from nanovllm.request import EngineOutput
 from nanovllm.request_stream import (
@@ -75,6 +77,7 @@ class AsyncEngine:
     limits: EngineLimits
     input_processor: InputProcessor
     output_processor: OutputProcessor
+    _long_texts: LongTexts
 
     def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
         self.config = config
@@ -140,6 +143,7 @@ class AsyncEngine:
         ]
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
+        engine._long_texts = LongTexts(engine.tokenizer)
         engine._reader = asyncio.create_task(engine._read_reports())
         return engine
 
@@ -198,15 +202,15 @@ class AsyncEngine:
         free_places = 0 if waiting else places - self.stats.num_running
         return waiting + on_their_way + num_sequences - free_places <= limit
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text, however long, without keeping others waiting.
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """The token ids of a text, however long, without blocking the event loop.
 
         Raises:
-            ValueError: the text is not valid Unicode.
+            ValueError: the text is not valid Unicode, or has more than `most` tokens; see `LongTexts.encode`.
         """
         if len(text) <= LONG_PROMPT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
+        return await self._long_texts.encode(text, add_special_tokens, most)
 
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -308,6 +312,9 @@ class AsyncEngine:
                 report = decoder.decode(await self._reports.recv())
                 if report.fatal:
                     return self._die(report.fatal)
+                for output in early_portions(report.outputs):
+                    self._deliver([output], report.time)
+                    await asyncio.sleep(0)
                 self._take(report)
                 await asyncio.sleep(0)  # many reports at once must not keep the readers waiting
         except Exception as error:  # a bug on this side, which must not leave everybody waiting for ever
@@ -399,6 +406,7 @@ class AsyncEngine:
         if self._ready:
             await self.drain(drain_timeout)
             self._fail_all("the engine was shut down")
+            self._long_texts.close()
         await self._stop_process()
         if self._reader is not None:
             self._reader.cancel()

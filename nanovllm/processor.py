@@ -203,8 +203,7 @@ def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, 
     for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         rank = entry.rank if i == 0 else i
         if token_id not in position:
-            text = tokenizer.decode([token_id], skip_special_tokens=False)
-            position[token_id] = Logprob(logprob, rank, text)
+            position[token_id] = Logprob(logprob, rank, tokenizer.decode_token(token_id))
     return position
 
 

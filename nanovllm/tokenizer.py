@@ -58,6 +58,8 @@ class Tokenizer:
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -120,6 +122,12 @@ class Tokenizer:
         except OverflowError as error:
             raise ValueError("token ids must be between 0 and 2**32 - 1") from error
 
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token, special or not. Cached, since log-probabilities name the same tokens again and again."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of each token ("Ġthe", "▁the", "<0x0A>"); None beyond the vocabulary."""
         return [self.backend.id_to_token(index) for index in token_ids]
@@ -127,8 +135,13 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for in the middle of a text (b" the"); may be part of a character.
 
-        Empty for ids beyond the vocabulary.
+        Empty for ids beyond the vocabulary. Cached.
         """
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""

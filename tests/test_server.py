@@ -280,9 +280,10 @@ async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
 
     tokenizer = SimpleNamespace(convert_ids_to_tokens=convert, backend=SimpleNamespace(decode_batch=convert))
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
-    engine = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=AsyncMock(return_value=[3]))
+    engine = SimpleNamespace(tokenizer=tokenizer, limits=limits)
     app = FastAPI()
-    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None)
+    encode = AsyncMock(return_value=[3])
+    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None, encode_prompt=encode)
     add_token_routes(app, endpoint)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         text = (await client.post("/detokenize", json={"tokens": [3]})).json()
@@ -294,7 +295,7 @@ async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
 async def test_others_get_their_turn_between_a_requests_prompts() -> None:
     turns = []
 
-    async def encode(text: str, add_special_tokens: bool) -> list[int]:
+    async def encode(text: str, add_special_tokens: bool, most: int) -> list[int]:
         turns.append("prompt")
         return [3]
 

@@ -97,7 +97,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
             raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
         with blaming_client():
             if body.prompt is not None:
-                token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
+                token_ids = await endpoint.encode_prompt(body.prompt, body.add_special_tokens is not False)
             else:
                 token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
         strings = None

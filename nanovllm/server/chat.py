@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from nanovllm.async_engine import AsyncEngine
 from nanovllm.outputs import CompletionOutput
+from nanovllm.portions import in_portions
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
@@ -81,7 +82,7 @@ class ChatWriter:
             ChatChoice(
                 piece.index,
                 AssistantMessage(piece.text),
-                self._logprobs(piece),
+                await self._logprobs(piece),
                 piece.finish_reason,
                 piece.stop_reason,
             )
@@ -93,7 +94,7 @@ class ChatWriter:
         )
         answer.kv_transfer_params = generation.kv_transfer_params
         if self.body.prompt_logprobs is not None:
-            answer.prompt_logprobs = plain_prompt_logprobs(output)
+            answer.prompt_logprobs = await plain_prompt_logprobs(output)
         return answer
 
     async def chunks(self) -> AsyncIterator[ChatChunk]:
@@ -102,7 +103,7 @@ class ChatWriter:
             yield self._chunk(ChatChunkChoice(index, Delta(role="assistant", content="")))
         async for _, output in self.generation.outputs():
             for piece in output.outputs:
-                logprobs = self._logprobs(piece)
+                logprobs = await self._logprobs(piece)
                 if piece.text or (logprobs and logprobs.content):
                     yield self._chunk(ChatChunkChoice(piece.index, Delta(content=piece.text), logprobs))
                 if piece.finish_reason:
@@ -121,11 +122,11 @@ class ChatWriter:
             chunk.usage = None if hidden else generation.usage()
         return chunk
 
-    def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
+    async def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
         if piece.logprobs is None:
             return None
         content = []
-        for token_id, position in zip(piece.token_ids, piece.logprobs, strict=True):
+        async for token_id, position in in_portions(zip(piece.token_ids, piece.logprobs, strict=True)):
             text, raw = token_text(self.engine, token_id)
             logprob = max(position[token_id].logprob, SMALLEST_LOGPROB)
             top = likeliest(self.engine, position, self.body.top_logprobs or 0)

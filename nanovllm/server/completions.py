@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from nanovllm.async_engine import AsyncEngine
 from nanovllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from nanovllm.portions import in_portions
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
@@ -90,9 +91,9 @@ class CompletionWriter:
         choices = []
         for i, output in enumerate(await self.generation.collect()):
             for piece in output.outputs:
-                choice = self._choice(i, output, piece)
+                choice = await self._choice(i, output, piece)
                 if self.body.prompt_logprobs is not None:
-                    choice.prompt_logprobs = plain_prompt_logprobs(output)
+                    choice.prompt_logprobs = await plain_prompt_logprobs(output)
                 choices.append(choice)
         return self._completion(choices, with_usage=True)
 
@@ -102,7 +103,7 @@ class CompletionWriter:
             for piece in output.outputs:
                 if not piece.token_ids and piece.finish_reason is None:
                     continue  # the prompt is still being read: its log-probabilities so far, and nothing else
-                choice = self._choice(i, output, piece)
+                choice = await self._choice(i, output, piece)
                 if choice.text or choice.logprobs or choice.finish_reason:
                     yield self._completion([choice], with_usage=self.body.continuous_usage)
         if self.body.include_usage:
@@ -119,7 +120,9 @@ class CompletionWriter:
             completion.usage = None
         return completion
 
-    def _choice(self, prompt_index: int, output: RequestOutput, piece: CompletionOutput) -> CompletionChoice:
+    async def _choice(
+        self, prompt_index: int, output: RequestOutput, piece: CompletionOutput
+    ) -> CompletionChoice:
         """A piece of one completion; before its first one stands the prompt, if it is to be echoed."""
         body, index = self.body, prompt_index * self.generation.params.n + piece.index
         choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
@@ -136,7 +139,7 @@ class CompletionWriter:
             positions = [*known, *positions]
         offset = self._offsets.setdefault(index, 0)
         if body.logprobs is not None and token_ids:
-            choice.logprobs = self._logprobs(token_ids, positions, offset)
+            choice.logprobs = await self._logprobs(token_ids, positions, offset)
             self._offsets[index] += sum(map(len, choice.logprobs.tokens))
         return choice
 
@@ -146,11 +149,11 @@ class CompletionWriter:
             return source
         return self.engine.tokenizer.decode(source, skip_special_tokens=False)
 
-    def _logprobs(
+    async def _logprobs(
         self, token_ids: list[int], positions: list[PositionLogprobs], offset: int
     ) -> CompletionLogprobs:
         lists = CompletionLogprobs([], [], [], [])
-        for token_id, position in zip(token_ids, positions, strict=True):
+        async for token_id, position in in_portions(zip(token_ids, positions, strict=True)):
             text, _ = token_text(self.engine, token_id)
             lists.tokens.append(text)
             lists.text_offset.append(offset)

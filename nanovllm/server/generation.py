@@ -20,7 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_engine import AsyncEngine
 from nanovllm.kv_transfer.plan import TransferParams
+from nanovllm.long_texts import TooManyTokensError
 from nanovllm.outputs import Logprob, OutputCollector, RequestOutput
+from nanovllm.portions import in_portions
 from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError, describe, error_body
@@ -120,7 +122,8 @@ class Endpoint:
         self.model = model
         longest_token = max(map(len, engine.tokenizer.backend.get_vocab()))
         # Four times: a tokenizer may join characters (é from e and an accent) before it looks for tokens.
-        self._longest_text = 4 * engine.limits.max_request_tokens * longest_token
+        self._most_tokens = 4 * engine.limits.max_request_tokens
+        self._longest_text = self._most_tokens * longest_token
 
     def check(self, body: Any) -> None:
         """Refuse an unknown model and unsupported fields.
@@ -140,15 +143,13 @@ class Endpoint:
             APIError: far too long; names the field that it comes from (`source`).
             ValueError: not valid Unicode.
         """
-        if len(text) > self._longest_text:
-            limit = self.engine.limits.max_request_tokens
-            raise APIError(
-                400,
-                f"the prompt has {len(text)} characters, which can never fit into {limit} tokens",
-                source,
-                "context_length_exceeded",
-            )
-        return await self.engine.encode(text, add_special_tokens)
+        try:
+            if len(text) > self._longest_text:
+                raise TooManyTokensError(f"the text has {len(text)} characters")
+            return await self.engine.encode(text, add_special_tokens, self._most_tokens)
+        except TooManyTokensError as error:
+            message = f"{error}, which can never fit into {self.engine.limits.max_request_tokens} tokens"
+            raise APIError(400, message, source, "context_length_exceeded") from error
 
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
@@ -265,13 +266,13 @@ def likeliest(engine: AsyncEngine, position: dict[int, Logprob], count: int) -> 
     ]
 
 
-def plain_prompt_logprobs(output: RequestOutput) -> list[Any] | None:
+async def plain_prompt_logprobs(output: RequestOutput) -> list[Any] | None:
     """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}."""
     if output.prompt_logprobs is None:
         return None
     return [
         position and {str(token_id): entry for token_id, entry in position.items()}
-        for position in output.prompt_logprobs
+        async for position in in_portions(output.prompt_logprobs)
     ]
 
 
