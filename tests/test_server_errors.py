@@ -278,6 +278,8 @@ def test_a_connection_that_breaks_in_the_middle_of_a_body(server: ServerProcess)
     host, port = server.url.removeprefix("http://").split(":")
     for _ in range(5):
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+            connection.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+            )
     assert server.get("/health").status_code == 200
     assert "Traceback" not in server.text
