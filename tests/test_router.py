@@ -579,6 +579,19 @@ async def test_clients_do_not_say_where_kv_comes_from_however_they_write_it(enco
     assert not fleet.prefill[0].seen and not fleet.decode[0].seen
 
 
+async def test_the_router_checks_from_which_page_a_request_comes_and_the_servers_need_not() -> None:
+    server = FakeServer(answering(b"1"))
+    async with fleet_of([], [server]) as fleet:
+        own = {"Origin": str(fleet.client.base_url).rstrip("/"), "Sec-Fetch-Site": "same-origin"}
+        for headers, status in ((own, 200), (own | {"Origin": "http://evil.com"}, 403)):
+            assert (
+                await fleet.client.post("/v1/completions", json=PROMPT, headers=headers)
+            ).status_code == status
+        assert (await fleet.client.get("/", headers={"Sec-Fetch-Site": "cross-site"})).status_code == 403
+    (passed_on,) = server.seen
+    assert not {"origin", "sec-fetch-site"} & {name.lower() for name, _ in passed_on.headers}
+
+
 async def test_a_server_that_wants_a_key() -> None:
     server = producer()
     server.kv_status = 401

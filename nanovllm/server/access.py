@@ -77,10 +77,7 @@ class Access:
 
     def knows_host(self, host: str) -> bool:
         """Whether a client may address the server so: a Host header's value."""
-        if ANY in self.allowed_hosts:
-            return True
-        match = HOST.fullmatch(host.lower())
-        return match is not None and match[1] in self.allowed_hosts
+        return ANY in self.allowed_hosts or host_name(host) in self.allowed_hosts
 
     def knows_origin(self, origin: str | None) -> bool:
         """Whether pages of this origin may use the server, although it is not the server's own."""
@@ -88,6 +85,12 @@ class Access:
 
 
 DEFAULT_ACCESS = Access()
+
+
+def host_name(host: str) -> str:
+    """The name in a Host header, in lower case and without the port; "" if that is no host."""
+    match = HOST.fullmatch(host.lower())
+    return match[1] if match else ""
 
 
 def add_access_arguments(parser: argparse._ActionsContainer) -> None:

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access
+from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access, host_name
 from nanovllm.server.errors import APIError, ErrorResponse, describe
 from nanovllm.server.json_limits import JSONLimitMiddleware
 from nanovllm.server.shares import Share, current_share
@@ -62,8 +62,10 @@ class OriginMiddleware:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self.access.knows_host(host):
-            name = host.rpartition(":")[0] or host
-            message = f"""the host {host!r} is not one of this server's: allow it with --allowed-hosts '["{name}"]'"""
+            name = host_name(host) or "NAME"
+            message = (
+                f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
+            )
             return ErrorResponse(403, message, code="host_not_allowed")
         if self.access.knows_origin(origin):
             return None

@@ -22,7 +22,8 @@ class Share:
 
     def limit(self, engine: AsyncEngine) -> int:
         """Sequences of this key that may wait."""
-        return max(engine.config.max_num_waiting // self.num_keys, 1)
+        places = engine.config.max_num_waiting
+        return min(places, max(places // self.num_keys, 1))
 
     def has_room(self, engine: AsyncEngine, num_sequences: int) -> bool:
         """Whether so many sequences more may come in: they need not wait, or this key's part has room for them."""
