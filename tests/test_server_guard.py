@@ -407,28 +407,40 @@ async def test_a_slow_answer_has_no_deadline(monkeypatch: pytest.MonkeyPatch) ->
         writer.close()
 
 
-async def test_a_connection_too_many_costs_the_longest_idle_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_too_many_ends_the_one_that_keeps_the_server_waiting_for_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await over.wait()
+        await PlainTextResponse("text")(scope, receive, send)
+
     monkeypatch.setattr(connections, "max_connections", lambda: 3)
-    async with listening(monkeypatch) as (server, connect):
-        idle = [await connect() for _ in range(2)]
-        while len(server.server_state.connections) < 2:
-            await asyncio.sleep(0.01)
-        busy = []
-        for _ in range(3):
-            reader, writer = await connect()
-            writer.write(START)
-            busy.append((reader, writer))
-            state = [connection.cycle is not None for connection in server.server_state.connections]
-            while sum(state) < len(busy):
+    async with listening(monkeypatch, app=slow) as (server, connect):
+        waited_for, busy = [], []
+        for begin in (b"", START):  # nothing at all, or a body that does not come
+            waited_for.append(await connect())
+            waited_for[-1][1].write(begin)
+            while len(server.server_state.connections) < len(waited_for):
                 await asyncio.sleep(0.01)
-                state = [connection.cycle is not None for connection in server.server_state.connections]
-        assert [await until_closed(reader) for reader, _ in idle] == [b"", b""]
+        for _ in range(3):
+            busy.append(await connect())
+            busy[-1][1].write(WHOLE)
+            while sum(map(is_busy, server.server_state.connections)) < len(busy):
+                await asyncio.sleep(0.01)
+        assert [await until_closed(reader) for reader, _ in waited_for] == [b"", b""]
         refused, _ = await connect()
         assert (await until_closed(refused)).startswith(b"HTTP/1.1 503")
+        over.set()
         for reader, writer in busy:
-            writer.write(b"x" * 1000)
-            assert b"200" in await reader.readuntil(b"1000")
+            assert b"200" in await reader.readuntil(b"\r\n\r\ntext")
             writer.close()
+
+
+def is_busy(connection: Any) -> bool:
+    """Whether it has a whole request that is not answered."""
+    return connection.cycle is not None and not connection.cycle.more_body
 
 
 # ---------------------------------------------------------------- shares of the waiting places

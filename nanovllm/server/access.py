@@ -31,7 +31,7 @@ LIMITS = (
     f"({MAX_BODY_BYTES // 2**20} MiB) within {BODY_SECONDS:.0f} s, else the connection is closed. The bodies of all requests "
     f"that are not answered yet have {MAX_HELD_BYTES // 2**20} MiB; beyond them the server answers 503. It keeps as many "
     f"connections as the process may open files, less {RESERVED_FILES}, and at most {MAX_CONNECTIONS}; beyond them it closes "
-    "the one that has been idle for longest."
+    "the one whose client has kept it waiting for longest."
 )
 ANY = "*"
 # "name", "name:port", "[::1]:port"

@@ -39,14 +39,15 @@ class GuardedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request. A connection too many costs the longest idle one, or is refused."""
+        """Begin to wait for a request. A connection too many ends the one whose client has kept the server waiting for longest; if
+        the server waits for none, it is refused."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            idle = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._is_idle]
-            if not idle:
+            slow = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._waits]
+            if not slow:
                 busy = "the server has no room for another connection"
                 return self._answer(ErrorResponse(503, busy, headers={"Retry-After": "1"}))
-            min(idle, key=lambda each: each._since).transport.abort()
+            min(slow, key=lambda each: each._since).transport.abort()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -65,8 +66,8 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     @property
-    def _is_idle(self) -> bool:
-        return self._awaited == "headers" and not self.transport.is_closing()
+    def _waits(self) -> bool:
+        return self._awaited != "" and not self.transport.is_closing()
 
     def _watch(self) -> None:
         awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
