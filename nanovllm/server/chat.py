@@ -15,6 +15,7 @@ from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
     Endpoint,
     Generation,
+    encoded,
     likeliest,
     plain_prompt_logprobs,
     token_text,
@@ -130,5 +131,5 @@ class ChatWriter:
             text, raw = token_text(self.engine, token_id)
             logprob = max(position[token_id].logprob, SMALLEST_LOGPROB)
             top = likeliest(self.engine, position, self.body.top_logprobs or 0)
-            content.append(TokenLogprob(text, logprob, raw, top))
+            content.append(encoded(TokenLogprob(text, logprob, raw, top)))
         return ChatLogprobs(content)

@@ -13,6 +13,7 @@ from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
     Endpoint,
     Generation,
+    encoded,
     likeliest,
     plain_prompt_logprobs,
     token_text,
@@ -90,10 +91,12 @@ class CompletionWriter:
         """The whole answer."""
         choices = []
         for i, output in enumerate(await self.generation.collect()):
+            wants_prompt = self.body.prompt_logprobs is not None
+            prompt_logprobs = await plain_prompt_logprobs(output) if wants_prompt else None
             for piece in output.outputs:
                 choice = await self._choice(i, output, piece)
-                if self.body.prompt_logprobs is not None:
-                    choice.prompt_logprobs = await plain_prompt_logprobs(output)
+                if wants_prompt:
+                    choice.prompt_logprobs = prompt_logprobs
                 choices.append(choice)
         return self._completion(choices, with_usage=True)
 
@@ -166,7 +169,9 @@ class CompletionWriter:
                 top = likeliest(self.engine, position, self.body.logprobs or 0)
                 lists.token_logprobs.append(logprob)
                 # OpenAI's and vLLM's: the likeliest ones, and the token itself even if it is none of them.
-                lists.top_logprobs.append({entry.token: entry.logprob for entry in top} | {text: logprob})
+                lists.top_logprobs.append(
+                    encoded({entry.token: entry.logprob for entry in top} | {text: logprob})
+                )
         return lists
 
 

@@ -266,12 +266,17 @@ def likeliest(engine: AsyncEngine, position: dict[int, Logprob], count: int) -> 
     ]
 
 
+def encoded(part: Result) -> Result:
+    """A part of an answer as JSON. What is encoded part by part need not be encoded at once when the answer is sent."""
+    return msgspec.Raw(msgspec.json.encode(part))  # type: ignore[return-value]
+
+
 async def plain_prompt_logprobs(output: RequestOutput) -> list[Any] | None:
     """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}."""
     if output.prompt_logprobs is None:
         return None
     return [
-        position and {str(token_id): entry for token_id, entry in position.items()}
+        position and encoded({str(token_id): entry for token_id, entry in position.items()})
         async for position in in_portions(output.prompt_logprobs)
     ]
 
