@@ -239,11 +239,12 @@ class Scheduler:
             if share == 0:
                 continue
             while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
-                if plan.empty and (self._steps_under_way or self.waits_for_transfers):
+                if plan.empty and self._steps_under_way:
                     return  # their results may free blocks; and a plan that throws out and computes nothing is not run
-                victim = self.running[-1]
-                self._preempt(victim, plan)
-                if victim is request:
+                victim = self._victim(request, share)
+                if victim is not None:
+                    self._preempt(victim, plan)
+                if victim is None or victim is request:
                     break
             else:
                 self._schedule(request, share, blocks, plan)
@@ -403,6 +404,11 @@ class Scheduler:
             self.manager.publish(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
+
+    def _victim(self, request: Request, share: int) -> Request | None:
+        """The request to preempt so that `request` can compute `share` tokens: the last running one, perhaps itself. None: it
+        has to wait for transfers to free blocks, see `TransferScheduler`."""
+        return self.running[-1]
 
     def _preempt(self, victim: Request, plan: Schedule) -> None:
         """Take all blocks from a running request; what it has sampled so far is kept."""

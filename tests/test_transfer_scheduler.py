@@ -8,15 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from nanovllm.config import EngineConfig
+from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv_transfer.base import KVConnectorScheduler
 from nanovllm.kv_transfer.config import KVTransferConfig
 from nanovllm.kv_transfer.scheduling import TransferScheduler
 from nanovllm.request import EngineRequest, Request, RequestStatus
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.scheduler import Schedule
+from tests.content_runner import ContentRunner
 from tests.test_scheduler_machine import SETTINGS, SchedulerMachine
 
 
@@ -229,12 +234,27 @@ class TransferMachine(SchedulerMachine):
             if not self.under_way and self.scheduler.has_unfinished:
                 event("waits for transfers")
                 assert self.connector.coming or self.connector.going, f"nothing moves: {plan.blocked_by}"
+                assert not self.could_run(plan), "it waits for transfers, and could preempt a request"
             return self.take_results(max(0, len(self.under_way) - 1))
         assert plan.num_tokens <= self.config.token_budget
         for what in plan.preempted.values():
             event(f"preempted by {what}")
         self.under_way.append((plan, self.runner.execute(plan)))
         self.take_results(self.ahead)
+
+    def could_run(self, plan: Schedule) -> list[str]:
+        """Running requests that could compute something now if all requests behind them were preempted, but for those whose
+        blocks are being read."""
+        found, manager, running = [], self.manager, self.scheduler.running
+        for i, request in enumerate(running):
+            share, counts = self.scheduler._share(request, plan), list(manager.pool.ref_counts)
+            for other in running[i + 1 :]:
+                for block_id in manager.tables[other.request_id]:
+                    counts[block_id] -= not self.connector.is_sending(other)
+            wanted = manager.blocks_for(request.num_computed_tokens + share)
+            if share and wanted - len(manager.tables[request.request_id]) <= counts.count(0):
+                found.append(request.request_id)
+        return found
 
     def check_finished(self, request_id: str, reason: str) -> None:
         assert request_id not in self.failed
@@ -269,3 +289,84 @@ class TransferMachine(SchedulerMachine):
 
 TestTransferScheduler = TransferMachine.TestCase
 TestTransferScheduler.settings = settings(SETTINGS, max_examples=60)
+
+
+# ---------------------------------------------------------------------------------------------- a pool that is full
+
+
+class FullPool:
+    """A scheduler with eight blocks of two tokens, some of which a peer reads: those of a request "d" that has ended."""
+
+    def __init__(self, prompt: list[int], mode: str = "recompute", host_blocks: int = 0) -> None:
+        config = EngineConfig(
+            block_size=2,
+            num_kv_blocks=8,
+            max_num_seqs=4,
+            long_prefill_token_threshold=4,
+            preemption_mode=mode,
+        )
+        config.kv_transfer = KVTransferConfig()
+        config.settle(40, 8)
+        self.manager = KVCacheManager(8, 2, num_host_blocks=host_blocks)
+        self.runner, self.num_added = ContentRunner(2, dict.fromkeys("abcd")), 0
+        self.connector = ScriptedConnector(config, self.runner.look, 2)
+        self.connector.wanted.add("d")
+        self.scheduler = TransferScheduler(config, self.manager, self.connector)
+        self.add("d", prompt, max_tokens=1)
+        while self.scheduler.has_unfinished:
+            self.step()
+        assert list(self.manager.held) == ["d"]
+
+    def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> None:
+        source = EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
+        self.scheduler.add(Request(source, self.num_added))
+        self.num_added += 1
+
+    def step(self) -> tuple[list[str], dict[str, str]]:
+        """A step from beginning to end; returns the requests that it computes, and those that it preempts."""
+        self.scheduler.take_transfers()
+        plan = self.scheduler.schedule()
+        if not plan.empty:
+            self.scheduler.update(plan, self.runner.execute(plan))
+        self.scheduler.check_invariants()
+        return [share.request_id for share in plan.requests], plan.preempted
+
+
+@pytest.mark.parametrize(("mode", "host_blocks"), [("recompute", 0), ("swap", 4), ("swap", 1)])
+def test_full_pool_behind_a_lease(mode: str, host_blocks: int) -> None:
+    """The oldest request does not wait for a peer when preempting the youngest frees the block that it needs."""
+    pool = FullPool([5, 5, 5], mode, host_blocks)
+    for name in "abc":
+        pool.add(name, [ord(name)] * 3)
+    for _ in range(2):  # then each has two full blocks, and no block is free
+        assert pool.step() == (["a", "b", "c"], {})
+    preempted = {"c": "swap" if host_blocks == 4 else "recompute"}
+    assert pool.step() == (["a", "b"], preempted)
+    for _ in range(30):
+        pool.step()
+    assert not pool.scheduler.has_unfinished and pool.manager.held
+
+
+def test_preempting_would_not_be_enough() -> None:
+    """The oldest request needs two blocks, and the one behind it shares all of its blocks but one with the peer: so nothing is
+    preempted, the oldest request keeps its blocks, and the one behind it computes what it has room for."""
+    pool = FullPool([5] * 5)
+    pool.add("a", [1, 2] * 6)
+    assert pool.step() == pool.step() == (["a"], {})
+    pool.add("b", [5, 5, 5])
+    assert pool.step() == pool.step() == (["b"], {})
+    assert pool.step() == ([], {})
+    assert len(pool.manager.tables["a"]) == 4 and len(pool.manager.tables["b"]) == 2
+    pool.connector.go("d")
+    assert pool.step() == (["a"], {"b": "recompute"})
+
+
+def test_what_a_peer_reads_is_not_preempted() -> None:
+    """A request whose blocks a peer reads is passed over: the one before it is preempted, and none is aborted."""
+    pool = FullPool([5, 5, 5])
+    for name, prompt in (("a", [1] * 3), ("b", [2] * 3), ("c", [3] * 2)):
+        pool.add(name, prompt)
+    pool.step()
+    pool.connector.read(pool.scheduler.requests["c"], pool.manager.tables["c"])
+    assert pool.step() == (["a", "b", "c"], {})
+    assert pool.step() == (["a", "c"], {"b": "recompute"})

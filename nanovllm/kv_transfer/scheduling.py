@@ -9,6 +9,8 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
+from collections import Counter
+
 from nanovllm.config import EngineConfig
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler
@@ -134,6 +136,24 @@ class TransferScheduler(Scheduler):
             self.manager.hold(request)
         else:
             self.manager.free(request)
+
+    def _victim(self, request: Request, share: int) -> Request | None:
+        """The last running request whose blocks no peer reads. While transfers hold blocks, only if preempting all such requests
+        behind `request` frees enough for it: else it keeps its own blocks and waits, and the requests behind it may run."""
+        behind = self.running[self.running.index(request) + 1 :]
+        preemptible = [r for r in behind if not self.connector.is_sending(r)]
+        if self.waits_for_transfers and not self._frees_enough(preemptible, request, share):
+            return None
+        return preemptible[-1] if preemptible else self.running[-1]
+
+    def _frees_enough(self, victims: list[Request], request: Request, share: int) -> bool:
+        """Whether `request` can compute `share` tokens once the victims are preempted. A block that they share with another
+        request, or that a peer still reads, stays in use."""
+        pool, tables = self.manager.pool, self.manager.tables
+        holds = Counter(block_id for victim in victims for block_id in tables[victim.request_id])
+        freed = sum(pool.ref_counts[block_id] == count for block_id, count in holds.items())
+        num_blocks = self.manager.blocks_for(request.num_computed_tokens + share)
+        return num_blocks - len(tables[request.request_id]) <= pool.num_free + freed
 
     def _preempt(self, victim: Request, plan: Schedule) -> None:
         # Whoever reads its blocks at this moment must not see those of somebody else. So it ends, and leaves them behind.
