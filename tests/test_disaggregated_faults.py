@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import select
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 
 from nanovllm.engine import EngineCore
 from nanovllm.kv_transfer import control
+from nanovllm.kv_transfer.base import KVConnectorOutput, OutputAggregator
 from nanovllm.kv_transfer.control import (
     PATIENCE,
     PURPOSE,
@@ -767,6 +769,20 @@ def test_mailbox_wakes_only_for_mail() -> None:
     mailbox.close()
     mailbox.put("late")
     mailbox.close()
+
+
+def test_several_ranks_tell_of_many_transfers() -> None:
+    """Each transfer is told once, with what either rank says of it, and is forgotten then."""
+    aggregator = OutputAggregator(2)
+    empty = pickle.dumps(vars(aggregator))
+    for i in range(100):
+        sent, received = {f"s{i}"}, {f"r{i}"}
+        first = KVConnectorOutput(sent, received, {f"r{i}": {1}}, reasons={f"r{i}": "torn"})
+        assert not aggregator.add([first, None])
+        assert aggregator.add([None, KVConnectorOutput(sent, received, {f"r{i}": {2}})]) == KVConnectorOutput(
+            sent, received, {f"r{i}": {1, 2}}, reasons={f"r{i}": "torn"}
+        )
+    assert pickle.dumps(vars(aggregator)) == empty
 
 
 def test_nothing_grows(

@@ -91,6 +91,8 @@ class OutputAggregator:
                 together.invalid_block_ids[request_id] = pending.invalid_block_ids.pop(request_id)
             if request_id in pending.reasons:
                 together.reasons[request_id] = pending.reasons.pop(request_id)
+        pending.finished_sending -= together.finished_sending
+        pending.finished_recving -= together.finished_recving
         return together
 
 
