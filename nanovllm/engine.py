@@ -19,7 +19,12 @@ from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.kv_transfer.base import IDLE_SECONDS, KVConnectorScheduler, create_scheduler_connector
+from nanovllm.kv_transfer.base import (
+    IDLE_SECONDS,
+    KVConnectorScheduler,
+    create_scheduler_connector,
+    patience,
+)
 from nanovllm.kv_transfer.scheduling import TransferScheduler
 from nanovllm.life_signs import waiting_for_others
 from nanovllm.models.config import ModelConfig
@@ -81,6 +86,7 @@ class EngineCore:
         if self.trace is not None:
             self.trace.settings |= self.trace_settings
         self.num_steps = 0
+        self._num_idle_steps = 0  # since something was computed last
         self._num_added = 0
         self._started = time.perf_counter()
         self._last_results = 0.0  # when the last step's results came, in seconds since then
@@ -199,12 +205,21 @@ class EngineCore:
     @property
     def sources(self) -> Sequence[Any]:
         """Sockets on which something may come that `step` should see to."""
-        return self.connector.sources if self.connector is not None else ()
+        return [*self.connector.sources, *self.executor.sources] if self.connector is not None else ()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the next step can wait for a request, for something on `sources`, or until `idle_seconds` have passed: it has
+        nothing to compute, at most transfers to wait for."""
+        waits = self._num_idle_steps > 0 and not self._under_way and not self.executor.transfer_has_ended
+        return not self.has_work or (waits and self.connector is not None and not self.connector.has_news)
 
     @property
     def idle_seconds(self) -> float | None:
-        """After how long without work one should ask `has_work` again; None: when something has come."""
-        return self.connector.idle_seconds if self.connector is not None else None
+        """How long an idle engine may sleep if nothing comes; None: as long as it takes."""
+        if self.connector is None or not self.has_work:
+            return self.connector.idle_seconds if self.connector is not None else None
+        return patience(self._num_idle_steps, bool(self.executor.sources))
 
     def check_health(self) -> None:
         """See that every rank is alive.
@@ -281,6 +296,7 @@ class EngineCore:
         waits = self._under_way and self.scheduler.waits_for_tokens
         plan = self.scheduler.schedule() if not waits else Schedule()
         waits_for_transfers = self.scheduler.waits_for_transfers
+        self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._under_way else 0
         if plan.empty and self.has_unfinished and not self._under_way and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
         if plan.empty and not self.config.in_lock_step and plan.connector_metadata is None:
@@ -299,8 +315,11 @@ class EngineCore:
         self._under_way.append(
             StepUnderWay(plan, self.executor.launch(plan), record, start, self.waves.ended)
         )
-        self.num_steps += 1
-        return outputs + self._take_results(keep=self._steps_ahead)
+        self.num_steps += self.config.in_lock_step or not plan.empty
+        outputs += self._take_results(keep=self._steps_ahead)
+        while self.connector is not None and self._under_way and all(s.plan.empty for s in self._under_way):
+            outputs += self._take_results()
+        return outputs
 
     def _take_transfers(self) -> list[EngineOutput]:
         """See to what others have sent: ends of transfers, and requests of other engines."""

@@ -57,7 +57,7 @@ class DataParallelCore:
         ExecutorError: an engine could not start.
     """
 
-    has_work = False  # it only reacts
+    has_work, is_idle = False, True  # it only reacts
     idle_seconds = None
     is_in_process = False
 

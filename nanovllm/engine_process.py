@@ -108,6 +108,10 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
+        self._stats, self._has_news = (
+            EngineStats(),
+            False,
+        )  # as last reported; and whether there is more to report
         self._steps: dict[int, list[tuple[bytes, bool]]] = {}
         self._sinks: dict[int, RecordSink] = {}  # of the engines that somebody watches
         self._parent_sentinel = parent_sentinel
@@ -121,15 +125,17 @@ class EngineLoop:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
         settings = [engine.trace_settings for engine in self.core.engines]
         self.report(Report(limits=self.core.limits, trace_settings=settings))
-        while self._take_commands(wait=not self.core.has_work):
+        while self._take_commands(wait=self.core.is_idle):
             # Without work this step computes nothing; the report then says what an abort has freed.
             with in_step():
-                outputs = self.core.step()
-            self.report(Report(outputs))
+                report = Report(self.core.step(), self.core.stats)
+            if report.outputs or self._has_news or report.stats != self._stats:
+                self.report(report)
 
     def report(self, report: Report) -> None:
         """Hand a report to the front end."""
-        report.stats = self.core.stats
+        report.stats = self._stats = self.core.stats
+        self._has_news = False
         report.time = time.monotonic()
         report.num_taken = self._num_taken
         report.refused, self._refused = self._refused, {}
@@ -138,14 +144,13 @@ class EngineLoop:
 
     def _take_commands(self, wait: bool) -> bool:
         """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
-        # Ranks in other processes may die while nothing is computed, and leases end: look after them meanwhile.
         events = dict(self._poller.poll(self._patience() if wait else 0))
-        while wait and not events and not self.core.has_work:
+        if wait:  # ranks in other processes may die while nothing is computed, and give signs of life
             self.core.check_health()
-            events = dict(self._poller.poll(self._patience()))
         if self._parent_sentinel in events:
             return False  # orphaned: nobody will ever ask for anything again
         while self.commands.poll(0):
+            self._has_news = True
             if not self._obey(self._decoder.decode(self.commands.recv())):
                 return False
         return True
@@ -182,6 +187,7 @@ class EngineLoop:
         encoder = TraceEncoder(self.core.engines[engine].trace_settings, hide_tokens)
 
         def note(record: StepRecord) -> None:
+            self._has_news = True
             line = encoder.encode(record), record.snapshot is not None
             self._steps.setdefault(engine, []).append(line)
 

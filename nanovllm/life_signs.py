@@ -69,6 +69,10 @@ class Complaint:
         return cls(False, f"failed:\n{traceback.format_exc()}")
 
 
+# What a rank says, unasked, when one of its KV transfers has ended.
+TRANSFER_ENDED = "a KV transfer has ended"
+
+
 # ---------------------------------------------------------------- what a thread does
 
 

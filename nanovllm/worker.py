@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.data_parallel import engine_grid
 from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
-from nanovllm.life_signs import Complaint, Mouth, in_step
+from nanovllm.life_signs import TRANSFER_ENDED, Complaint, Mouth, in_step
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler import Schedule, StepResult
 
@@ -159,6 +159,8 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
             except ValueError as error:  # not enough memory: the message says which setting to change
                 mouth.complain(Complaint(True, str(error)))
                 return False
+            if worker.runner.connector is not None:
+                worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
             mouth.answer(number, _done(None))
         else:
             mouth.answer(number, _done(getattr(worker, name)(*arguments)))

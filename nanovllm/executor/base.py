@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler import Schedule, StepResult
 
 if TYPE_CHECKING:
+    from nanovllm.kv_transfer.control import Mailbox
     from nanovllm.runner import ModelRunner
 
 
@@ -31,12 +32,19 @@ class Executor:
         bytes_per_block: device memory of one KV block, on the rank that needs most.
         is_broken: no plan can be run any more.
         is_in_process: there is no other process that could die.
+        sources: become readable, at the latest, when a KV transfer of a rank has ended; empty if nothing tells of that.
     """
 
     on_gpu: bool
     bytes_per_block: int
     is_broken: bool = False
     is_in_process: bool = False
+    sources: Sequence[Any] = ()
+
+    @property
+    def transfer_has_ended(self) -> bool:
+        """True if a rank has reported the end of a transfer since the last step: the next step takes it in."""
+        return False
 
     def num_blocks_that_fit(self) -> int:
         """KV blocks for which every rank has room: the least over the ranks."""
@@ -96,6 +104,7 @@ class InProcessExecutor(Executor):
                 disable_custom_all_reduce=config.disable_custom_all_reduce,
             )
         self.runner: ModelRunner = ModelRunner(config, model_config, folder)
+        self._ends: Mailbox | None = None  # of KV transfers
         self.on_gpu = self.runner.device.type != "cpu"
         self.bytes_per_block = self.runner.bytes_per_block
 
@@ -106,6 +115,12 @@ class InProcessExecutor(Executor):
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """See `ModelRunner.allocate`."""
         self.runner.allocate(num_blocks, num_host_blocks)
+        if self.runner.connector is not None:
+            from nanovllm.kv_transfer.control import Mailbox
+
+            mailbox = self._ends = Mailbox()
+            self.runner.connector.notify = lambda: mailbox.put(None)
+            self.sources = [mailbox.fileno()]
 
     def handshake_metadata(self) -> list[Any]:
         """Of the only rank."""
@@ -113,6 +128,8 @@ class InProcessExecutor(Executor):
 
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """See `ModelRunner.launch`."""
+        if self._ends is not None:
+            self._ends.take()
         return self.runner.launch(schedule)
 
     def forget_requests(self) -> None:
@@ -122,6 +139,8 @@ class InProcessExecutor(Executor):
     def close(self) -> None:
         """Leave the other engines, if it is in lock-step with any or shares KV with them."""
         self.runner.close()
+        if self._ends is not None:
+            self._ends.close()
         if self.runner.config.in_lock_step:
             from nanovllm.distributed.groups import destroy_groups
 

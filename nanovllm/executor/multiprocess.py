@@ -127,6 +127,7 @@ class MultiprocessExecutor(RemoteExecutor):
                 setup = WorkerSetup(config, model_config, folder, *place, address, threads, handle, level)
                 r.connection.send(setup)
             self._start()
+            self.sources = [rank.connection for rank in self.ranks]
             if self._orders is not None:
                 self._orders.wait_until_attached(
                     SILENCE_SECONDS

@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.kv_transfer.base import OutputAggregator
-from nanovllm.life_signs import LOOK_SECONDS, Complaint, Peer, Watch, waiting_for_others
+from nanovllm.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Complaint, Peer, Watch, waiting_for_others
 from nanovllm.scheduler import Schedule, StepResult
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
@@ -56,7 +56,10 @@ class RemoteRank(Peer):
 
     Attributes:
         answers: by the number of the order.
+        transfer_has_ended: a KV transfer has ended on the rank since it was last asked.
     """
+
+    transfer_has_ended = False
 
     def __init__(self, rank: int, grid: Grid) -> None:
         stage, tensor = divmod(rank, grid.tensor)
@@ -70,6 +73,8 @@ class RemoteRank(Peer):
         self.heard = time.monotonic()
         if isinstance(message, Complaint):
             self.complaint = message
+        elif message == TRANSFER_ENDED:
+            self.transfer_has_ended = True
         elif message is not None:
             order, answer = message
             self.answers[order] = answer
@@ -129,11 +134,19 @@ class RemoteExecutor(Executor):
 
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """Tell every rank; the result comes from the first rank of the last stage."""
+        if schedule.connector_metadata is not None:
+            for rank in self.ranks:
+                rank.transfer_has_ended = False
         number = self._order("launch", schedule)
         output_rank = self.ranks[self.grid.world_size - self.grid.tensor]
         if schedule.connector_metadata is None:
             return lambda: self._answer(output_rank, number)
         return lambda: self._gather(number, output_rank)
+
+    @property
+    def transfer_has_ended(self) -> bool:
+        """See `Executor`."""
+        return any(rank.transfer_has_ended for rank in self.ranks)
 
     def _gather(self, number: int, output_rank: RemoteRank) -> StepResult:
         """The result of a step in which something is transferred: a transfer has ended when it has on every rank."""

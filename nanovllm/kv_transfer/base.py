@@ -202,6 +202,11 @@ class KVConnectorScheduler:
         return bool(self._output)
 
     @property
+    def has_news(self) -> bool:
+        """True if the scheduler has something to act on at once: without steps, nothing more would come of it."""
+        return self.has_work
+
+    @property
     def sources(self) -> Sequence[int]:
         """File descriptors on which something may come while the engine sleeps."""
         return ()
@@ -225,12 +230,17 @@ class KVConnectorScheduler:
 
 
 class KVConnectorWorker:
-    """The half that lives on a rank. This one moves nothing."""
+    """The half that lives on a rank. This one moves nothing.
+
+    Attributes:
+        notify: called, by any thread, when `get_finished` has something to report.
+    """
 
     def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
         self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
         self.kv_caches: dict[int, Tensor] = {}
         self.metadata: Any = None
+        self.notify: Callable[[], None] = lambda: None
 
     @classmethod
     def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -332,6 +342,19 @@ def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Ite
 
 # How long a rank without a batch waits for a transfer to end before it says that none has.
 IDLE_SECONDS = 0.001
+# How long an engine that only waits for transfers sleeps before it looks for their timeouts, and for the end of one if its
+# ranks do not notify it.
+PATIENT_SECONDS, IMPATIENT_SECONDS = 0.25, 0.01
+
+
+def patience(num_idle_steps: int, is_notified: bool) -> float:
+    """Seconds that an engine may sleep that has only waited for transfers in its last steps.
+
+    Args:
+        is_notified: the ranks notify the engine when a transfer has ended.
+    """
+    return PATIENT_SECONDS if is_notified else min(IDLE_SECONDS * num_idle_steps, IMPATIENT_SECONDS)
+
 
 # Name -> its two halves, module and class; imported when chosen.
 _OFFLOADING = ("offloading:OffloadingScheduler", "offloading_worker:OffloadingWorker")

@@ -148,9 +148,14 @@ class DisaggregatedScheduler(KVConnectorScheduler):
     @property
     def has_work(self) -> bool:
         """See `KVConnectorScheduler.has_work`."""
+        return bool(self._books.under_way) or self.has_news
+
+    @property
+    def has_news(self) -> bool:
+        """See `KVConnectorScheduler.has_news`."""
         producer = self.producer
         ordered = producer is not None and (bool(producer.aborts) or producer.leases.has_ended)
-        return bool(self._books.output or self._books.under_way or not self._mailbox.is_empty or ordered)
+        return bool(self._books.output or not self._mailbox.is_empty or ordered)
 
     @property
     def sources(self) -> Sequence[int]:
@@ -219,6 +224,7 @@ class DisaggregatedWorker(KVConnectorWorker):
         self.transport = self._transport_class()(
             self.layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout
         )
+        self.transport.transfers.on_ended = lambda: self.notify()
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """The transport's address."""

@@ -241,6 +241,11 @@ class OffloadingScheduler(KVConnectorScheduler):
         """True while something is being loaded, if only for a request that has been aborted: its blocks are held."""
         return bool(self._loading or self._output)
 
+    @property
+    def has_news(self) -> bool:
+        """See `KVConnectorScheduler.has_news`."""
+        return bool(self._output)
+
     def forget_requests(self) -> None:
         """See `KVConnectorScheduler.forget_requests`. What is kept stays."""
         KVConnectorScheduler.forget_requests(self)

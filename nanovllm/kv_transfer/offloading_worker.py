@@ -112,6 +112,7 @@ class OffloadingWorker(KVConnectorWorker):
             logger.exception("KV blocks could not be loaded, and are computed")
         finally:
             self._arrived.put((request_id, invalid))
+            self.notify()
 
     def _load_piece(self, blocks: list[tuple[int, bytes]]) -> set[int]:
         """Fill some blocks; returns those that could be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 _REMEMBERED = 10_000  # ids of transfers that have ended: who comes late is refused at once
@@ -65,9 +65,13 @@ class Transfers:
 
     A transfer has a part for each peer. Whoever is going to move blocks says so before (`enter`) and after (`leave`); after
     an error nobody may enter any more, and the transfer has ended when the last one has left.
+
+    Attributes:
+        on_ended: called, by any thread, when `poll` has a transfer to report.
     """
 
     def __init__(self) -> None:
+        self.on_ended: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._open: dict[str, _Transfer] = {}
         self._ended: list[Ended] = []
@@ -203,6 +207,7 @@ class Transfers:
         if len(self._recent) > _REMEMBERED:
             self._known.remove(self._recent.popleft())
         self._changed.notify_all()
+        self.on_ended()
 
     def poll(self, wait_seconds: float = 0.0) -> list[Ended]:
         """What has ended since the last call; if nothing has, waits for it."""
