@@ -58,12 +58,12 @@ NO_AMX := -mno-amx-tile -mno-amx-bf16
 AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
 AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-NUMERICS := $(addprefix tests/,test_ops.py test_blend.py test_runner.py test_against_transformers.py)
+NUMERICS := -m "not slow" -k "not building" $(addprefix tests/,test_ops.py test_blend.py test_runner.py test_engine.py test_against_transformers.py)
 
 test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about half an hour on two cores)
 	$(TESTS) tests
-	$(AS_AVX2) $(TESTS) -m "not slow" $(NUMERICS)
-	$(AS_PLAIN) $(TESTS) -m "not slow" $(NUMERICS)
+	$(AS_AVX2) $(TESTS) $(NUMERICS)
+	$(AS_PLAIN) $(TESTS) $(NUMERICS)
 	$(BIN)/nanovllm kernels
 	$(LECTURES_TEST)
 
