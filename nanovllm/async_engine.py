@@ -9,15 +9,12 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
 import pathlib
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from multiprocessing import resource_tracker
 from typing import Literal
 
 import msgspec
@@ -26,6 +23,7 @@ import zmq.asyncio
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine_process import Command, Report, run_engine
+from nanovllm.engine_watch import EngineProcess
 from nanovllm.hub import resolve_model
 from nanovllm.long_texts import LongTexts
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -91,8 +89,8 @@ class AsyncEngine:
         self._texts: RequestTexts | None = None
         self._num_sent = self._num_taken = 0
         self._closing = self._ready = False
-        self._reader: asyncio.Task[None] | None = None
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: EngineProcess | None = None
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix="nanovllm-"))  # for this user alone
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
@@ -144,26 +142,16 @@ class AsyncEngine:
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._long_texts = LongTexts(engine.tokenizer)
-        engine._reader = asyncio.create_task(engine._read_reports())
+        engine._tasks.append(asyncio.create_task(engine._read_reports()))
         return engine
 
     def _start_process(self, config: EngineConfig) -> None:
         addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
         self._commands.bind(addresses[0])
         self._reports.bind(addresses[1])
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine, args=(config, *addresses), name="nanovllm-engine", daemon=True
-        )
-        # The terminal sends Ctrl-C to the whole process group, but it is this process that decides when the engine
-        # ends. A blocked signal stays blocked in a child, from its first instruction on. (multiprocessing's helper
-        # process is started before, because its start unblocks the signal.)
-        resource_tracker.ensure_running()
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        self._process = EngineProcess(run_engine, config, *addresses)
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+        self._tasks.append(asyncio.create_task(self._process.watch(on_hang=self._die)))
 
     async def _wait_until_ready(self) -> Report:
         while not await self._reports.poll(20):
@@ -176,6 +164,8 @@ class AsyncEngine:
         # this process is killed.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready, self.stats = True, report.stats
+        assert self._process is not None
+        self._process.expect_heartbeats()
         return report
 
     # ---------------------------------------------------------------- requests
@@ -408,10 +398,10 @@ class AsyncEngine:
             self._fail_all("the engine was shut down")
             self._long_texts.close()
         await self._stop_process()
-        if self._reader is not None:
-            self._reader.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+                await task
         for socket in (self._commands, self._reports):
             socket.close(linger=0)
         self._context.term()
@@ -421,10 +411,7 @@ class AsyncEngine:
         if self._process is None:
             return
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        if self._process.is_alive() and self._ready:
+        if self._ready:
             self._send(Command(order="shutdown"))
-            await asyncio.to_thread(self._process.join, 5)
-        if self._process.is_alive():  # still starting, or stuck
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
+        await self._process.end(was_told=self._ready)
         self.error = self.error or "the engine was shut down"

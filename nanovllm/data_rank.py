@@ -122,12 +122,7 @@ class DataRank(Peer):
 
     def feel_pulse(self) -> None:
         """See whether it has given signs of life, hangs, or has ended."""
-        try:
-            while self._pulse.poll(0):
-                self.complaint = self._pulse.recv() or self.complaint
-                self.heard = time.monotonic()
-        except (EOFError, OSError):
-            self.is_gone = True
+        self.drain(self._pulse)
 
     def end(self) -> str:
         """How its process ended, in words; "" if it lives."""

@@ -151,7 +151,9 @@ class EngineLoop:
             return False  # orphaned: nobody will ever ask for anything again
         while self.commands.poll(0):
             self._has_news = True
-            if not self._obey(self._decoder.decode(self.commands.recv())):
+            with in_step():  # an abort may wait for the results of a step
+                goes_on = self._obey(self._decoder.decode(self.commands.recv()))
+            if not goes_on:
                 return False
         return True
 

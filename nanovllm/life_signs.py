@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -170,6 +171,22 @@ def _has_children(seconds: float) -> bool:
     return False
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped by a signal, as SIGSTOP and Ctrl-Z do. A debugger's stop does not count."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, and every process that it or its children have started: SIGKILL also ends what is stopped or hangs."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                each.kill()
+
+
 # ---------------------------------------------------------------- who speaks
 
 
@@ -279,6 +296,20 @@ class Peer:
         self.complaint: Complaint | None = None
         self.heard = time.monotonic()
         self.is_ready = self.is_gone = False
+
+    def take(self, message: Any) -> None:
+        """Take in a message. None only means that the process lives."""
+        self.heard = time.monotonic()
+        if isinstance(message, Complaint):
+            self.complaint = message
+
+    def drain(self, connection: Connection) -> None:
+        """Take in every message that has arrived on a connection, without waiting for more."""
+        try:
+            while connection.poll(0):
+                self.take(connection.recv())
+        except (EOFError, OSError):
+            self.is_gone = True
 
     def end(self) -> str:
         """How it ended, in words; "" if it lives as far as one knows."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from typing import Any
 
 from nanovllm.engine_process import run_engine
 
 REFUSED_PROMPT = [5, 5, 5]
 FATAL_PROMPT = [6, 6, 6]
+HANGING_PROMPT = [7, 7, 7]
+LOAD_SECONDS = 3
 
 
 def run_faulty_engine(*arguments: Any) -> None:
-    """An engine that refuses one prompt and that another one breaks."""
+    """An engine that refuses one prompt, that another one breaks, and that a third one hangs."""
     from nanovllm.engine import EngineCore
 
     add_request, step = EngineCore.add_request, EngineCore.step
@@ -22,9 +26,18 @@ def run_faulty_engine(*arguments: Any) -> None:
         add_request(core, request)
 
     def faulty_step(core: EngineCore) -> Any:
-        if any(r.token_ids[:3] == FATAL_PROMPT for r in core.scheduler.requests.values()):
+        beginnings = [request.token_ids[:3] for request in core.scheduler.requests.values()]
+        if FATAL_PROMPT in beginnings:
             raise RuntimeError("this prompt is fatal")
+        if HANGING_PROMPT in beginnings:
+            threading.Event().wait()
         return step(core)
 
     EngineCore.add_request, EngineCore.step = faulty_add, faulty_step  # type: ignore[method-assign]
+    run_engine(*arguments)
+
+
+def run_slow_engine(*arguments: Any) -> None:
+    """An engine that keeps the interpreter to itself while it loads: no other thread of its process runs meanwhile."""
+    ctypes.PyDLL(None).sleep(LOAD_SECONDS)
     run_engine(*arguments)

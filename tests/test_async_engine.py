@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from nanovllm import SamplingParams, async_engine
+from nanovllm import SamplingParams, async_engine, life_signs
 from nanovllm.async_engine import AsyncEngine, EngineDeadError, EngineStartError
 from nanovllm.config import EngineConfig
 from nanovllm.hub import ModelNotFoundError
@@ -208,6 +208,55 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
             await engine.add_request("later", "abc", SHORT)
     finally:
         await asyncio.wait_for(engine.shutdown(), 10)
+
+
+@pytest.mark.parametrize("fault", ["is stopped", "hangs in a step"])
+async def test_a_stopped_or_hanging_engine_is_named_and_killed(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(async_engine, "run_engine", engine_faults.run_faulty_engine)
+    engine = await AsyncEngine.start(config(tiny_model))
+    process = engine._process
+    assert process is not None and process.pid is not None
+    try:
+        stream = await engine.add_request("running", "abc", LONG)
+        await anext(stream)
+        if fault == "is stopped":
+            os.kill(process.pid, signal.SIGSTOP)
+            words = "nothing was heard of it for 4 s"
+        else:
+            await engine.add_request("hanging", engine_faults.HANGING_PROMPT, SHORT)
+            words = "for 4 seconds it has been at .*engine_faults.py:.* in faulty_step"
+        with pytest.raises(
+            EngineDeadError, match=f"the engine process, process {process.pid}, hangs: {words}"
+        ):
+            async with asyncio.timeout(20):
+                async for _ in stream:
+                    pass
+        assert not engine.is_alive and engine.died.is_set()
+        await until(lambda: not process.is_alive())
+    finally:
+        await asyncio.wait_for(engine.shutdown(), 10)
+
+
+async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_stopped(
+    tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", engine_faults.LOAD_SECONDS - 0.5)
+    monkeypatch.setattr(async_engine, "run_engine", engine_faults.run_slow_engine)
+    engine = await AsyncEngine.start(config(tiny_model))
+    try:
+        assert engine._process is not None and engine._process.pid is not None
+        stream = await engine.add_request("running", "abc", LONG)
+        await anext(stream)
+        # As Ctrl-Z and fg do to both processes.
+        os.kill(engine._process.pid, signal.SIGSTOP)
+        time.sleep(engine_faults.LOAD_SECONDS)  # on purpose: the event loop must not run meanwhile
+        os.kill(engine._process.pid, signal.SIGCONT)
+        outputs = [output async for output in stream]
+        assert outputs[-1].finished and engine.is_alive
+    finally:
+        await engine.shutdown()
 
 
 async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(

@@ -97,6 +97,18 @@ LOCK_STEP = "--enable-expert-parallel"
         ),
         ("-dp 2", signal.SIGKILL, (), "the engine process has ended with exit code -9"),
         (
+            "-tp 2",
+            signal.SIGSTOP,
+            (),
+            r"the engine process, process \d+, hangs: nothing was heard of it for 4 s",
+        ),
+        (
+            "-dp 2",
+            signal.SIGSTOP,
+            (),
+            r"the engine process, process \d+, hangs: nothing was heard of it for 4 s",
+        ),
+        (
             f"-dp 2 -tp 2 {LOCK_STEP}",
             signal.SIGKILL,
             (1, 0),

@@ -60,11 +60,7 @@ class RankProcess(RemoteRank):
 
     def listen(self) -> None:
         """Take in everything that has come."""
-        try:
-            while self.connection.poll(0):
-                self.take(self.connection.recv())
-        except (EOFError, OSError):
-            self.is_gone = True
+        self.drain(self.connection)
 
     def end(self) -> str:
         """How it ended, in words; "" if it lives."""

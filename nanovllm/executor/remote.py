@@ -17,7 +17,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.kv_transfer.base import OutputAggregator
-from nanovllm.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Complaint, Peer, Watch, waiting_for_others
+from nanovllm.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
 from nanovllm.scheduler import Schedule, StepResult
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
@@ -69,13 +69,11 @@ class RemoteRank(Peer):
         self.answers: dict[int, Any] = {}
 
     def take(self, message: Any) -> None:
-        """Take in what it says; None only means that it lives."""
-        self.heard = time.monotonic()
-        if isinstance(message, Complaint):
-            self.complaint = message
-        elif message == TRANSFER_ENDED:
+        """Take in a message, which may be an answer."""
+        super().take(message)
+        if message == TRANSFER_ENDED:
             self.transfer_has_ended = True
-        elif message is not None:
+        elif isinstance(message, tuple):
             order, answer = message
             self.answers[order] = answer
 
