@@ -163,6 +163,22 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
     assert num_fetched(fleet) > before, "it is found in its old place, with a new engine"
 
 
+@pytest.mark.parametrize(("name", "is_engine"), [("decode 1", False), ("prefill 0", True)])
+def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_engine: bool) -> None:
+    server = fleet.server(name)
+    (engine,) = [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
+    served = f"[{name}] tiny is served at"
+    times = fleet.text.count(served)
+    with ThreadPoolExecutor(4) as pool:
+        (engine if is_engine else server).send_signal(signal.SIGSTOP)
+        prompts = [f"{name} has stopped: {prompt}" for prompt in PROMPTS]
+        answers = list(pool.map(lambda prompt: fleet.complete(prompt=prompt, max_tokens=12), prompts))
+    assert all(answer["usage"]["completion_tokens"] for answer in answers), "the other servers go on"
+    fleet.wait_until_gone([server, engine])
+    wait_until(lambda: fleet.text.count(served) == times + 1, 120, "it serves again")
+    fleet.wait_until_ready()
+
+
 def test_nothing_is_left_when_the_command_is_killed(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with KVFleet(tiny_model, tmp_path, 1, 1) as fleet:
         processes = fleet.processes()

@@ -21,9 +21,11 @@ Role = Literal["prefill", "decode", "regular"]
 Headers = list[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
-HEALTH_SECONDS = 5.0
-# A server that is silent for so many health checks in a row is given up, with all requests that wait for it.
-MAX_SILENT_CHECKS = 3
+# A health check waits so long for an answer.
+HEALTH_SECONDS = 2.5
+# A server that is silent for so many health checks in a row is given up, with all requests that wait for it. More than one: if
+# this process was stopped, its timers end before it has read the answers.
+MAX_SILENT_CHECKS = 2
 # After a failure it is seen so soon how the servers are.
 LOOK_SECONDS = 0.1
 # Servers close idle connections after 5 s (uvicorn): none may be used that is about to be closed.
@@ -189,6 +191,8 @@ class Backends:
         self._look = asyncio.Event()
         # Told of every server that is ready, again or for the first time.
         self.on_return: Callable[[Backend], None] = lambda backend: None
+        # Told after every health check that finds a server given up for its silence.
+        self.on_silence: Callable[[Backend], None] = lambda backend: None
 
     def of(self, role: Role) -> list[Backend]:
         """Those of a role."""
@@ -277,8 +281,9 @@ class Backends:
             backend.silent_checks += 1
             silent = backend.silent_checks >= MAX_SILENT_CHECKS
             problem = describe(error) if silent else backend.problem
+            self._look.set()  # the next check does not wait for the interval
         except FAILURES as error:
-            problem = describe(error)
+            problem, backend.silent_checks = describe(error), 0
         else:
             backend.silent_checks = 0
         if problem:
@@ -289,6 +294,7 @@ class Backends:
             self.on_return(backend)
         if silent:
             backend.give_up()
+            self.on_silence(backend)
 
     async def _problem_of(self, backend: Backend) -> str:
         status, _ = await self.fetch(backend, b"/health")

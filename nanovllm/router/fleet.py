@@ -1,7 +1,7 @@
 """`nanovllm serve --prefill N --decode M`: servers of both roles, each a process of its own, and a router in front of them.
 
-A server that dies is started again, on its old port. All of them end with this process, however that ends: each watches the pipe
-that is its standard input.
+A server that dies is started again, on its old port. One that was stopped, or hangs, is killed first. All of them end with this
+process, however that ends: each watches the pipe that is its standard input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from collections.abc import Sequence
 from nanovllm.cli import ServerError, UsageError, listen
 from nanovllm.config import EngineConfig
 from nanovllm.hub import resolve_model
-from nanovllm.router.backends import Backends
+from nanovllm.life_signs import is_stopped, kill_tree
+from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import routing
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
@@ -37,6 +38,8 @@ READY = re.compile(r"(http://\S+)/v1, described")
 ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
 # A server that has served is started again so often in a row, after so many seconds; then all is given up.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
+# A server that does not answer so many health checks in a row hangs, even if it was not stopped.
+MAX_SILENT_CHECKS = 12
 # What a server gets to end in addition to the time for running requests.
 END_SECONDS = 10.0
 # The directory has an entry for each of NVIDIA's GPUs.
@@ -97,11 +100,15 @@ class ServerProcess:
         assert self._process is not None
         return await self._process.wait()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal, and can neither serve nor end."""
+        return self._process is not None and is_stopped(self._process.pid)
+
     def kill(self) -> None:
-        """End it now."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        """End it and its engine now."""
+        if self._process is not None and self._process.returncode is None:
+            kill_tree(self._process.pid)
 
     async def stop(self, seconds: float) -> None:
         """End it: kindly, and after so many seconds by force."""
@@ -109,6 +116,8 @@ class ServerProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
+        if self.is_stopped:
+            self.kill()
         try:
             await asyncio.wait_for(self._process.wait(), seconds)
         except TimeoutError:
@@ -178,6 +187,13 @@ class Fleet:
                     f"{process.name} ends with exit code {code} whenever it is started; see above"
                 )
 
+    def end_silent(self, backend: Backend) -> None:
+        """Kill a server that does not answer any more, so that it is started again."""
+        (process,) = (process for process in self.processes if process.url == backend.url)
+        if process.is_stopped or backend.silent_checks >= MAX_SILENT_CHECKS:
+            logger.warning("[%s] was stopped or hangs: it is killed", process.name)
+            process.kill()
+
     async def stop(self) -> None:
         """End all."""
         seconds = self.shutdown_timeout + END_SECONDS
@@ -236,6 +252,7 @@ async def _route(
         health_check_interval=1.0,
         request_timeout=arguments.request_timeout,
     )
+    backends.on_silence = fleet.end_silent
     name = config.served_model_name or config.model
     access = Access.from_arguments(arguments, listener, arguments.api_key)
     server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, name, access)
