@@ -26,7 +26,7 @@ from nanovllm.distributed.data_parallel import load_score
 from nanovllm.distributed.shared_collectives import CollectiveError
 from nanovllm.engine_process import Command, Report, run_engine
 from nanovllm.executor.multiprocess import how_it_ended
-from nanovllm.life_signs import Complaint, Mouth, Peer
+from nanovllm.life_signs import Complaint, Mouth, Peer, activity_of_this_thread, heard_activities
 from nanovllm.outputs import EngineStats
 from nanovllm.recorder import RecordSink
 from nanovllm.trace_format import TraceDecoder
@@ -212,7 +212,10 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
     mouth = Mouth(connection.send)
-    mouth.watch_this_thread()
+    is_rank = config.world_size == 1  # else its ranks have processes of their own
+    mouth.watch_this_thread(
+        activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities
+    )
     mouth.start()
     code: Any = 0
     try:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 
 from nanovllm.config import EngineConfig
-from nanovllm.life_signs import LOOK_SECONDS, in_step
+from nanovllm.life_signs import LOOK_SECONDS, at_rest, in_step
 from nanovllm.outputs import EngineStats
 from nanovllm.processor import EngineLimits
 from nanovllm.recorder import RecordSink
@@ -144,7 +144,7 @@ class EngineLoop:
 
     def _take_commands(self, wait: bool) -> bool:
         """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
-        events = dict(self._poller.poll(self._patience() if wait else 0))
+        events = self._poll(self._patience() if wait else 0)
         if wait:  # ranks in other processes may die while nothing is computed, and give signs of life
             self.core.check_health()
         if self._parent_sentinel in events:
@@ -156,6 +156,11 @@ class EngineLoop:
             if not goes_on:
                 return False
         return True
+
+    def _poll(self, milliseconds: int | None) -> dict[Any, int]:
+        """Which sources have something; wait for so long."""
+        with at_rest():
+            return dict(self._poller.poll(milliseconds))
 
     def _patience(self) -> int | None:
         """Milliseconds to sleep at a time while nothing comes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,10 +14,28 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from nanovllm.life_signs import LOOK_SECONDS, SILENCE_SECONDS, Mouth, Peer, Watch, kill_tree
+import psutil
+
+from nanovllm.life_signs import LOOK_SECONDS, SILENCE_SECONDS, Mouth, Peer, Watch
 
 # What an engine gets to end by itself.
 END_SECONDS = 5.0
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped by a signal, as SIGSTOP and Ctrl-Z do. A debugger's stop does not count."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process, and every process that it or its children have started: SIGKILL also ends what is stopped or hangs."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                each.kill()
 
 
 def _run_with_pulse(run_engine: Callable[..., None], pulse: Connection, *arguments: Any) -> None:

@@ -6,8 +6,8 @@ to itself, falls silent. And one whose thread waits for something that never com
 itself, for only there can it be seen that a thread is in the middle of a step, waits for nobody else, and yet uses no processor
 time, and where it stands.
 
-A loop that goes on for ever is only found by its length, after STEP_SECONDS. So are ranks that wait for one another in
-collectives that do not match: the collective has a timeout.
+A loop that goes on for ever is only found by its length, after STEP_SECONDS. Ranks that wait for one another in collectives are
+found by whoever hears them all: see `standstill`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+
+from nanovllm.standstill import Activity, StandstillDetector, latest_calls
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class _Here(threading.local):
     """The blocks of the thread that asks."""
 
     def __init__(self) -> None:
-        self.step, self.wait = Block(), Block()
+        self.step, self.wait, self.rest = Block(), Block(), Block()
 
 
 _here = _Here()
@@ -109,6 +111,26 @@ def waiting_for_others() -> Block:
     """`with waiting_for_others():` another process, or a disk, may be the reason if nothing moves here. Costs less than a
     microsecond."""
     return _here.wait
+
+
+def at_rest() -> Block:
+    """`with at_rest():` this thread waits for an order."""
+    return _here.rest
+
+
+def activity_of_this_thread(rank: int) -> Callable[[], dict[int, Activity]]:
+    """A function that tells any thread what the calling thread does, which is that of a rank."""
+    step, rest = _here.step, _here.rest
+    return lambda: {rank: Activity(rest.depth > 0, step.since, latest_calls())}
+
+
+# What the ranks do that this process watches.
+_heard: dict[int, Activity] = {}
+
+
+def heard_activities() -> dict[int, Activity]:
+    """What the ranks do that this process watches, for whoever watches this process."""
+    return dict(_heard)
 
 
 class HangDetector:
@@ -171,32 +193,16 @@ def _has_children(seconds: float) -> bool:
     return False
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal, as SIGSTOP and Ctrl-Z do. A debugger's stop does not count."""
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    return False
-
-
-def kill_tree(pid: int) -> None:
-    """Kill a process, and every process that it or its children have started: SIGKILL also ends what is stopped or hangs."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                each.kill()
-
-
 # ---------------------------------------------------------------- who speaks
 
 
 class Mouth(threading.Thread):
     """Says what there is to say, in order (an answer is a pair of the order's number and a value), and besides, every second,
-    that this process lives: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
+    that this process lives, and what its ranks do: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
     its parent.
 
     Args:
-        send: sends a message (a sign of life is None), or raises OSError.
+        send: sends a message (a sign of life is a dict of what ranks do), or raises OSError.
         on_lost: called once nobody listens.
     """
 
@@ -208,10 +214,11 @@ class Mouth(threading.Thread):
         self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._detector: HangDetector | None = None
+        self._activities: Callable[[], dict[int, Activity]] = dict
 
-    def watch_this_thread(self) -> None:
-        """From now on, tell if the calling thread hangs."""
-        self._detector = HangDetector()
+    def watch_this_thread(self, activities: Callable[[], dict[int, Activity]] = dict) -> None:
+        """From now on, tell if the calling thread hangs; and with every sign of life, what ranks do."""
+        self._detector, self._activities = HangDetector(), activities
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message, which the function returns once it is there."""
@@ -248,7 +255,7 @@ class Mouth(threading.Thread):
         heart.join(SILENCE_SECONDS)  # the interpreter must not end while a thread of it is in a library
 
     def _beat(self) -> None:
-        """The thread that says None, and that cannot wait for what the mouth may wait for."""
+        """The thread that gives signs of life, and that cannot wait for what the mouth may wait for."""
         beaten, is_heard = time.monotonic(), True
         while is_heard and not self._closed.wait(LOOK_SECONDS):
             if hang := self._look():
@@ -256,7 +263,7 @@ class Mouth(threading.Thread):
                 when = time.time() - SILENCE_SECONDS
                 is_heard = self._speak(Complaint(False, f"hangs: {hang}", when, is_certain=True))
             elif time.monotonic() - beaten >= HEARTBEAT_SECONDS - LOOK_SECONDS / 2:
-                beaten, is_heard = time.monotonic(), self._speak(None)
+                beaten, is_heard = time.monotonic(), self._speak(self._activities())
 
     def _look(self) -> str:
         try:
@@ -287,6 +294,7 @@ class Peer:
         name, where: "rank 1" and "process 77", for messages.
         complaint: its last words, if it had to say why it ends.
         heard: when something came from it, in seconds of the monotonic clock.
+        activities: what the ranks in it do, as of its latest sign of life.
         is_ready: it has loaded all that it needs.
         is_gone: nothing will come any more.
     """
@@ -295,13 +303,17 @@ class Peer:
         self.name, self.where = name, where
         self.complaint: Complaint | None = None
         self.heard = time.monotonic()
+        self.activities: dict[int, Activity] = {}
         self.is_ready = self.is_gone = False
 
     def take(self, message: Any) -> None:
-        """Take in a message. None only means that the process lives."""
+        """Take in a message."""
         self.heard = time.monotonic()
         if isinstance(message, Complaint):
             self.complaint = message
+        elif isinstance(message, dict):
+            self.activities = message
+            _heard.update(message)
 
     def drain(self, connection: Connection) -> None:
         """Take in every message that has arrived on a connection, without waiting for more."""
@@ -322,6 +334,12 @@ class Watch:
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
         self._looked = time.monotonic()
+        self._standstill = StandstillDetector()
+
+    @property
+    def activities(self) -> dict[int, Activity]:
+        """What all ranks do, as of their latest signs of life."""
+        return {rank: activity for peer in self.peers for rank, activity in peer.activities.items()}
 
     def look(
         self,
@@ -341,6 +359,7 @@ class Watch:
         """
         now = time.monotonic()
         if now - self._looked > 2 * HEARTBEAT_SECONDS:  # nobody was listening before
+            self._standstill = StandstillDetector()
             for peer in self.peers:
                 peer.heard = now
         listen(timeout)
@@ -352,6 +371,11 @@ class Watch:
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
                 return Complaint(False, f"{peer.name}, {peer.where}, {text}")
+        by_rank = {rank: peer for peer in self.peers for rank in peer.activities}
+        heard = {rank: peer.heard for rank, peer in by_rank.items()}
+        if waiting := self._standstill.look(self.activities, heard, SILENCE_SECONDS):
+            names = {rank: _name_of(rank, peer) for rank, peer in by_rank.items()}
+            return Complaint(False, waiting.describe(names, SILENCE_SECONDS))
         return None
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
@@ -377,3 +401,9 @@ class Watch:
 
     def _certain(self) -> bool:
         return any(peer.complaint is not None and peer.complaint.is_certain for peer in self.peers)
+
+
+def _name_of(rank: int, peer: Peer) -> str:
+    """What to call a rank. The ranks of an engine are several."""
+    name = f"{peer.name}, {peer.where}"
+    return name if len(peer.activities) == 1 else f"rank {rank} of {name}"

@@ -1,7 +1,9 @@
 """Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.worker`, but for what RANK_FAULT says.
 
 "1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step, "1 launch
-hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long.
+hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long, "1 launch skip" a fifth step
+that rank 1 leaves out, "1 launch barrier" one in which it calls a collective that the others do not, "1 wave skip" an engine in
+lock-step that starts no wave.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ import time
 from typing import Any
 
 from nanovllm import life_signs, worker
+from nanovllm.distributed.data_parallel import Waves
+from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor import base
 from nanovllm.executor.base import InProcessExecutor
+from nanovllm.scheduler import StepResult
 from nanovllm.worker import Worker, WorkerSetup
 
 EXIT_CODE = 7
@@ -36,14 +41,14 @@ class Fault:
         if self.how == "burn":  # so that it takes long in comparison
             life_signs.SILENCE_SECONDS = 1.0
 
-    def strike(self, place: str) -> None:
-        """Go wrong, if this is the place and the time."""
+    def strike(self, place: str) -> bool:
+        """Go wrong, if this is the place and the time. True if what was to be done must be left out."""
         if not self.is_here or place != self.place:
-            return
+            return False
         if place == "launch":
             self.steps_before -= 1
             if self.steps_before != -1:
-                return
+                return False
         if self.how == "exit":
             os._exit(EXIT_CODE)
         elif self.how == "hang":
@@ -52,8 +57,11 @@ class Fault:
             end = time.thread_time() + BURN_SECONDS
             while time.thread_time() < end:
                 pass
-        else:
+        elif self.how == "barrier":
+            get_world_group().barrier()
+        elif self.how != "skip":
             raise {"raise": RuntimeError, "refuse": ValueError}[self.how]("this rank has no luck")
+        return self.how == "skip"
 
 
 class FaultyWorker(Worker):
@@ -66,7 +74,8 @@ class FaultyWorker(Worker):
 
     def launch(self, *arguments: Any) -> Any:
         """A step, if all goes well."""
-        self.fault.strike("launch")
+        if self.fault.strike("launch"):
+            return StepResult
         return super().launch(*arguments)
 
 
@@ -75,6 +84,8 @@ class FaultyExecutor(InProcessExecutor):
 
     def __init__(self, config: Any, *arguments: Any) -> None:
         self.fault = Fault(config.data_parallel_rank)
+        if self.fault.strike("wave"):
+            Waves.start = lambda waves, wave: None  # type: ignore[method-assign]
         super().__init__(config, *arguments)
 
     def launch(self, *arguments: Any) -> Any:

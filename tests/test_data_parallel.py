@@ -669,6 +669,20 @@ def test_an_engine_that_dies_or_hangs(
         greedy(many, PROMPTS[:1], 1)
 
 
+def test_an_engine_that_leaves_the_others_waiting(
+    llm: Callable[..., LLM], mixtral: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK_FAULT", "1 wave skip")
+    monkeypatch.setattr(DataRank, "program", rank_faults.DATA_RANK)
+    many = llm(mixtral, enable_expert_parallel=True, data_parallel_size=2)
+    words = r"data rank 1, process \d+, hangs: for 4 seconds it has been idle while data rank 0, process \d+, waits for it in all_"
+    start = time.monotonic()
+    with pytest.raises(ExecutorError, match=words):
+        greedy(many, PROMPTS[:2], 5)
+    assert time.monotonic() - start < 30
+    assert all(rank.process.poll() is not None for rank in coordinator(many).ranks)
+
+
 def test_engines_that_cannot_start(llm: Callable[..., LLM], tiny_model: pathlib.Path) -> None:
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(ValueError, match="raise kv_cache_memory"):

@@ -203,6 +203,47 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
     llm.engine.core.close()
 
 
+@pytest.mark.parametrize(
+    ("grid", "fault", "words"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "1 launch skip",
+            r"rank 1, process \d+, hangs: for 4 seconds it has been idle while rank 0, process \d+, waits for it in "
+            r"all_reduce no \d+ of group tp",
+        ),
+        (
+            {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+            "1 launch barrier",
+            r"rank 0, process \d+, hangs: for 4 seconds it has waited in all_reduce no \d+ of group tp for "
+            r"rank 1, process \d+, which waits in barrier no \d+ of group world",
+        ),
+        (
+            {"pipeline_parallel_size": 2},
+            "0 launch skip",
+            r"rank 0 \(stage 0, .*\), process \d+, hangs: for 4 seconds it has been idle while rank 1 .*, waits for it in "
+            r"receive no \d+ of group pp from rank 0 to rank 1",
+        ),
+    ],
+)
+def test_ranks_that_wait_for_one_another_are_named(
+    tiny_model: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grid: dict[str, Any],
+    fault: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(multiprocess.RankProcess, "program", "tests.rank_faults")
+    monkeypatch.setenv("RANK_FAULT", fault)
+    llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
+    processes = processes_of(llm)
+    start = time.monotonic()
+    with pytest.raises(ExecutorError, match=words):
+        greedy(llm, [[5, 6, 7]], 30)
+    assert time.monotonic() - start < 2 * SOON
+    assert are_gone(processes)
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

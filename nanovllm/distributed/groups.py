@@ -25,6 +25,7 @@ from torch import Tensor
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
 from nanovllm.life_signs import waiting_for_others
+from nanovllm.standstill import CallCounter
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,8 @@ class GroupCoordinator:
         self.shared: SharedCollectives | None = None
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
+        self._counter = CallCounter(name, ranks)
+        self._transfers: dict[tuple[int, int], CallCounter] = {}
 
     @property
     def is_first(self) -> bool:
@@ -116,13 +119,20 @@ class GroupCoordinator:
     def __repr__(self) -> str:
         return f"<group {self.name} of ranks {self.ranks}: rank {self.rank} is {self.rank_in_group}>"
 
+    def transfers(self, sender: int, receiver: int) -> CallCounter:
+        """Counts what a rank of the group sends to another one, given by their global ranks."""
+        if (sender, receiver) not in self._transfers:
+            name = f"{self.name} from rank {sender} to rank {receiver}"
+            self._transfers[sender, receiver] = CallCounter(name, (sender, receiver))
+        return self._transfers[sender, receiver]
+
     @contextmanager
-    def _collective(self, name: str, *tensors: Tensor) -> Iterator[None]:
+    def _collective(self, name: str, *tensors: Tensor, counter: CallCounter | None = None) -> Iterator[None]:
         """Count a call, and say in an error's message where it happened and who is not there any more."""
         self.calls[name] += 1
         self.bytes_sent[name] += sum(tensor.nbytes for tensor in tensors)
         try:
-            with waiting_for_others():
+            with waiting_for_others(), (counter or self._counter).call(name):
                 yield
         except CollectiveError:
             raise
@@ -236,7 +246,7 @@ class GroupCoordinator:
         layout = [(name, list(t.shape), str(t.dtype)[6:], t.is_cpu) for name, t in tensors.items()]
         header = json.dumps(layout).encode()
         header = len(header).to_bytes(4, "little") + header
-        with self._collective("send", *tensors.values()):
+        with self._collective("send", *tensors.values(), counter=self.transfers(self.rank, target)):
             for part in (header[:_HEADER_BYTES].ljust(_HEADER_BYTES), header[_HEADER_BYTES:]):
                 if part:
                     dist.send(
@@ -261,7 +271,7 @@ class GroupCoordinator:
         """What `send_tensors` of the rank before this one (or of `source`) sends; tensors that were not in host memory
         arrive on `device`."""
         source = self._other(source, -1)
-        with self._collective("receive"):
+        with self._collective("receive", counter=self.transfers(source, self.rank)):
             first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
             dist.recv(first, source, group=self.cpu_group)
             size = int.from_bytes(first[:4].numpy().tobytes(), "little")

@@ -144,7 +144,7 @@ class StageLink:
             return None
         received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         source, group = self.group.ranks[self.group.rank_in_group - 1], self.group.device_group
-        with waiting_for_others():
+        with waiting_for_others(), self.group.transfers(source, self.group.rank).call("receive"):
             # Both are asked for before the first one is waited for: one meeting of sender and receiver instead of two.
             for work in [dist.irecv(tensor, source, group=group) for tensor in received]:
                 assert work is not None, "both ranks are of the group"
@@ -156,16 +156,17 @@ class StageLink:
 
         The memory must not be written to any more. It is kept until it has been sent.
         """
+        target = self.group.ranks[self.group.rank_in_group + 1]
+        transfer = self.group.transfers(self.group.rank, target).call("send")
         for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
             # No more steps than stages are under way, so what was sent that long ago has arrived, and this is no wait.
             # (gloo marks a send as completed only once somebody has waited for it.)
             if len(self._under_way) >= 2 * self.group.world_size:
-                with waiting_for_others():
+                with waiting_for_others(), transfer:
                     self._under_way.popleft()[0].wait()
             self.group.calls["send"] += 1
             self.group.bytes_sent["send"] += tensor.nbytes
-            target = self.group.ranks[self.group.rank_in_group + 1]
-            with waiting_for_others():  # NCCL connects two ranks when they first talk
+            with waiting_for_others(), transfer:  # NCCL connects two ranks when they first talk
                 work = dist.isend(tensor, target, group=self.group.device_group)
             assert work is not None, "both ranks are of the group"
             self._under_way.append((work, tensor))

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from nanovllm.cli import ServerError, UsageError, listen
 from nanovllm.config import EngineConfig
+from nanovllm.engine_watch import is_stopped, kill_tree
 from nanovllm.hub import resolve_model
-from nanovllm.life_signs import is_stopped, kill_tree
 from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import routing
 from nanovllm.router.run import RouterServer, backends_of
