@@ -391,7 +391,7 @@ def test_clients_that_go_away_free_their_blocks(server: ServerProcess, leave: st
 def post_and_leave(server: ServerProcess, content: bytes) -> None:
     """Send a request for a whole answer, and hang up once it runs."""
     host, port = server.url.removeprefix("http://").split(":")
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
     before = server.metrics()["generation_tokens_total"]
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + b"\r\n\r\n" + content)

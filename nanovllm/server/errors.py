@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from nanovllm.async_engine import EngineDeadError
 from nanovllm.request_stream import RequestFailedError, RequestRefusedError
 
 logger = logging.getLogger("nanovllm.server")
@@ -77,6 +76,8 @@ def error_body(
 
 def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
     """Status, message, param and code for any exception."""
+    from nanovllm.async_engine import EngineDeadError  # here: `nanovllm replay` has no engine
+
     if isinstance(error, APIError):
         return error.status_code, str(error.detail), error.param, error.code
     if isinstance(error, RequestRefusedError):
@@ -124,6 +125,7 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
 
 def install_error_handlers(app: Starlette) -> None:
     """Let every error of the application leave in OpenAI's shape."""
+    from nanovllm.async_engine import EngineDeadError
 
     async def on_http_error(request: Request, error: Exception) -> ErrorResponse:
         assert isinstance(error, HTTPException)

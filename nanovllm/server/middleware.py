@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access, host_name
-from nanovllm.server.errors import APIError, ErrorResponse, describe
+from nanovllm.server.errors import APIError, ErrorResponse
 from nanovllm.server.json_limits import JSONLimitMiddleware
 from nanovllm.server.shares import Share, current_share
 
@@ -207,7 +207,7 @@ class BodyLimitMiddleware:
 
     async def _refuse(self, error: APIError, receive: Receive, send: Send) -> None:
         headers = {"Connection": "close"} | dict(error.headers or {})
-        refusal = ErrorResponse(*describe(error), headers)
+        refusal = ErrorResponse(error.status_code, error.detail, error.param, error.code, headers)
         await send(
             {"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers}
         )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
 
-from nanovllm.async_engine import AsyncEngine
-from nanovllm.request_stream import RequestStream
 from nanovllm.server.errors import APIError
+
+if TYPE_CHECKING:
+    from nanovllm.async_engine import AsyncEngine
+    from nanovllm.request_stream import RequestStream
 
 
 class Share:
