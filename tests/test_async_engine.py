@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from nanovllm import SamplingParams, async_engine, life_signs
+from nanovllm import SamplingParams, async_engine, life_signs, portions
 from nanovllm.async_engine import AsyncEngine, EngineDeadError, EngineStartError
 from nanovllm.config import EngineConfig
 from nanovllm.hub import ModelNotFoundError
 from nanovllm.outputs import OutputCollector, RequestOutput
+from nanovllm.request import EngineOutput
 from nanovllm.request_stream import RequestRefusedError
 from nanovllm.trace import Trace
 from tests import engine_faults
@@ -159,6 +160,29 @@ async def test_long_prompts_are_tokenized_in_a_thread(
     with pytest.raises(ValueError, match="50000 tokens"):
         await engine.add_request("long", "long " * 10_000, SHORT)
     assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+
+
+async def test_the_log_probabilities_of_a_long_prompt_are_delivered_in_portions(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=3, n=2)
+    prompt = list(range(10, 110))
+    whole = await collect(engine, prompt, params, "whole")
+    sizes: list[int] = []
+    process = engine.output_processor.process
+
+    def spy(outputs: list[EngineOutput]) -> Any:
+        sizes.append(sum(len(output.prompt_logprobs or []) for output in outputs))
+        return process(outputs)
+
+    monkeypatch.setattr(engine.output_processor, "process", spy)
+    monkeypatch.setattr(portions, "PORTION", 8)
+    again = await collect(engine, prompt, params, "again")
+    assert again.prompt_logprobs is not None and len(again.prompt_logprobs) == 100
+    assert again.prompt_logprobs == whole.prompt_logprobs and again.outputs == whole.outputs
+    assert max(sizes) <= 16 and sum(sizes) >= 99, (
+        "each of the two sequences has at most 8 left in the last portion"
+    )
 
 
 async def test_forgetting_the_prefix_cache(engine: AsyncEngine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import time
@@ -111,10 +112,10 @@ def test_bodies_that_would_be_slow_to_parse_are_refused_at_once(
     body = b"{" + rest + b'"' + field.encode() + b'":' + content + b"}"
     with Watch(server) as watch:
         response = server.post(path, content=body, headers=JSON_TYPE)
+    assert watch.health < 1 and watch.stream < 1, f"/health {watch.health:.2f} s, stream {watch.stream:.2f} s"
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), response.text
     assert error["param"] == field and "the body must have" in error["message"]
-    assert watch.health < 1 and watch.stream < 1, f"/health {watch.health:.2f} s, stream {watch.stream:.2f} s"
 
 
 def test_a_text_that_is_far_too_long_is_not_tokenized_to_its_end(server: ServerProcess) -> None:
@@ -122,10 +123,10 @@ def test_a_text_that_is_far_too_long_is_not_tokenized_to_its_end(server: ServerP
     for body, field in (({"prompt": "a" * 5_000_000}, "prompt"), ({"messages": chat}, "messages")):
         with Watch(server) as watch:
             response = server.post("/tokenize", body)
+        assert watch.health < 1 and watch.stream < 1
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, field), response.text
         assert error["code"] == "context_length_exceeded" and "256 tokens" in error["message"]
-        assert watch.health < 1 and watch.stream < 1
 
 
 # ---------------------------------------------------------------- what is counted
@@ -272,10 +273,14 @@ async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokeni
         body = CompletionRequest(prompt=token_ids, **options[kind])
         piece.token_ids = []
         work = CompletionWriter(engine, body, [token_ids], generation).complete()
-    start = time.thread_time()
-    longest = await longest_turn(answer_of(work))
-    total = time.thread_time() - start
-    assert longest < max(0.02, total / 4), f"{longest:.3f} of {total:.3f} s in one turn"
+    gc.disable()  # a collection of all that the tests have made would be the longest turn
+    try:
+        start = time.thread_time()
+        longest = await longest_turn(answer_of(work))
+        total = time.thread_time() - start
+    finally:
+        gc.enable()
+    assert longest < total / 4, f"{longest:.4f} of {total:.4f} s in one turn"
 
 
 async def answer_of(work: Any) -> None:
