@@ -19,6 +19,21 @@ MAX_NODES = 2**15
 MAX_VALUES = 2**18
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
+# Fields that a client may have filled with too much. Only a few: all of them are compared with each key of the body.
+_LARGE_FIELDS = (
+    "prompt",
+    "messages",
+    "tokens",
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "metadata",
+    "tools",
+    "chat_template_kwargs",
+)
+_LargeFields = msgspec.defstruct(
+    "_LargeFields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LARGE_FIELDS]
+)
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 
 
@@ -26,7 +41,7 @@ def check_contents(body: bytes) -> None:
     """Refuse a JSON body that would take long to parse, without parsing it.
 
     Raises:
-        APIError: names the limit, and the top-level field that takes most of the body.
+        APIError: names the limit, and the field if one of `_LARGE_FIELDS` takes most of the body.
     """
     if len(body) <= MAX_NODES:
         return
@@ -48,12 +63,14 @@ def check_contents(body: bytes) -> None:
 
 def _refusal(body: bytes, limit: str) -> APIError:
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])  # skips values, builds none
-        largest = max(fields, key=lambda name: len(memoryview(fields[name])))
+        fields = msgspec.json.decode(body, type=_LargeFields)  # skips other fields, and builds no value
+        sizes = {name: len(memoryview(getattr(fields, name))) for name in _LARGE_FIELDS}
+        largest = max(sizes, key=sizes.__getitem__)
     except (msgspec.DecodeError, RecursionError, ValueError):
-        largest = None  # no JSON object: there is no field to name
-    where = f"; {largest:.100} is too large" if largest else ""
-    return APIError(400, f"the body must have {limit}{where}", largest)
+        largest = ""  # no JSON object: there is no field to name
+    if not largest or sizes[largest] < len(body) / 2:
+        return APIError(400, f"the body must have {limit}")
+    return APIError(400, f"the body must have {limit}; {largest} is too large", largest)
 
 
 class JSONLimitMiddleware:
