@@ -332,7 +332,11 @@ class EngineCore:
                 self.connector.refuse(request.request_id, str(error))
         for request_id in self.connector.take_aborts():
             self.abort_request(request_id)
-        return self.scheduler.take_transfers()
+        news = self.scheduler.take_transfers()
+        if self._recorder is not None:
+            for output in news:
+                self._recorder.ended(output.request_id, output.finish_reason or "")
+        return news
 
     def _now(self) -> float:
         """Seconds since the engine started. A trace is written in microseconds."""
@@ -344,8 +348,8 @@ class EngineCore:
         if not self.has_work:
             while self._under_way:
                 outputs += self._take_results()
-            if self._recorder is not None:
-                self._recorder.flush(self.num_steps, self._now())
+        if self._recorder is not None and not self._under_way:
+            self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
         return outputs
 
     def _take_results(self, keep: int | None = None) -> list[EngineOutput]:

@@ -44,6 +44,7 @@ class StepRecorder:
         self._arrived: dict[str, int] = {}
         self._ended: dict[str, str] = {}
         self._begun: list[StepRecord] = []
+        self._held_before: dict[str, list[int]] = {}  # as the last record says
 
     @property
     def trace(self) -> Trace:
@@ -124,23 +125,36 @@ class StepRecorder:
             waiting=[r.request_id for r in waiting],
             running=[r.request_id for r in scheduler.running],
             swapped=[r.request_id for r in scheduler.swapped],
+            held=self._held(),
             num_free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
             num_evictions=pool.num_evictions,
         )
+        self._held_before = record.held
         if self._snapshot_due:
             self._snapshot_due = False
-            record.snapshot = self._snapshot()
+            record.snapshot = self._snapshot(record.held)
         self._begun.append(record)
         return record
 
-    def _snapshot(self) -> Snapshot:
+    def _held(self) -> dict[str, list[int]]:
+        """Tables that KV transfers hold; see `StepRecord`."""
+        scheduler, manager = self.scheduler, self.scheduler.manager
+        receiving = scheduler.queues.get(RequestStatus.RECEIVING)
+        if receiving is None:
+            return {}
+        arrived = [request for request in scheduler.running if not request.num_sent_tokens]
+        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*receiving, *arrived]}
+        return tables | manager.held
+
+    def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
         manager, requests = self.scheduler.manager, self.scheduler.requests
+        tables = {
+            request_id: list(table) for request_id, table in manager.tables.items() if request_id not in held
+        }
         return Snapshot(
-            tables={request_id: list(table) for request_id, table in manager.tables.items()},
-            num_tokens={
-                request_id: requests[request_id].num_computed_tokens for request_id in manager.tables
-            },
+            tables=tables,
+            num_tokens={request_id: requests[request_id].num_computed_tokens for request_id in tables},
             cached=[b for b in manager.pool.free_blocks if manager.pool.block_hashes[b] is not None],
             prompt_lens={request_id: r.num_prompt_tokens for request_id, r in requests.items()},
         )
@@ -192,11 +206,14 @@ class StepRecorder:
         self._snapshot_due = True
         self.scheduler = scheduler
 
-    def flush(self, step: int, start: float) -> None:
-        """Write what no step has told yet, if anything, as a record without requests: no step may ever follow.
+    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
+        """Write what no step has told yet, if anything, as a record without requests: what transfers hold now, and if no step may
+        ever follow, who has ended. No step is in flight.
 
         Args:
             step, start: number of the step that would come next, and the time now.
+            is_idle: no step may ever follow.
         """
-        if self._ended or (self._snapshot_due and not self.scheduler.has_unfinished):
+        is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
+        if (is_idle and is_due) or self._held() != self._held_before:
             self.finish(self.begin(Schedule(), step, start), 0.0, StepResult(), [])

@@ -39,7 +39,7 @@ class Snapshot:
     """The whole state of the pool once a step had been scheduled, for a reader who knows nothing of what came before.
 
     Attributes:
-        tables: request id to block ids, of all requests that hold blocks on the device.
+        tables: request id to block ids, of all requests that hold blocks on the device, but for those in `StepRecord.held`.
         num_tokens: request id to computed tokens, those of this step included.
         cached: free blocks that can still be found in the prefix cache.
         prompt_lens: request id to prompt length, of all requests that have not ended.
@@ -68,6 +68,8 @@ class StepRecord:
         blocked_by: why the first waiting request had to wait ("kv blocks", "max_num_seqs", ...); "" if none waits.
         waiting, running, swapped: the queues when the step had been scheduled. Records that were read from a file
             share lists that did not change.
+        held: tables that KV transfers hold, by request id (or by the transfer's, once its request has gone on without it): of
+            requests whose KV is being received, or has been and not been computed with, and of ended ones that a peer reads.
         num_free_blocks, num_blocks: of the device pool, when the step had been scheduled.
         num_evictions: cached blocks that were overwritten since the engine started.
         snapshot: everything a reader needs who starts here; None in most records.
@@ -90,6 +92,7 @@ class StepRecord:
     waiting: list[str] = field(default_factory=list)
     running: list[str] = field(default_factory=list)
     swapped: list[str] = field(default_factory=list)
+    held: dict[str, list[int]] = field(default_factory=dict)
     num_free_blocks: int = 0
     num_blocks: int = 0
     num_evictions: int = 0

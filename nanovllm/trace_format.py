@@ -17,7 +17,7 @@ from nanovllm.step_record import Snapshot, StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
 SAME_AS_BEFORE = (
-    "waiting", "running", "swapped", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
+    "waiting", "running", "swapped", "held", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
 )  # fmt: skip
 HIDDEN_TOKEN = -1
 COUNTS = {"block_size": "tokens", "num_blocks": "blocks", "token_budget": "tokens"}  # of the settings
@@ -58,6 +58,7 @@ class StepLine(msgspec.Struct, omit_defaults=True):
     waiting: list[int] | None = None
     running: list[int] | None = None
     swapped: list[int] | None = None
+    held: dict[str, list[int]] | None = None
     num_free_blocks: int | None = None
     num_blocks: int | None = None
     num_evictions: int | None = None
@@ -126,7 +127,7 @@ class TraceEncoder:
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
         self._next_number = 0
         self._ended: set[str] = set()
-        self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": []} | {
+        self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
             name: settings.get(name) for name in ("num_blocks", "token_budget")
         }
         self._named: list[tuple[int, str, int]] = []
@@ -244,6 +245,7 @@ class TraceDecoder:
             "waiting": [],
             "running": [],
             "swapped": [],
+            "held": {},
             "num_free_blocks": 0,
             "num_blocks": settings.get("num_blocks", 0),
             "num_evictions": 0,
@@ -263,6 +265,8 @@ class TraceDecoder:
             raise ValueError(f"request number {error} has not been named") from None
 
     def _record(self, line: StepLine) -> StepRecord:
+        for table in (line.held or {}).values():
+            self._check_blocks(table)
         for number, request_id, length in line.named:
             self._names[number] = (request_id, length)
         for name in SAME_AS_BEFORE:

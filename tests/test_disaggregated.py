@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import itertools
 import random
@@ -12,6 +13,10 @@ import psutil
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import EngineCore
+from nanovllm.trace import StepRecord, Trace
+from nanovllm.trace_format import TraceDecoder, TraceEncoder
+from nanovllm.viz.data import pool_states
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 
@@ -343,3 +348,66 @@ def test_offline(checkpoint: str) -> None:
     )
     for llm in (producer, consumer):
         llm.engine.core.close()
+
+
+# ---------------------------------------------------------------------------------------------- what those see who look on
+
+
+class Onlooker:
+    """Watches an engine as a page does, and notes what its memory was whenever a record began."""
+
+    def __init__(self, core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.core, self.truths = core, []
+        self.trace = Trace(settings=core.trace_settings)
+        encoder, decoder = TraceEncoder({}), TraceDecoder({})
+        core.watch(lambda record: self.trace.record(decoder.decode(encoder.encode(record))))
+        begin = core._recorder.begin
+
+        def noted(*arguments: Any) -> StepRecord:
+            record, pool = begin(*arguments), core.manager.pool
+            self.truths.append((core.manager.tables | core.manager.held, list(pool.ref_counts)))
+            self.truths[-1] = copy.deepcopy(self.truths[-1])
+            return record
+
+        self.truths.append(({}, [0] * core.manager.pool.num_blocks))  # the snapshot with which it begins
+        monkeypatch.setattr(core._recorder, "begin", noted)
+
+    def check_now(self) -> None:
+        """What transfers hold at this moment is what was shown last."""
+        held = self.trace.steps[-1].held
+        assert {key: list(table) for key, table in held.items()} == self.core._recorder._held()
+
+    def check(self) -> set[str]:
+        """Every record leads to the memory that the engine had; returns why requests have ended."""
+        for (tables, ref_counts), state in zip(self.truths, pool_states(self.trace), strict=True):
+            assert state.tables | state.held == tables
+            assert state.ref_counts == ref_counts
+        return {reason for record in self.trace for reason in record.finished.values()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_picture_shows_what_transfers_hold(
+    way: str, checkpoint: str, fleets: list[Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are being received, and blocks that outlive their request until a peer has read them."""
+    fleets.append(fleet := make_fleet(checkpoint, "small producer", "recompute"))
+    onlookers = [Onlooker(core, monkeypatch) for core in fleet.engines]
+    step = fleet.step
+
+    def watched_step() -> None:
+        step()
+        for onlooker in onlookers:
+            onlooker.check_now()
+
+    monkeypatch.setattr(fleet, "step", watched_step)
+    for round_number in range(2):  # the second time, some of it is in the caches
+        for i, prompt in enumerate(prompts()):
+            send(fleet, way, f"{round_number} {i}", prompt)
+        fleet.engines[1].abort_request(f"{round_number} 3")
+        for i in range(len(prompts())):
+            if i != 3:
+                fleet.complete(f"{round_number} {i}")
+        fleet.settle()
+    reasons = [onlooker.check() for onlooker in onlookers]
+    assert "abort" in reasons[1] and any(record.held for record in onlookers[0].trace)
+    assert any(record.held for record in onlookers[1].trace)

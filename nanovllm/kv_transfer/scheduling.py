@@ -159,6 +159,7 @@ class TransferScheduler(Scheduler):
         # Whoever reads its blocks at this moment must not see those of somebody else. So it ends, and leaves them behind.
         if self.connector.is_sending(victim):
             self._finish(victim, "abort")
+            self._news.append(EngineOutput(victim.request_id, finish_reason="abort"))
         else:
             Scheduler._preempt(self, victim, plan)
 
@@ -177,7 +178,7 @@ class TransferScheduler(Scheduler):
         return Scheduler.update(self, plan, result)
 
     def take_transfers(self) -> list[EngineOutput]:
-        """Act on what has come to an end; returns the requests that have failed with it."""
+        """Act on what has come to an end; returns the requests that have ended with it, or since the last call in a preemption."""
         output: KVConnectorOutput = self.connector.take_output()
         for request_id in output.finished_recving | output.finished_sending:
             if request_id in self.manager.held:

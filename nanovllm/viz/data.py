@@ -139,6 +139,7 @@ class PoolState:
         num_tokens: request id to the tokens written so far, which fill its blocks from the first on; a request that
             is missing fills all of its blocks.
         cached: blocks whose content can be found by its hash.
+        held: tables that KV transfers hold, see `StepRecord`; these blocks belong to no request that computes.
         ref_counts: holders of each block, if not simply the number of tables that hold it.
         appeared: ids of all requests so far in order of appearance, which gives them their colours.
     """
@@ -150,11 +151,12 @@ class PoolState:
     cached: set[int] = field(default_factory=set)
     ref_counts: list[int] = field(default_factory=list)
     appeared: list[str] = field(default_factory=list)
+    held: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.ref_counts:
             self.ref_counts = [0] * self.num_blocks
-            for table in self.tables.values():
+            for table in [*self.tables.values(), *self.held.values()]:
                 for block_id in table:
                     self.ref_counts[block_id] += 1
 
@@ -240,6 +242,8 @@ class _PoolReplay:
         self.num_tokens: dict[str, int] = {}
         self.ref_counts = [0] * trace.settings["num_blocks"]
         self.cached: set[int] = set()
+        self.held: dict[str, list[int]] = {}
+        self.cached_held: set[int] = set()  # blocks whose content could be found when a transfer took them
         self.ended: set[str] = set()  # they ended in an earlier record and may still hold their blocks
         self.appeared = request_ids(trace)
 
@@ -247,7 +251,7 @@ class _PoolReplay:
         """A copy of where it stands."""
         return PoolState(
             len(self.ref_counts), self.block_size, dict(self.tables), dict(self.num_tokens), set(self.cached),
-            list(self.ref_counts), self.appeared,
+            list(self.ref_counts), self.appeared, self.held,
         )  # fmt: skip
 
     def apply(self, record: StepRecord) -> None:
@@ -259,6 +263,7 @@ class _PoolReplay:
         for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted]:
             self._release(request_id)
         self.ended.difference_update(over)
+        self._hold(record.held)
         for share in record.requests:
             whole = share.request_id in record.admitted or share.request_id in record.resumed
             self._extend(share.request_id, share.new_block_ids, whole)
@@ -267,6 +272,22 @@ class _PoolReplay:
         if record.snapshot is not None:
             self._restore(record.snapshot)
         self.ended.update(r for r in record.finished if r in self.tables)
+
+    def _hold(self, held: dict[str, list[int]]) -> None:
+        """Transfers hold these tables now, and those of the record before no longer."""
+        before, self.held = self.held, held
+        for request_id, table in held.items():
+            self._release(request_id)
+            self.cached_held.update(self.cached.intersection(table))
+            self.cached.difference_update(table)
+            for block_id in table:
+                self.ref_counts[block_id] += 1
+        for table in before.values():
+            for block_id in table:
+                self.ref_counts[block_id] -= 1
+                if not self.ref_counts[block_id] and block_id in self.cached_held:
+                    self.cached_held.discard(block_id)
+                    self.cached.add(block_id)
 
     def _extend(self, request_id: str, block_ids: list[int], whole: bool) -> None:
         before = [] if whole else self.tables.get(request_id, [])
@@ -288,6 +309,6 @@ class _PoolReplay:
         self.cached = set(snapshot.cached)
         self.ended &= self.tables.keys()
         self.ref_counts = [0] * len(self.ref_counts)
-        for table in self.tables.values():
+        for table in [*self.tables.values(), *self.held.values()]:
             for block_id in table:
                 self.ref_counts[block_id] += 1

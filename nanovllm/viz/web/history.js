@@ -4,6 +4,7 @@ import { NO_TOKEN, PoolState, StepRecord } from "./pool_state.js";
 
 const NO_IDS = Object.freeze([]);
 const NO_PAIRS = new Map();
+const NO_TABLES = Object.freeze({});
 const KEYFRAME_EVERY = 64;
 // An ended request may still stand in the next line or two: it is computed once more, or said to have ended again.
 const LINES_AFTER_END = 8;
@@ -15,7 +16,7 @@ export class TraceReader {
   #settings = null;
   #names = new Map(); // number -> {id, promptTokens}
   #ended = []; // [line, number] of requests whose names are still known
-  #last = { waiting: NO_IDS, running: NO_IDS, swapped: NO_IDS, num_free_blocks: 0, num_evictions: 0 };
+  #last = { waiting: NO_IDS, running: NO_IDS, swapped: NO_IDS, held: NO_TABLES, num_free_blocks: 0, num_evictions: 0 };
 
   readLine(text) {
     this.#line += 1;
@@ -78,6 +79,8 @@ export class TraceReader {
     for (const name of ["num_free_blocks", "num_blocks", "num_evictions", "token_budget"]) {
       if (line[name] !== undefined) this.#last[name] = this.#number(line[name]);
     }
+    if (line.held !== undefined) this.#last.held = line.held;
+    record.held = this.#last.held; // id -> table, of blocks that KV transfers hold
     record.numFree = this.#last.num_free_blocks;
     record.numBlocks = this.#last.num_blocks;
     record.numEvictions = this.#last.num_evictions;

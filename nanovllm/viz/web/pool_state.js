@@ -65,6 +65,7 @@ export class StepRecord {
 // blocks to which it happened in this very step: found in the prefix cache, handed out, handed out although
 // their content could still be found, given up by the last holder.
 export class PoolState {
+  #cachedHeld = new Set(); // their content could be found when a transfer took them
   #ended = new Set(); // their step is over, but their blocks are given up only with the next one
   #holders = null;
   #filled = null;
@@ -77,6 +78,7 @@ export class PoolState {
     this.numTokens = new Map();
     this.refCounts = new Int32Array(numBlocks);
     this.cached = new Uint8Array(numBlocks); // 1: free, and its content can still be found
+    this.held = {}; // id -> block ids, of tables that KV transfers hold
     this.#forgetStep();
   }
 
@@ -96,7 +98,9 @@ export class PoolState {
     copy.refCounts = this.refCounts.slice();
     copy.cached = this.cached.slice();
     for (const name of ["hits", "allocated", "evicted", "released"]) copy[name] = new Set(this[name]);
+    copy.held = this.held;
     copy.#ended = new Set(this.#ended);
+    copy.#cachedHeld = new Set(this.#cachedHeld);
     return copy;
   }
 
@@ -111,6 +115,7 @@ export class PoolState {
     }
     for (const id of record.finished.keys()) if (!record.ids.includes(id)) this.#release(id);
     for (const id of record.preempted.keys()) this.#release(id);
+    if (record.held !== this.held) this.#hold(record.held);
     for (let row = 0; row < record.size; row++) this.#take(record, row);
     if (record.snapshot) this.#replace(record.snapshot);
     for (const id of record.finished.keys()) if (this.tables.has(id)) this.#ended.add(id);
@@ -125,6 +130,31 @@ export class PoolState {
     refCounts.set(this.refCounts);
     cached.set(this.cached);
     Object.assign(this, { numBlocks, refCounts, cached });
+  }
+
+  // Transfers hold these tables now, and those of the record before no longer.
+  #hold(held) {
+    const before = this.held;
+    this.held = held;
+    for (const [id, table] of Object.entries(held)) {
+      this.#release(id);
+      for (const block of table) {
+        if (this.cached[block]) this.#cachedHeld.add(block);
+        this.cached[block] = 0;
+        this.refCounts[block] += 1;
+      }
+    }
+    for (const table of Object.values(before)) {
+      this.#drop(table);
+      for (const block of table) {
+        if (!this.refCounts[block] && this.#cachedHeld.delete(block)) this.cached[block] = 1;
+      }
+    }
+  }
+
+  // Whether only KV transfers hold the block: it is being received, or read by a peer.
+  isTransferring(block) {
+    return this.refCounts[block] > 0 && this.holders(block).length === 0;
   }
 
   #take(record, row) {
@@ -176,7 +206,9 @@ export class PoolState {
     this.tables = new Map(tables);
     this.numTokens = new Map(numTokens);
     this.refCounts = new Int32Array(this.numBlocks);
-    for (const table of tables.values()) for (const block of table) this.refCounts[block] += 1;
+    for (const table of [...tables.values(), ...Object.values(this.held)]) {
+      for (const block of table) this.refCounts[block] += 1;
+    }
     this.cached = new Uint8Array(this.numBlocks);
     for (const block of cached) this.cached[block] = 1;
     for (const id of this.#ended) if (!tables.has(id)) this.#ended.delete(id);
@@ -225,6 +257,9 @@ export class PoolState {
         this.#filled[block] = Math.max(this.#filled[block], Math.min(this.blockSize, Math.max(0, left)));
         left -= this.blockSize;
       }
+    }
+    for (const table of Object.values(this.held)) {
+      for (const block of table) if (!this.#holders[block]) this.#filled[block] = this.blockSize;
     }
   }
 }

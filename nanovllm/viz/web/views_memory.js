@@ -1,5 +1,5 @@
 // Views of memory: the block tables of requests, and the pool that they point into.
-import { clamp, drawFresh, drawState, isSame, makeView, outlineBox, writeText } from "./views_style.js";
+import { clamp, drawFresh, drawState, drawTransferring, isSame, makeView, outlineBox, writeText } from "./views_style.js";
 
 const MOST_MAPPED_BLOCKS = 24; // in a larger pool, arrows would hide each other
 const MOST_MAPPED_ENTRIES = 32;
@@ -66,6 +66,8 @@ function drawPhysical(ctx, scene, state, block, box, gap) {
     const color = theme.rim(owners.at(-1)); // of who found it or got it
     if (what && gap >= 4) drawFreshBox(ctx, theme, what, box, color);
     else if (what) drawFresh(ctx, theme, what, box.x, box.y, Math.min(box.width, 7), color);
+  } else if (state.isTransferring(block)) {
+    drawTransferring(ctx, theme, box.x, box.y, box.width, box.height);
   } else if (state.isCached(block)) {
     const hatch = theme.hatch(ctx, theme.muted);
     outlineBox(ctx, box.x, box.y, box.width, box.height, hatch, box.width < 8 ? hatch : theme.muted);
@@ -129,7 +131,7 @@ function poolLayout(numBlocks, width) {
 export const POOL_VIEW = makeView({
   title: "The pool of blocks",
   nothing: "All blocks of the pool, and who holds them",
-  marks: ["free", "cached block", "new block", "prefix hit", "overwritten"],
+  marks: ["free", "cached block", "in transfer", "new block", "prefix hit", "overwritten"],
   height(history, width) {
     const { pitch, rows } = poolLayout(numBlocksOf(history), width);
     return rows * pitch + 30;

@@ -167,6 +167,7 @@ const LEGEND_WORDS = {
   free: "free block",
   cached: "from the prefix cache",
   "cached block": "free, can still be found",
+  "in transfer": "being received, or read by a peer",
   overwritten: "new block, over cached content",
 };
 
@@ -214,6 +215,7 @@ function drawLegendMark(ctx, theme, gray, kind, x, y) {
   if (kind === "prefill" || kind === "decode" || kind === "cached") drawTokens(ctx, gray, kind, ...box, 0);
   else if (kind === "free") outlineBox(ctx, ...box, theme.background, theme.faint);
   else if (kind === "cached block") outlineBox(ctx, ...box, gray.hatch(ctx, theme.muted), theme.muted);
+  else if (kind === "in transfer") drawTransferring(ctx, theme, ...box);
   else if (kind === "read") outlineBox(ctx, ...box, gray.pale(0), gray.pale(0));
   else if (kind === "written now") outlineBox(ctx, ...box, theme.muted, theme.muted);
   else if (kind in LINES) drawState(ctx, gray, kind, x, x + 24, y, 0);
@@ -222,6 +224,16 @@ function drawLegendMark(ctx, theme, gray, kind, x, y) {
   else if (kind === "prefix hit") drawFresh(ctx, theme, "hit", x + 6, y - 6, 12, theme.muted);
   else if (kind === "overwritten") drawFresh(ctx, theme, "evicted", x + 6, y - 6, 12, theme.muted);
   else drawEvent(ctx, theme, kind, x + 12, kind === "first token" ? y + 5 : y, 9);
+}
+
+// A block that only KV transfers hold: dots.
+export function drawTransferring(ctx, theme, x, y, width, height) {
+  outlineBox(ctx, x, y, width, height, theme.background, theme.muted);
+  const pitch = Math.max(3, width / 5);
+  ctx.fillStyle = theme.ink;
+  for (let down = pitch / 2; down < height; down += pitch) {
+    for (let right = pitch / 2; right < width; right += pitch) ctx.fillRect(x + right - 0.75, y + down - 0.75, 1.5, 1.5);
+  }
 }
 
 // A limit, as a dashed line.
