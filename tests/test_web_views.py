@@ -653,6 +653,40 @@ def test_every_view_draws_every_trace(site, trace):
     assert not problems, "\n".join(problems[:20]) + f"\n{len(problems)} in all"
 
 
+def test_blocks_that_transfers_hold(site):
+    """A request's blocks are filled by a producer, computed with, and then read by a peer: they are dotted while no request
+    computes with them, and the pool's line counts them as held."""
+    settings = {"block_size": 4, "num_blocks": 6, "enable_prefix_caching": True, "token_budget": 16}
+    trace, table = Trace(settings=settings), [4, 2]
+    share = TracedRequest("a", 6, 1, 7, table, [9])
+    ended = {"finished": {"a": "length"}, "admitted": {"a": 6}, "requests": [share], "running": ["a"]}
+    for i, changes in enumerate([{"held": {"a": table}}, ended, {"held": {"a": table}}, {}]):
+        number, free = i // 2, 4 if i < 3 else 6
+        fields = {"step": number, "start": float(i), "duration": 0.5, "token_budget": 16, "requests": []}
+        sizes = {"num_blocks": 6, "num_free_blocks": free}
+        trace.record(StepRecord(**(fields | sizes | ({} if i else {"arrived": {"a": 7}}) | changes)))
+    states = [as_in_the_browser(state) for state in pool_states(trace)]
+    assert [state["refCounts"].count("1") for state in states] == [2, 2, 2, 0]
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          return Array.from({length: history.length}, (_, i) => {
+            const picture = drawn("pool", history, i);
+            const { x, y, width } = picture.regions[4];
+            const { data } = picture.context.getImageData(x + 2, y + 2, width - 4, width - 4);
+            const colors = new Set();
+            for (let at = 0; at < data.length; at += 4) colors.add(data.slice(at, at + 3).join());
+            return [stateOf(history, i), picture.texts.at(-1).text, colors.has("34,34,34")];
+          });
+        }""",
+        encode(trace),
+    )
+    assert [state for state, _, _ in got] == states
+    assert ["2 of 6 held" in text for _, text, _ in got] == [True, True, True, False]
+    assert [state["cached"] for state in states] == ["", "", "", "4"]
+    assert got[0][2] and got[2][2]
+
+
 def test_everything_can_be_pointed_at(site, trace):
     """The regions name each block of the pool, each table that fits, each request of the step, each step in the window."""
     index = len(trace) // 2
