@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from nanovllm.engine import EngineCore
-from nanovllm.kv_transfer import control
+from nanovllm.kv_transfer import base, control
 from nanovllm.kv_transfer.base import KVConnectorOutput, OutputAggregator
 from nanovllm.kv_transfer.control import (
     PATIENCE,
@@ -309,6 +309,17 @@ def test_client_leaves(way: str, stage: str, engines: Any, expected: list[int], 
     ask(consumer, "r", PROMPT, params=decode_first(producer, "pull"))
     assert fleet.complete("r") == expected
     assert fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    fleet.settle()
+
+
+def test_request_is_refused(engines: Any) -> None:
+    """The consumer cannot take the request: the producer's blocks are free before their lease ends."""
+    producer, consumer = engines("kv_producer"), engines("kv_consumer", max_model_len=32)
+    fleet = Fleet([producer, consumer])
+    params = prefilled(fleet, producer)
+    with pytest.raises(ValueError, match="a prompt must have 1 to 31 tokens"):
+        ask(consumer, "r", PROMPT, params=params)
+    fleet.run_until(lambda: producer.stats.num_held_requests == 0, seconds=20)
     fleet.settle()
 
 
@@ -742,6 +753,29 @@ def test_caches_are_reset(way: str, stage: str, engines: Any, expected: list[int
         opened.open()
     assert fleet.complete("r") == expected
     assert fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    fleet.settle()
+
+
+# ---------------------------------------------------------------------------------------------- two that wait for each other
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_two_engines_wait_for_each_other(
+    way: str, policy: str, engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool of each is full of blocks that the other is to fill, and can only fill with blocks of its own."""
+    monkeypatch.setattr(base, "DEADLOCK_SECONDS", 0.2)
+    both = [engines("kv_both", policy, num_kv_blocks=16, enable_prefix_caching=False) for _ in range(2)]
+    fleet = Fleet(both)
+    for i, engine in enumerate(both):
+        for number in range(2):
+            ask(engine, f"{i} {number}", PROMPT, params=decode_first(both[1 - i], way))
+        engine.step()
+        assert engine.stats.num_receiving == 2
+    for i, _ in enumerate(both):
+        for number in range(2):
+            assert fleet.complete(f"{i} {number}") == expected
     fleet.settle()
 
 

@@ -138,7 +138,19 @@ class KVConnectorScheduler:
             block_ids: the request's whole table.
         """
 
+    def give_up(self, request: Request) -> None:
+        """Stop fetching for a request: it computes what has not come. `finished_recving` names it when nothing is written any
+        more."""
+        raise NotImplementedError
+
+    def decline(self, request: Request) -> None:
+        """A request is refused, or does not want what an engine holds for it: that engine need not hold it any longer."""
+
     # ---------------------------------------------------------------- a request's KV goes elsewhere
+
+    def is_ordered(self, request: Request) -> bool:
+        """True if another engine has asked for this request, and waits for its KV."""
+        return False
 
     def check_request(self, request: Request) -> None:
         """See whether what came with a new request (`kv_transfer_params`) makes sense.
@@ -339,6 +351,10 @@ def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Ite
     finally:
         connector.clear_connector_metadata()
 
+
+# After how many seconds in which nothing moves an engine gives up a fetch, so that it can compute what another engine waits for.
+# (Two engines may otherwise wait for each other: the pool of each is full of blocks that the other one is to fill.)
+DEADLOCK_SECONDS = 3.0
 
 # How long a rank without a batch waits for a transfer to end before it says that none has.
 IDLE_SECONDS = 0.001

@@ -281,6 +281,11 @@ class ConsumerSide:
         self._lose(fetch, "the request has ended")
         return True
 
+    def give_up(self, request: Request) -> None:
+        """See `KVConnectorScheduler.give_up`."""
+        if (fetch := self.fetches.get(request.request_id)) is not None:
+            self._lose(fetch, "it waits for an engine that may wait for this one")
+
     def look_at_clock(self) -> None:
         """Give up those that have waited for too long."""
         now = time.monotonic()

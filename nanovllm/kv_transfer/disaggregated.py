@@ -82,6 +82,20 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         assert self.consumer is not None, "it has offered nothing"
         self.consumer.ask(request, block_ids)
 
+    def give_up(self, request: Request) -> None:
+        """See `KVConnectorScheduler.give_up`."""
+        if self.consumer is not None:
+            self.consumer.give_up(request)
+
+    def decline(self, request: Request) -> None:
+        """See `KVConnectorScheduler.decline`."""
+        if self.consumer is not None and request.request_id not in self.consumer.fetches:
+            self.consumer.stop(request)
+
+    def is_ordered(self, request: Request) -> bool:
+        """See `KVConnectorScheduler.is_ordered`."""
+        return self.producer is not None and request.request_id in self.producer.orders
+
     def request_finished(
         self, request: Request, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -9,10 +9,12 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from nanovllm.config import EngineConfig
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer import base
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler
 from nanovllm.request import EngineOutput, Request, RequestStatus
 from nanovllm.scheduler import Schedule, Scheduler, StepResult
@@ -36,13 +38,19 @@ class TransferScheduler(Scheduler):
         self.receiving: list[Request] = []
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0
         self._news: list[EngineOutput] = []
+        self._stuck_since = float("inf")
+        self._given_up: set[str] = set()  # requests that compute what they were to fetch
 
     def add(self, request: Request) -> None:
         """See `Scheduler.add`. An id is in use also as long as its blocks are held."""
         if request.request_id in self.manager.held:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self.connector.check_request(request)
-        super().add(request)
+        try:
+            super().add(request)
+        except ValueError:
+            self.connector.decline(request)
+            raise
 
     @property
     def waits_for_transfers(self) -> bool:  # type: ignore[override]
@@ -96,7 +104,7 @@ class TransferScheduler(Scheduler):
         valid = next((i for i, block_id in enumerate(table) if block_id in invalid), len(table))
         self._move(request, RequestStatus.RUNNING)
         request.num_sent_tokens = 0
-        if valid < len(table) and self._fails:
+        if valid < len(table) and self._must_fail(request):
             return self._fail(request, reason)
         before = request.num_computed_tokens
         # The last token is never taken over: its logits are needed.
@@ -112,8 +120,13 @@ class TransferScheduler(Scheduler):
         self.manager.held[name] = self.manager.tables.pop(request.request_id)
         request.num_computed_tokens = 0
         self._move(request, RequestStatus.WAITING)
-        if self._fails:
+        if self._must_fail(request):
             self._fail(request, reason)
+
+    def _must_fail(self, request: Request) -> bool:
+        was_given_up = request.request_id in self._given_up
+        self._given_up.discard(request.request_id)
+        return self._fails and not was_given_up
 
     def _fail(self, request: Request, reason: str) -> None:
         self._finish(request, "error")
@@ -130,6 +143,7 @@ class TransferScheduler(Scheduler):
     # ---------------------------------------------------------------- KV goes
 
     def _give_up_blocks(self, request: Request) -> None:
+        self._given_up.discard(request.request_id)
         table = self.manager.tables.get(request.request_id, [])
         is_held, request.kv_transfer_params = self.connector.request_finished(request, table)
         if is_held or request.status is RequestStatus.RECEIVING:
@@ -168,8 +182,23 @@ class TransferScheduler(Scheduler):
     def schedule(self) -> Schedule:
         """See `Scheduler.schedule`. A plan without requests may still have something to move."""
         plan = Scheduler.schedule(self)
+        self._resolve_deadlock(plan)
         plan.connector_metadata = self.connector.build_connector_meta(plan)
         return plan
+
+    def _resolve_deadlock(self, plan: Schedule) -> None:
+        """Have the youngest receiving request compute its prompt itself if for some seconds nothing could be computed and nothing
+        has come, while requests of other engines wait for blocks. It has its blocks already, so it can run to its end."""
+        waits = plan.empty and self.receiving and any(map(self.connector.is_ordered, self.waiting))
+        if not waits or self._steps_under_way:
+            self._stuck_since = float("inf")
+        elif self._stuck_since == float("inf"):
+            self._stuck_since = time.monotonic()
+        elif time.monotonic() - self._stuck_since > base.DEADLOCK_SECONDS:
+            self._stuck_since = float("inf")
+            youngest = self.receiving[-1]
+            self._given_up.add(youngest.request_id)
+            self.connector.give_up(youngest)
 
     def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
         """See `Scheduler.update`."""
@@ -180,6 +209,8 @@ class TransferScheduler(Scheduler):
     def take_transfers(self) -> list[EngineOutput]:
         """Act on what has come to an end; returns the requests that have ended with it, or since the last call in a preemption."""
         output: KVConnectorOutput = self.connector.take_output()
+        if output:
+            self._stuck_since = float("inf")
         for request_id in output.finished_recving | output.finished_sending:
             if request_id in self.manager.held:
                 self.manager.let_go(request_id)
