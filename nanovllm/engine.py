@@ -377,11 +377,15 @@ class EngineCore:
     def _start_over(self) -> None:
         self._under_way.clear()
         lost = list(self.scheduler.requests)
-        self.executor.forget_requests()
+        abandoned = self.executor.forget_requests()
         if self.connector is not None:
             self.connector.forget_requests()
+            self.connector.abandon(abandoned)
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
+        for transfer_id, block_ids in abandoned.items():  # peers may still write to these
+            self.manager.pool.acquire(block_ids)
+            self.manager.held[transfer_id] = block_ids
         if self._recorder is not None:
             self._recorder.start_over(self.scheduler, lost)
 

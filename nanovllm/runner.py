@@ -355,12 +355,12 @@ class ModelRunner:
         if self.connector is not None:
             self.connector.close()
 
-    def forget_requests(self) -> None:
-        """Drop the state of all requests, once a step was broken off."""
-        if self.connector is not None:
-            self.connector.forget_requests()
+    def forget_requests(self) -> dict[str, list[int]]:
+        """Drop the state of all requests, once a step was broken off. Returns blocks to which peers may still write; see
+        `KVConnectorWorker.forget_requests`."""
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
+        return self.connector.forget_requests() if self.connector is not None else {}
 
     # ---------------------------------------------------------------- CUDA graphs
 

@@ -105,9 +105,9 @@ class Worker:
         """See `ModelRunner.launch`; every rank computes its part."""
         return self.runner.launch(schedule)
 
-    def forget_requests(self) -> None:
+    def forget_requests(self) -> dict[str, list[int]]:
         """See `ModelRunner.forget_requests`."""
-        self.runner.forget_requests()
+        return self.runner.forget_requests()
 
 
 def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:

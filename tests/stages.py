@@ -90,11 +90,12 @@ class StagedExecutor(Executor):
             assert wait() == StepResult(), "only the last stage samples"
         return waits[-1]
 
-    def forget_requests(self) -> None:
+    def forget_requests(self) -> dict[str, list[int]]:
         for _, runner in self._each():
             runner.forget_requests()
         for wire in self.wires:
             wire.clear()
+        return {}
 
 
 @pytest.fixture

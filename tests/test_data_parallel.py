@@ -240,8 +240,8 @@ class LockStepExecutor(Executor):
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         pass
 
-    def forget_requests(self) -> None:
-        pass
+    def forget_requests(self) -> dict[str, list[int]]:
+        return {}
 
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         step = len(self.kinds)

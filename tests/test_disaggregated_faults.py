@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from nanovllm.engine import EngineCore
-from nanovllm.kv_transfer import base, control
+from nanovllm.kv_transfer import base, control, disaggregated
 from nanovllm.kv_transfer.base import KVConnectorOutput, OutputAggregator
 from nanovllm.kv_transfer.control import (
     PATIENCE,
@@ -218,6 +218,34 @@ def test_producer_stops_while_it_writes(
     os.kill(child.process.pid, signal.SIGSTOP)
     check(fleet, policy, expected)
     assert consumer.manager.held and consumer.manager.pool.usage > 0
+    child.kill()
+    fleet.settle()
+
+
+def test_producer_stops_while_it_writes_and_a_step_breaks_off(
+    checkpoint: str, engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP in mid-write, and then a step of the consumer fails: it starts over within a bounded time, and its next requests do not
+    get the blocks to which the producer may still write."""
+    monkeypatch.setattr(disaggregated, "STOP_SECONDS", 0.3)
+    consumer, child = engines("kv_consumer"), Child(checkpoint, "kv_producer", (SharedReach, "write"))
+    fleet = Fleet([consumer])
+    ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
+    fleet.run_until(lambda: child.is_frozen)
+    table = list(consumer.manager.tables["r"])
+    assert child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(consumer.runner, "launch", fail)
+        ask(consumer, "victim", OTHER)
+        with pytest.raises(RuntimeError, match="broke"):
+            fleet.run_until(lambda: False)
+    assert not consumer.has_unfinished
+    assert [sorted(held) for held in consumer.manager.held.values()] == [sorted(table)]
+    ask(consumer, "r", PROMPT)
+    fleet.step()
+    assert not set(consumer.manager.tables["r"]) & set(table)
+    assert fleet.complete("r") == expected
     child.kill()
     fleet.settle()
 

@@ -67,8 +67,9 @@ class Executor:
         """
         raise NotImplementedError
 
-    def forget_requests(self) -> None:
-        """Drop the state of all requests, once a step was broken off."""
+    def forget_requests(self) -> dict[str, list[int]]:
+        """Drop the state of all requests, once a step was broken off. Returns blocks to which peers of a rank may still write, by
+        the KV transfer's id: until all ranks have said that it has ended."""
         raise NotImplementedError
 
     def check_health(self) -> None:
@@ -132,9 +133,9 @@ class InProcessExecutor(Executor):
             self._ends.take()
         return self.runner.launch(schedule)
 
-    def forget_requests(self) -> None:
-        """Drop the rows of all requests."""
-        self.runner.forget_requests()
+    def forget_requests(self) -> dict[str, list[int]]:
+        """See `ModelRunner.forget_requests`."""
+        return self.runner.forget_requests()
 
     def close(self) -> None:
         """Leave the other engines, if it is in lock-step with any or shares KV with them."""

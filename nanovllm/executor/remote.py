@@ -16,7 +16,7 @@ import psutil
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.kv_transfer.base import OutputAggregator
+from nanovllm.kv_transfer.base import KVConnectorOutput, OutputAggregator
 from nanovllm.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
 from nanovllm.scheduler import Schedule, StepResult
 
@@ -157,11 +157,16 @@ class RemoteExecutor(Executor):
         """Of every rank."""
         return self._call("handshake_metadata")
 
-    def forget_requests(self) -> None:
-        """Drop the state of all requests on every rank."""
-        if not self.is_broken:
-            self._call("forget_requests")
-            self._transfers = OutputAggregator(self.grid.world_size)
+    def forget_requests(self) -> dict[str, list[int]]:
+        """Drop the state of all requests on every rank; see `Executor`."""
+        if self.is_broken:
+            return {}
+        answers = self._call("forget_requests")
+        self._transfers = OutputAggregator(self.grid.world_size)
+        for answer in answers:  # a rank whose part has ended will not say so again
+            missing = {key for other in answers for key in other} - answer.keys()
+            self._transfers.add([KVConnectorOutput(finished_recving=missing)])
+        return {key: block_ids for answer in answers for key, block_ids in answer.items()}
 
     def check_health(self) -> None:
         """See whether a rank has ended, hangs, or has been silent for too long."""

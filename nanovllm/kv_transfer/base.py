@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -208,6 +208,9 @@ class KVConnectorScheduler:
         """A step broke off, and all requests are lost; the ranks have stopped what they were doing."""
         self._output = KVConnectorOutput()
 
+    def abandon(self, transfer_ids: Collection[str]) -> None:
+        """After `forget_requests`: the ranks could not stop these transfers. `finished_recving` names them when they have ended."""
+
     @property
     def has_work(self) -> bool:
         """True if there is something to do even if no request runs."""
@@ -319,8 +322,10 @@ class KVConnectorWorker:
         """Why, by request id."""
         return {}
 
-    def forget_requests(self) -> None:
-        """A step broke off. When this returns, nobody reads or writes any block."""
+    def forget_requests(self) -> dict[str, list[int]]:
+        """A step broke off: stop all transfers. When this returns, no peer writes any block, except for those that are returned,
+        by the transfer's id: until `get_finished` names it."""
+        return {}
 
     def close(self) -> None:
         """End all connections."""

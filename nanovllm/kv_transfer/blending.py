@@ -295,7 +295,8 @@ class BlendWorker(KVConnectorWorker):
         finished, self._finished = self._finished, set()
         return set(), finished
 
-    def forget_requests(self) -> None:
+    def forget_requests(self) -> dict[str, list[int]]:
         """See the base class."""
         self.chunks.clear()
         self._finished.clear()
+        return {}

@@ -257,8 +257,8 @@ class ConsumerSide:
     def received(self, output: KVConnectorOutput) -> None:
         """What the ranks say of the transfers that have come to an end."""
         for transfer_id in output.finished_recving:
-            fetch = self._moving.pop(transfer_id)
-            if self.fetches.get(fetch.request_id) is not fetch:
+            fetch = self._moving.pop(transfer_id, None)
+            if fetch is None or self.fetches.get(fetch.request_id) is not fetch:
                 self.books.output.finished_recving.add(transfer_id)  # under which the blocks are held
                 continue
             incomplete = "some blocks did not come" if transfer_id in output.invalid_block_ids else ""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
@@ -25,6 +25,7 @@ from nanovllm.kv_transfer.control import Consumer, Introduction, Mailbox
 from nanovllm.kv_transfer.handshake import secret
 from nanovllm.kv_transfer.plan import Books, TransferMetadata, TransferParams
 from nanovllm.kv_transfer.producer import ProducerSide
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.request import EngineRequest, Request
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from nanovllm.scheduler import Schedule
 
 logger = logging.getLogger(__name__)
+
+# How long the ranks wait, when a step has broken off, for peers that are writing to their blocks.
+STOP_SECONDS = 5.0
 
 
 class DisaggregatedScheduler(KVConnectorScheduler):
@@ -197,6 +201,10 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         self._books.metadata, self._books.output = TransferMetadata(), KVConnectorOutput()
         self._books.under_way.clear()
 
+    def abandon(self, transfer_ids: Collection[str]) -> None:
+        """See `KVConnectorScheduler.abandon`."""
+        self._books.under_way.update(transfer_ids)
+
     def close(self) -> None:
         """See `KVConnectorScheduler.close`."""
         for side in (self.consumer, self.producer):
@@ -310,13 +318,17 @@ class DisaggregatedWorker(KVConnectorWorker):
         """See `KVConnectorWorker.get_reasons`."""
         return self._reasons
 
-    def forget_requests(self) -> None:
-        """Stop all transfers, and wait until nobody touches a block."""
+    def forget_requests(self) -> dict[str, list[int]]:
+        """See `KVConnectorWorker.forget_requests`. A peer that was stopped in mid-write is waited for up to `STOP_SECONDS`."""
         self.transport.cancel_all("a step broke off")
-        while self.transport.transfers.num_open:
-            self.transport.poll(0.1)
+        deadline = time.monotonic() + STOP_SECONDS
+        with waiting_for_others():
+            while self.transport.transfers.num_open and time.monotonic() < deadline:
+                self.transport.poll(0.1)
         self.transport.poll()
-        self._receiving.clear()
+        open_blocks = self.transport.transfers.open_blocks
+        self._receiving &= open_blocks.keys()
+        return open_blocks
 
     def close(self) -> None:
         """See `KVConnectorWorker.close`."""

@@ -228,11 +228,12 @@ class OffloadingWorker(KVConnectorWorker):
     def _pieces(self, blocks: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
         return (blocks[i : i + self._piece_length] for i in range(0, len(blocks), self._piece_length))
 
-    def forget_requests(self) -> None:
+    def forget_requests(self) -> dict[str, list[int]]:
         """See `KVConnectorWorker.forget_requests`."""
         for read in list(self._reads):
             read.result()
         self.get_finished()
+        return {}
 
     def close(self) -> None:
         """Write what is still to be written, and close the stores."""

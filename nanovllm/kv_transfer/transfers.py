@@ -194,6 +194,12 @@ class Transfers:
         with self._changed:
             return len(self._open)
 
+    @property
+    def open_blocks(self) -> dict[str, list[int]]:
+        """Of the transfers that have not ended, the blocks of this rank that peers may fill."""
+        with self._changed:
+            return {key: sorted(one.blocks) for key, one in self._open.items() if one.blocks}
+
     def _settle(self, transfer_id: str) -> None:
         """Close the transfer if it is over; called by the one who holds the lock."""
         transfer = self._open[transfer_id]
