@@ -17,10 +17,12 @@ import pytest
 
 from tests.kv_fleet import KVFleet
 from tests.server_process import ServerProcess, wait_until
+from tests.soak import MemorySamples, rounds, short_and_nightly
 
 pytestmark = pytest.mark.slow
 
 NUM_PROMPTS, MAX_TOKENS = 30, 10
+ROUTER_GROWTH = 5.0  # MB per 1,000 requests, in the nightly form
 ORDERS = {
     "prefill first": (200, ("--policy", "prefix_aware")),
     "decode first": (100, ("--kv-order", "decode_first")),
@@ -100,8 +102,11 @@ def segments(processes: Iterable[psutil.Process]) -> set[str]:
     return found
 
 
+@short_and_nightly
 @pytest.mark.parametrize("order", ORDERS)
-def test_soak(order: str, tiny_model: pathlib.Path, tmp_path: pathlib.Path, server: ServerProcess) -> None:
+def test_soak(
+    order: str, minutes: float, tiny_model: pathlib.Path, tmp_path: pathlib.Path, server: ServerProcess
+) -> None:
     count, flags = ORDERS[order]
     rng = random.Random(order)
     expected = {
@@ -109,11 +114,16 @@ def test_soak(order: str, tiny_model: pathlib.Path, tmp_path: pathlib.Path, serv
         for prompt in some_prompts(rng)
     }
     with KVFleet(tiny_model, tmp_path, 2, 2, "--check-invariants", *flags) as fleet:
-        results = asyncio.run(soak(fleet, count, expected, rng))
-        assert sum(results.values()) == count
-        assert results["right"] > count / 2 and results["left"], results
-        fleet.wait_until_ready()
-        wait_until(fleet.all_blocks_are_back, 90, "all blocks are back")
+        memory = MemorySamples({"router": psutil.Process(fleet.process.pid)})
+        for number in rounds(minutes / len(ORDERS), at_least=4 if minutes else 1):
+            results = asyncio.run(soak(fleet, count, expected, rng))
+            assert sum(results.values()) == count
+            assert results["right"] > count / 2 and results["left"], results
+            fleet.wait_until_ready()
+            wait_until(fleet.all_blocks_are_back, 90, "all blocks are back")
+            memory.take((number + 1) * count)
+        if minutes:
+            memory.check(ROUTER_GROWTH)
         fetched = sum(
             fleet.metrics(fleet.server_url(f"decode {i}"))["external_prefix_cache_hits_total"] for i in (0, 1)
         )

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # On a CPU, torch multiplies bfloat16 matrices with oneDNN, which compiles a kernel for every number of rows: 0.3 to 1 MB of
 # memory and about a millisecond each. Prefills have any number of rows. oneDNN and torch's binding each keep the last 1024
 # kernels, so that an engine grows by several hundred megabytes before it stops. Both read their limits on first use.
-MAX_COMPILED_PRODUCTS = 128
+MAX_COMPILED_PRODUCTS = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(MAX_COMPILED_PRODUCTS))
 
