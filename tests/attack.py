@@ -72,7 +72,8 @@ class Attack:
         data: its bytes, from the request line on.
         field: the field of a JSON body that is wrong, if it is one.
         ends_early: the client closes its side before it has sent what it announced; it may get no answer.
-        is_http: whether a parser of HTTP has to accept it. A refusal of that parser is not JSON.
+        is_http: whether a parser of HTTP has to accept it. That parser's refusal is not JSON, and does not arrive if the server
+            closes the connection before it has read everything.
     """
 
     data: bytes
@@ -400,24 +401,22 @@ def parse_answer(received: bytes, attack: Attack) -> Answer:
         return Answer()
     method = attack.data.split(b" ", 1)[0].decode("latin-1")
     response = http.client.HTTPResponse(_Received(received), method=method)  # type: ignore[arg-type]
-    response.begin()
-    content = (
-        response.read() if attack.is_http or attack.ends_early is False else _as_far_as_it_goes(response)
-    )
-    return Answer(response.status, content, {name.lower(): value for name, value in response.getheaders()})
-
-
-def _as_far_as_it_goes(response: http.client.HTTPResponse) -> bytes:
     try:
-        return response.read()
+        response.begin()
+        content = response.read()
+    except http.client.RemoteDisconnected:  # nothing but "100 Continue"
+        return Answer()
     except http.client.IncompleteRead as error:
-        return error.partial
+        if attack.is_http:
+            raise
+        content = error.partial
+    return Answer(response.status, content, {name.lower(): value for name, value in response.getheaders()})
 
 
 def what_is_wrong(attack: Attack, answer: Answer) -> str:
     """Why this is no proper answer; "" if it is one."""
     if answer.status == 0:
-        return "" if attack.ends_early else "no answer"
+        return "" if attack.ends_early or not attack.is_http else "no answer"
     if answer.status < 400:
         return ""
     if answer.status >= 500 and answer.status != 503:

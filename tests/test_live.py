@@ -535,7 +535,7 @@ def test_one_is_told_when_everybody_can_read(
 @pytest.mark.parametrize(
     "path",
     ["none.js", "../page.py", "..%2Fpage.py", "%2e%2e/page.py", "..%5Cpage.py", ".hidden", "", "page.py",
-     "style.json%00.js", "%2Fetc%2Fpasswd", "....//page.py"],
+     "style.json%00.js", "%2Fetc%2Fpasswd", "....//page.py", "x" * 3000 + ".js"],
 )  # fmt: skip
 def test_nothing_else_is_served(path: str) -> None:
     assert client().get(f"/web/{path}").status_code == 404

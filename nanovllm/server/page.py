@@ -77,7 +77,7 @@ def file_response(name: str) -> Response:
         HTTPException: there is none (404).
     """
     if (
-        re.fullmatch(r"\w[\w.-]*", name, re.ASCII)
+        re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII)
         and (suffix := pathlib.PurePath(name).suffix) in MEDIA_TYPES
     ):
         for folder in FOLDERS:
