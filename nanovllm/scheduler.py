@@ -184,8 +184,7 @@ class Scheduler:
         self.manager.free(request)
 
     def abort(self, request_id: str) -> bool:
-        """End a request wherever it stands. False if it has ended already. A step under way may still write to its
-        blocks; whoever gets them writes later."""
+        """End a request; False if it has ended already. A step in flight may still write to its blocks, before they are reused."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -241,8 +240,7 @@ class Scheduler:
             while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
                 if plan.empty and self._steps_under_way:
                     return  # their results may free blocks; and a plan that throws out and computes nothing is not run
-                victim = self._victim(request, share)
-                if victim is not None:
+                if (victim := self._victim(request, share)) is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
                     break
@@ -301,8 +299,7 @@ class Scheduler:
         return self.config.pipeline_parallel_size > 1
 
     def _is_full(self, plan: Schedule, num_requests: int) -> bool:
-        """True if, of so many requests, the step samples for its share: one in `pipeline_parallel_size`. A request whose
-        token is on its way has to wait; if one step took them all, all stages but one would wait with them."""
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
     def _why_no_share(self, request: Request) -> str:
@@ -339,8 +336,7 @@ class Scheduler:
     # ---------------------------------------------------------------- after the step
 
     def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
-        """Take over what the step sampled; end those that are done. Requests that have ended meanwhile are passed
-        over. Steps come back in the order in which they were scheduled."""
+        """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
         self._steps_under_way = [step for step in self._steps_under_way if step is not plan]
         outputs = []
         for scheduled in plan.requests:
@@ -392,8 +388,7 @@ class Scheduler:
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if nothing should be scheduled before pending tokens have come back: someone's next token depends on
-        which ones came before, beyond what the model sees."""
+        """True if the next step has to wait for pending tokens: a penalty depends on which tokens were sampled before."""
         return not self._in_stages and any(
             r.num_pending_tokens and r.sampling_params.penalized for r in self.running
         )
@@ -406,8 +401,7 @@ class Scheduler:
     # ---------------------------------------------------------------- when blocks run out
 
     def _victim(self, request: Request, share: int) -> Request | None:
-        """The request to preempt so that `request` can compute `share` tokens: the last running one, perhaps itself. None: it
-        has to wait for transfers to free blocks, see `TransferScheduler`."""
+        """The request to preempt so that `request` can compute `share` tokens; None if it has to wait instead."""
         return self.running[-1]
 
     def _preempt(self, victim: Request, plan: Schedule) -> None:
