@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test nightly lint browser servers build run figures bench gpu clean
+.PHONY: help install serve chat lab test nightly long lint browser servers build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -67,7 +67,10 @@ test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (a
 	$(BIN)/nanovllm kernels
 	$(LECTURES_TEST)
 
-nightly: test as-AVX512 as-AVX2 as-PLAIN  ## everything, and all tests again as on older CPUs (make -k: to the end)
+nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## everything, long attacks and soaks, all tests as on older CPUs (make -k: to the end)
+
+long: browser servers
+	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
 
 as-%: browser servers
 	$(AS_$*) $(TESTS) tests
