@@ -334,12 +334,7 @@ class Watch:
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
         self._looked = time.monotonic()
-        self._standstill = StandstillDetector()
-
-    @property
-    def activities(self) -> dict[int, Activity]:
-        """What all ranks do, as of their latest signs of life."""
-        return {rank: activity for peer in self.peers for rank, activity in peer.activities.items()}
+        self._standstill, self._compared = StandstillDetector(), 0.0
 
     def look(
         self,
@@ -371,12 +366,20 @@ class Watch:
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
                 return Complaint(False, f"{peer.name}, {peer.where}, {text}")
-        by_rank = {rank: peer for peer in self.peers for rank in peer.activities}
-        heard = {rank: peer.heard for rank, peer in by_rank.items()}
-        if waiting := self._standstill.look(self.activities, heard, SILENCE_SECONDS):
-            names = {rank: _name_of(rank, peer) for rank, peer in by_rank.items()}
-            return Complaint(False, waiting.describe(names, SILENCE_SECONDS))
-        return None
+        # Heartbeats come every second, while this is called in every step.
+        return self._compare(now) if now - self._compared > LOOK_SECONDS else None
+
+    def _compare(self, now: float) -> Complaint | None:
+        """Whether ranks wait for one another in vain."""
+        self._compared = now
+        peers = {rank: peer for peer in self.peers for rank in peer.activities}
+        activities = {rank: peer.activities[rank] for rank, peer in peers.items()}
+        heard = {rank: peer.heard for rank, peer in peers.items()}
+        waiting = self._standstill.look(activities, heard, SILENCE_SECONDS)
+        if waiting is None:
+            return None
+        names = {rank: _name_of(rank, peer) for rank, peer in peers.items()}
+        return Complaint(False, waiting.describe(names, SILENCE_SECONDS))
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
         """Something is wrong with this one, or with another that it works with: find out whose fault it is."""

@@ -115,7 +115,7 @@ def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", 0.2)
     peers = [Peer("data rank 0", "process 5"), Peer("data rank 1", "process 6")]
     watch, found = Watch(peers), None
-    for _ in range(100):
+    for _ in range(200):
 
         def listen(timeout: float) -> None:
             ranks = (0, 1, 2)
