@@ -19,7 +19,8 @@ from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.hub import resolve_model
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.kv_transfer.base import IDLE_SECONDS, KVConnectorScheduler, create_scheduler_connector, patience
+from nanovllm.kv_transfer.base import IDLE_SECONDS, KVConnectorScheduler, patience
+from nanovllm.kv_transfer.factory import create_scheduler_connector
 from nanovllm.kv_transfer.scheduling import TransferScheduler
 from nanovllm.life_signs import waiting_for_others
 from nanovllm.models.config import ModelConfig

@@ -34,7 +34,8 @@ from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.distributed.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv_transfer.base import KVConnectorWorker, cache_maker, create_worker_connector, transfers
+from nanovllm.kv_transfer.base import KVConnectorWorker, transfers
+from nanovllm.kv_transfer.factory import cache_maker, create_worker_connector
 from nanovllm.memory import MemoryBudget
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model

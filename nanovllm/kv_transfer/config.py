@@ -17,7 +17,7 @@ class KVTransferConfig:
     """Settings of a connector.
 
     Attributes:
-        kv_connector: a name in `base.CONNECTORS`.
+        kv_connector: a name in `factory.CONNECTORS`.
         kv_role: whether the engine computes KV for others, takes it from others, or both.
         kv_ip, kv_port: where others may ask for it; port 0 is any free one.
         kv_load_failure_policy: what becomes of a request whose KV does not come: it is computed here, or the request fails.
