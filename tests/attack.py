@@ -39,12 +39,14 @@ ROUTES: dict[str, tuple[dict[str, Any], Any]] = {
 # JSON, and what Python's parser takes for it. Each stands where a field has its value.
 VALUES = (
     *("null", "true", "false", "0", "-1", "1.5", "1.0", "5", '""', '"x"', '"5"', "[]", "{}", "[[]]", "[null]", '[1, "a"]'),
-    *("NaN", "Infinity", "-Infinity", "1e999", "-1e308", "5e-324", "-0.0", "9" * 40, "-" + "9" * 40, "9" * 5000),
+    *("NaN", "Infinity", "-Infinity", "1e999", "-1e308", "5e-324", "-0.0", "9" * 40, "-" + "9" * 40),
     *("2147483648", "9223372036854775807", "9223372036854775808", "-9223372036854775809", "18446744073709551616"),
     *('"\\ud800"', '"\\udfff\\ud800"', '"\\u0000"', '"\\uffff\\ufffe"', '"\U0001f600"', '"' + "x" * 5000 + '"'),
     *('{"a": 1}', '{"": {}}', '{"1": 1e999}', '{"\\ud800": 1}', '{"-1": 1}', '{"__class__": "os.system"}', '[{"a": []}]'),
     *("[" * 60 + "]" * 60, '{"a":' * 60 + "1" + "}" * 60, '["\\ud800"]', "[1e999]", "[" + "9" * 40 + "]", '"../../etc/passwd"'),
 )  # fmt: skip
+# Python refuses to read it, wherever it is.
+TOO_LONG_NUMBER = "9" * 5000
 DEPTHS = 100, 990, 5_000, 100_000
 PATHS = (
     "/v1", "/v1/", "/v1/nothing", "/V1/COMPLETIONS", "/v1/completions/", "//v1/completions", "/v1/models/../completions",
@@ -152,7 +154,7 @@ class Attacker:
         path = self.route()
         body, model = ROUTES[path]
         names = self.rng.choices([*model.model_fields], k=self.rng.randint(2, 12))
-        fields = [f'"{name}": {self.rng.choice(VALUES)}' for name in names]
+        fields = [f'"{name}": {self.rng.choice([*VALUES, TOO_LONG_NUMBER])}' for name in names]
         return Attack(self.post("{" + ", ".join([*fields, json.dumps(body)[1:-1]]) + "}", path))
 
     def nested(self) -> Attack:

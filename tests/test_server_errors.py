@@ -224,6 +224,8 @@ def test_bodies_that_are_no_request(server: ServerProcess, path: str) -> None:
     ):
         error_of(server.post(path, content=content, headers=headers), 400)
     error_of(server.post(path, content=b"prompt=abc", headers={"Content-Type": "text/plain"}), 400)
+    too_long = server.post(path, content=b'{"max_tokens": ' + b"9" * 5000 + b"}", headers=headers)
+    assert "4300 digits" in error_of(too_long, 400)["message"]
 
 
 def test_unknown_models_routes_and_methods(server: ServerProcess) -> None:

@@ -134,7 +134,8 @@ def install_error_handlers(app: Starlette) -> None:
         message = {
             404: f"there is no route {request.url.path}",
             405: f"{request.url.path} does not answer {request.method}",
-            400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels",
+            400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels, and its "
+            "numbers must be shorter than 4300 digits",
         }.get(error.status_code, str(error.detail))
         return ErrorResponse(error.status_code, message, headers=error.headers)
 
