@@ -270,16 +270,34 @@ class Exchange:
         return self.sent[0]["status"] if self.sent else None
 
 
-@pytest.mark.parametrize("path", ["/health", "/trace", "/v1/completions", "/v1/nothing"])
-async def test_nothing_is_read_of_a_body_before_the_key_or_for_a_route_without_one(path: str) -> None:
-    app, sent = guarded_app(Access(("key",))), []
+async def test_nothing_is_read_of_a_body_for_a_route_without_one() -> None:
+    sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    scope = post_scope(path, (b"content-length", b"10000000")) | {"query_string": b"", "root_path": ""}
-    await app(scope, never_called, send)  # type: ignore[arg-type]
-    assert sent[0]["status"] == (405 if path == "/health" else 401)
+    scope = post_scope("/health", (b"content-length", b"10000000")) | {"query_string": b"", "root_path": ""}
+    await guarded_app(Access(("key",)))(scope, never_called, send)  # type: ignore[arg-type]
+    assert sent[0]["status"] == 405
+
+
+@pytest.mark.parametrize("path", ["/trace", "/v1/completions", "/v1/nothing"])
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_without_a_key_a_body_is_discarded_before_the_refusal(path: str, is_broken: bool) -> None:
+    """The client reads the refusal only then; and broken HTTP, which uvicorn answers, is not answered twice."""
+    exchange = Exchange(
+        guarded_app(Access(("key",))), post_scope(path) | {"query_string": b"", "root_path": ""}
+    )
+    await exchange.send(b"x" * 100)
+    assert exchange.status is None
+    if is_broken:
+        exchange.pieces.put_nowait({"type": "http.disconnect"})
+        await exchange.task
+        assert exchange.status is None
+    else:
+        await exchange.send(b"x" * 100, more_body=False)
+        await exchange.task
+        assert exchange.status == 401
 
 
 async def test_all_bodies_together_have_a_limit() -> None:

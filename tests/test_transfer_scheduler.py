@@ -53,6 +53,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.wanted: set[str] = set()  # by others, when they are done
         self.coming: dict[str, Transfer] = {}
         self.going: dict[str, Transfer] = {}
+        self.read_by_peers: set[str] = set()  # at any time
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         assert num_computed_tokens % self.block_size == 0
@@ -219,7 +220,9 @@ class TransferMachine(SchedulerMachine):
     def take_transfers(self) -> None:
         self.scheduler._fails = self.fails
         for output in self.scheduler.take_transfers():
-            if output.finish_reason == "abort":  # it was to be preempted while a peer read its blocks, which it leaves behind
+            if (
+                output.finish_reason == "abort"
+            ):  # it was to be preempted while a peer read its blocks, which it leaves behind
                 event("aborted in place of a preemption")
                 assert output.request_id in self.connector.read_by_peers
                 continue

@@ -38,6 +38,26 @@ def protect(app: Starlette, access: Access) -> None:
         )
 
 
+async def discard_body(receive: Receive) -> bool:
+    """Read what is left of a body, and keep nothing of it. False if the client has gone, or uvicorn has answered broken HTTP."""
+    discarded = 0
+    while discarded < MAX_DISCARDED_BYTES:
+        received = await receive()
+        if received["type"] == "http.disconnect":
+            return False
+        if not received.get("more_body", False):
+            break
+        discarded += len(received.get("body", b""))
+    return True
+
+
+async def refuse(response: ErrorResponse, scope: Scope, receive: Receive, send: Send) -> None:
+    """Refuse a request by its headers. Its body is read first: most clients listen only after they have sent everything, and
+    would lose the answer if the connection closed with data unread."""
+    if await discard_body(receive):
+        await response(scope, receive, send)
+
+
 class OriginMiddleware:
     """Refuses what a browser sends for a web page from elsewhere: under a foreign host name (DNS rebinding), or with a foreign
     origin. Programs other than browsers send no Origin and no Sec-Fetch-Site.
@@ -56,7 +76,9 @@ class OriginMiddleware:
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         refusal = self._refusal(scope) if scope["type"] == "http" else None
-        await (refusal or self.app)(scope, receive, send)
+        if refusal is not None:
+            return await refuse(refusal, scope, receive, send)
+        await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ErrorResponse | None:
         headers = Headers(scope=scope)
@@ -109,7 +131,8 @@ class APIKeyMiddleware:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(given) > 1:
             message = f"the request has {len(given)} Authorization headers: send one"
-            return await ErrorResponse(400, message, code="invalid_api_key")(scope, receive, send)
+            refusal = ErrorResponse(400, message, code="invalid_api_key")
+            return await refuse(refusal, scope, receive, send)
         index = self._index_of(given[0] if given else b"")
         if index is None:
             refusal = ErrorResponse(
@@ -118,7 +141,7 @@ class APIKeyMiddleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-            return await refusal(scope, receive, send)
+            return await refuse(refusal, scope, receive, send)
         if self._shares:
             current_share.set(self._shares[index])  # for this request's task alone
         await self.app(scope, receive, send)
@@ -213,10 +236,5 @@ class BodyLimitMiddleware:
         )
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
         # The answer is on its way. Closing now, with data unread, would make the client's system throw it away.
-        discarded = 0
-        while discarded < MAX_DISCARDED_BYTES:
-            received = await receive()
-            if received["type"] == "http.disconnect" or not received.get("more_body", False):
-                break
-            discarded += len(received.get("body", b""))
+        await discard_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
