@@ -59,7 +59,7 @@ class Command:
 
 @dataclass
 class Report:
-    """What the engine tells the front end after each step.
+    """What the engine tells the front end after each step that has changed something.
 
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
@@ -108,10 +108,8 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
-        self._stats, self._has_news = (
-            EngineStats(),
-            False,
-        )  # as last reported; and whether there is more to report
+        self._stats = EngineStats()  # as last reported
+        self._has_news = False  # something else has to be reported
         self._steps: dict[int, list[tuple[bytes, bool]]] = {}
         self._sinks: dict[int, RecordSink] = {}  # of the engines that somebody watches
         self._parent_sentinel = parent_sentinel

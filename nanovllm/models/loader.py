@@ -193,9 +193,8 @@ def load_model(
     """
     model = build_model(config)
     dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
-    if (
-        not dummy
-    ):  # with tensors that have shapes and no memory, so that what does not fit together shows at once
+    if not dummy:
+        # The shapes in the files' headers, without memory: what does not fit together shows at once.
         with CheckpointHeaders(checkpoint_files(pathlib.Path(folder))) as headers:
             load_weights(model, iter(headers))
     check_memory(model, dtype, device, positions * config.head_dim)
