@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import msgspec
 
-@dataclass
-class Logprob:
+
+# An answer can have 100,000 of them, each of which a dataclass would have the garbage collector visit.
+class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position.
 
     Attributes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 
@@ -61,6 +62,9 @@ async def run_server(
     try:
         app = create_app(engine, model, access)
         server = Server(app, engine, ready_message(listener, model, access.api_keys), shutdown_timeout)
+        # The garbage collector stops the event loop: it need not walk over modules, routes and the tokenizer each time.
+        gc.freeze()
         await server.serve([listener])
     finally:
+        gc.unfreeze()
         await engine.shutdown()
