@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,14 +17,16 @@ from unittest.mock import AsyncMock
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
 
 import nanovllm.portions
 from nanovllm.long_texts import MAX_THREADS, PORTION, LongTexts, TooManyTokensError
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.portions import early_portions, in_portions
-from nanovllm.processor import logprob_dictionary
-from nanovllm.request import EngineOutput, TokenLogprobs
+from nanovllm.processor import OutputProcessor, logprob_dictionary
+from nanovllm.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server import run
 from nanovllm.server.chat import ChatWriter
 from nanovllm.server.completions import CompletionWriter
 from nanovllm.server.errors import APIError
@@ -294,6 +297,41 @@ async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokeni
 
 async def answer_of(work: Any) -> None:
     assert len(json_response(await work).body) > NUM_POSITIONS * 20 * 10
+
+
+def test_a_large_answer_does_not_have_the_garbage_collector_stop_the_loop(server: ServerProcess) -> None:
+    """A full collection of 100,000 log-probabilities takes more processor time than all else in one turn of the loop."""
+    prompts = [[50 + i % 50] * 250 for i in range(40)]
+    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 20}
+    with Watch(server) as watch:
+        response = server.post(COMPLETIONS, body)
+    choices = response.raise_for_status().json()["choices"]
+    assert sum(len(choice["logprobs"]["top_logprobs"]) for choice in choices) == 40 * 250
+    assert watch.longest_wait < MOST_SECONDS / 5
+
+
+async def test_the_garbage_collector_does_not_see_log_probabilities(tokenizer: Tokenizer) -> None:
+    requests = [EngineRequest("a", [100] * 501, SamplingParams(prompt_logprobs=20))]
+    entries = [TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1) for _ in range(500)]
+    processor = OutputProcessor(tokenizer)
+    processor.add("a", None, requests)
+    before = len(gc.get_objects())
+    (output,), _ = processor.process([EngineOutput("a", prompt_logprobs=entries, prompt_logprobs_start=1)])
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs[500] or ()) == 21
+    assert len(gc.get_objects()) - before < 500
+
+
+async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    async def serve(*_: Any) -> None:
+        counts.append(gc.get_freeze_count())
+
+    monkeypatch.setattr(run, "create_app", lambda *_: FastAPI())
+    monkeypatch.setattr(run.Server, "serve", serve)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        await run.run_server(AsyncMock(), listener, "tiny")
+    assert counts[0] > 10_000 and gc.get_freeze_count() == 0
 
 
 async def test_in_portions_gives_all_items_and_turns() -> None:
