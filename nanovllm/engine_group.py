@@ -168,8 +168,10 @@ class DataParallelCore:
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a sequence within a step. False if it has ended already."""
         rank = self._rank_of.pop(request_id, None)
-        if rank is not None and not self._reason:
-            rank.send(Command(abort={request_id: reason}))
+        # An engine may still hold the KV of a request that has ended.
+        for each in [rank] if rank is not None else self.ranks:
+            if not self._reason:
+                each.send(Command(abort={request_id: reason}))
         return rank is not None
 
     def step(self) -> list[EngineOutput]:

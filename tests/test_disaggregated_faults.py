@@ -367,6 +367,33 @@ def test_client_leaves_before_it_is_read(engines: Any) -> None:
     fleet.settle()
 
 
+def test_no_consumer_gets_the_request(engines: Any) -> None:
+    """Prefill first, and the client's request is refused or lost on its way to a consumer: the producer's blocks are free before
+    their lease ends."""
+    producer = engines("kv_producer")
+    fleet = Fleet([producer])
+    prefilled(fleet, producer)
+    assert producer.stats.num_held_requests == 1
+    producer.abort_request("there")
+    fleet.run_until(lambda: producer.stats.num_held_requests == 0, seconds=20)
+    fleet.settle()
+
+
+def test_blocks_that_a_consumer_reads_stay_held(engines: Any, expected: list[int], gate: Any) -> None:
+    """The router believes that no consumer got the request; but one has claimed the blocks."""
+    producer, consumer = engines("kv_producer"), engines("kv_consumer")
+    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
+    ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
+    fleet.run_until(opened.entered.is_set)
+    fleet.run_until(lambda: bool(producer.connector.producer.leases._leases["there"].claims))
+    producer.abort_request("there")
+    fleet.step()
+    assert producer.stats.num_held_requests == 1
+    opened.open()
+    assert fleet.complete("r") == expected and fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
+    fleet.settle()
+
+
 # ---------------------------------------------------------------------------------------------- leases end, blocks run out
 
 

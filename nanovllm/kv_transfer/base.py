@@ -169,6 +169,9 @@ class KVConnectorScheduler:
         """
         return False, None
 
+    def revoke(self, request_id: str) -> None:
+        """No engine will fetch the KV of a request that has ended: stop holding its blocks, unless an engine has claimed them."""
+
     def is_sending(self, request: Request) -> bool:
         """True while somebody else reads the blocks of a request that runs."""
         return False

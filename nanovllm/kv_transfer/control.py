@@ -197,6 +197,14 @@ class Leases:
                 self._forget_claims(request_id, lease, reader)
             return True
 
+    def revoke(self, request_id: str) -> None:
+        """End a lease that no reader has claimed."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is not None and not lease.claims:
+                del self._leases[request_id]
+                self._ended.add(request_id)
+
     def drop(self, reader: Connection) -> None:
         """A reader is gone, and with it what it has claimed."""
         with self._lock:

@@ -108,6 +108,11 @@ class DisaggregatedScheduler(KVConnectorScheduler):
             return True, None
         return self.producer.finished(request, block_ids) if self.producer is not None else (False, None)
 
+    def revoke(self, request_id: str) -> None:
+        """See `KVConnectorScheduler.revoke`."""
+        if self.producer is not None:
+            self.producer.leases.revoke(request_id)
+
     def is_sending(self, request: Request) -> bool:
         """See `KVConnectorScheduler.is_sending`."""
         return self.producer is not None and self.producer.is_sending(request)

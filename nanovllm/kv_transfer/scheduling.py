@@ -52,6 +52,11 @@ class TransferScheduler(Scheduler):
             self.connector.decline(request)
             raise
 
+    def abort(self, request_id: str) -> bool:
+        """See `Scheduler.abort`. If the request has ended, its blocks are no longer held for an engine that has not claimed them."""
+        self.connector.revoke(request_id)
+        return Scheduler.abort(self, request_id)
+
     @property
     def waits_for_transfers(self) -> bool:  # type: ignore[override]
         """True if transfers hold blocks, which their end may free."""
