@@ -258,6 +258,11 @@ class AsyncEngine:
         self._send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
+    def release_kv(self, sequence_id: str) -> None:
+        """Stop holding the KV of a sequence that has ended (`remote_request_id`), unless a decode server is reading it."""
+        if self.output_processor.owner(sequence_id) is None:
+            self._send(Command(abort={sequence_id: "abort"}))
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; requests that come after this find none."""
         self._send(Command(order="reset_prefix_cache"))

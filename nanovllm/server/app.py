@@ -26,6 +26,7 @@ from nanovllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    KVReleaseRequest,
     SamplingBody,
     TokenizeRequest,
 )
@@ -135,6 +136,13 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
     @app.get("/kv_transfer", responses=responses.documented(responses.KVTransfer))
     async def kv_transfer() -> Response:
         return json_response(responses.KVTransfer(engine.limits.kv_transfer))
+
+    @app.post("/kv_transfer/release", status_code=204, responses=responses.documented(None))
+    async def release_kv(body: KVReleaseRequest) -> Response:
+        """Free the KV blocks of a prefilled prompt that no decode server will read."""
+        with blaming_client():
+            engine.release_kv(body.remote_request_id)
+        return Response(status_code=204)
 
     @app.get("/version", responses=responses.documented(responses.Version))
     async def version() -> Response:

@@ -310,3 +310,11 @@ class DetokenizeRequest(Body):
     """Body of /detokenize."""
 
     tokens: TokenIds
+
+
+class KVReleaseRequest(BaseModel):
+    """Body of /kv_transfer/release."""
+
+    model_config = ConfigDict(strict=True)
+
+    remote_request_id: str = Field(description="as the prefill server's kv_transfer_params name it")
