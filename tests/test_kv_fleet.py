@@ -114,6 +114,30 @@ def test_answers_say_where_the_kv_is(path: str, body: dict[str, Any], fleet: KVF
     wait_until(fleet.all_blocks_are_back, 60, "all blocks are back")
 
 
+def test_a_refused_request_leaves_nothing_behind(fleet: KVFleet) -> None:
+    """The prefill server's blocks are free long before their lease of 60 s ends."""
+    prefill = fleet.server_url("prefill 0")
+    before = fleet.metrics(prefill)["prompt_tokens_total"]
+    # The prefill server is not asked for log-probabilities, so only the decode server refuses.
+    refused = fleet.post("/v1/completions", {"prompt": "refused after its prefill " * 8, "logprobs": 999})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "logprobs"
+    assert fleet.metrics(prefill)["prompt_tokens_total"] > before
+    wait_until(fleet.all_blocks_are_back, 30, "all blocks are back")
+
+
+def test_kv_can_be_released_wherever_it_is(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    """A server of two engines is told which request's KV is not wanted, not which engine has it."""
+    with ServerProcess(tiny_model, tmp_path, "--kv-role", "producer", "-dp", "2") as server:
+        held = [server.complete(**HOLD, prompt=prompt)["kv_transfer_params"] for prompt in PROMPTS[:2]]
+        assert not server.is_idle()
+        assert server.post("/kv_transfer/release", {"remote_request_id": "another"}).status_code == 204
+        for params in held:
+            assert server.post("/kv_transfer/release", params).status_code == 204
+        wait_until(server.is_idle, 30, "all blocks are free")
+        refused = server.post("/kv_transfer/release", {"remote_request_id": 5})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "remote_request_id"
+
+
 def test_the_routers_page_leads_to_those_of_the_servers(fleet: KVFleet) -> None:
     page = fleet.get("/").text
     for name in fleet.names:

@@ -509,6 +509,73 @@ async def test_servers_with_the_wrong_role_get_no_requests() -> None:
     assert not fleet.prefill[0].seen and len(fleet.prefill[1].seen) == 3
 
 
+# ---------------------------------------------------------------- KV that no decode server reads
+
+
+HELD = PARAMS | {"remote_request_id": "held-1"}
+
+
+def holder() -> FakeServer:
+    """A prefill server that holds KV until it is told to release it."""
+
+    async def act(exchange: Exchange) -> None:
+        is_release = exchange.path == "/kv_transfer/release"
+        await exchange.answer(b"" if is_release else json.dumps({"kv_transfer_params": HELD}).encode())
+
+    return producer(act)
+
+
+def releases(server: FakeServer) -> list[Any]:
+    return [exchange.json for exchange in server.seen if exchange.path == "/kv_transfer/release"]
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 429, 500, 503])
+async def test_a_prefill_server_hears_that_its_kv_is_not_wanted(status: int) -> None:
+    async with fleet_of([producer(), holder()], [consumer(answering(b"{}", status))]) as fleet:
+        for _ in range(2):
+            assert (await fleet.complete()).status_code == status
+        held = [] if status == 200 else [{"remote_request_id": "held-1"}]
+        await until(lambda: releases(fleet.prefill[1]) == held)
+    assert not releases(fleet.prefill[0]), "it holds nothing"
+    assert all(dict(e.headers)["authorization"] == "Bearer own-key" for e in fleet.prefill[1].seen[1:])
+
+
+async def test_kv_is_released_when_no_decode_server_can_be_reached() -> None:
+    async with fleet_of([holder()], [consumer(), consumer()], health_check_interval=1000) as fleet:
+        for server in fleet.decode:
+            await server.stop()
+        assert (await fleet.complete()).status_code == 503
+        await until(lambda: len(releases(fleet.prefill[0])) == 1)
+    assert len(fleet.prefill[0].seen) == 2, "the second decode server was offered the KV of the first"
+
+
+async def test_kv_of_a_failed_attempt_is_released() -> None:
+    async with fleet_of([holder()], [consumer(hang_up), consumer()]) as fleet:
+        assert (await fleet.complete()).status_code == 200
+        await until(lambda: len(fleet.prefill[0].seen) == 3)
+    assert len(releases(fleet.prefill[0])) == 1, "the second attempt has KV of its own"
+
+
+async def test_kv_is_released_when_the_client_leaves() -> None:
+    async with fleet_of([holder()], [consumer(never)]) as fleet:
+        request = asyncio.create_task(fleet.complete())
+        await until(lambda: fleet.decode[0].seen)
+        request.cancel()
+        await until(lambda: len(releases(fleet.prefill[0])) == 1)
+
+
+async def test_a_prefill_server_that_cannot_release() -> None:
+    async def act(exchange: Exchange) -> None:
+        if exchange.path == "/kv_transfer/release":
+            return await hang_up(exchange)
+        await exchange.answer(json.dumps({"kv_transfer_params": HELD}).encode())
+
+    async with fleet_of([producer(act)], [consumer(answering(b"no", 400))]) as fleet:
+        for _ in range(2):
+            assert (await fleet.complete()).text == "no"
+        await until(lambda: len(releases(fleet.prefill[0])) >= 2)
+
+
 # ---------------------------------------------------------------- clients that leave
 
 

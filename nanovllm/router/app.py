@@ -137,10 +137,12 @@ class Transfer:
     Attributes:
         params: what a decode server has to know; None: it computes everything itself.
         producer: the prefill server that it will keep busy.
+        lease: prefill first: the prefill server that holds the KV until a decode server has read it, and the request's id there.
     """
 
     params: dict[str, Any] | None = None
     producer: Backend | None = None
+    lease: tuple[Backend, str] | None = None
 
 
 class PassedOn(StreamingResponse):
@@ -234,28 +236,41 @@ class RouterApp:
         """Prefill and decode. A decode server that is lost before it has said anything is replaced."""
         tried: list[Backend] = []
         transfer: Transfer | Response | None = None
-        while True:
-            if tried:
-                self.metrics.retries.inc()
-            backend = self._choose(self.decode, call, tried)  # first: without one, nothing need be computed
-            tried.append(backend)
-            transfer = transfer or await self._transfer(call)
-            if isinstance(transfer, Response):
-                return transfer
-            is_last = len(tried) == MAX_ATTEMPTS
-            try:
-                response = await self._ask(backend, call, transfer)
-                if response.status_code != 503 or is_last or not self._candidates(self.decode, tried):
-                    return response
-                self._note_failure(backend, None)
-            except FAILURES as error:
-                self._note_failure(backend, error)
-                if is_last:
-                    message = f"{backend} {describe(error)}, and so did {MAX_ATTEMPTS - 1} before it"
-                    raise APIError(503, message, code="backend_lost") from error
-                if isinstance(error, REFUSED):
-                    continue
-            transfer = None  # nobody knows whether the KV is still held: begin from the beginning
+        response: Response | None = None
+        try:
+            while True:
+                if tried:
+                    self.metrics.retries.inc()
+                backend = self._choose(self.decode, call, tried)  # first: without one, compute nothing
+                tried.append(backend)
+                transfer = transfer or await self._transfer(call)
+                if isinstance(transfer, Response):
+                    return transfer
+                is_last = len(tried) == MAX_ATTEMPTS
+                try:
+                    response = await self._ask(backend, call, transfer)
+                    if response.status_code != 503 or is_last or not self._candidates(self.decode, tried):
+                        return response
+                    self._note_failure(backend, None)
+                except FAILURES as error:
+                    self._note_failure(backend, error)
+                    if is_last:
+                        message = f"{backend} {describe(error)}, and so did {MAX_ATTEMPTS - 1} before it"
+                        raise APIError(503, message, code="backend_lost") from error
+                    if isinstance(error, REFUSED):
+                        continue
+                # Nobody knows whether the KV is still held: begin from the beginning.
+                self._release(transfer)
+                transfer = None
+        finally:
+            if response is None or response.status_code >= 400:
+                self._release(transfer)
+
+    def _release(self, transfer: Transfer | Response | None) -> None:
+        """Have a prefill server free the KV that it holds for a request, since no decode server has answered the request. An
+        engine that has claimed the KV may still read it."""
+        if isinstance(transfer, Transfer) and transfer.lease is not None:
+            self.backends.release(*transfer.lease)
 
     async def _ask(self, backend: Backend, call: Call, transfer: Transfer) -> Response:
         """A decode server's answer, or the beginning of its stream.
@@ -323,7 +338,9 @@ class RouterApp:
                         await answer.aclose()
                 self.metrics.processed.labels(backend.url, backend.role).inc()
                 if answer.status < 400:
-                    return Transfer(msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params)
+                    params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
+                    request_id = (params or {}).get("remote_request_id")
+                    return Transfer(params, lease=(backend, request_id) if request_id else None)
                 if answer.status < 500:
                     return whole(answer, content)
                 self._note_failure(backend, None)

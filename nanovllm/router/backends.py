@@ -188,6 +188,7 @@ class Backends:
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
         )
+        self._releases: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         # Told of every server that is ready, again or for the first time.
         self.on_return: Callable[[Backend], None] = lambda backend: None
@@ -320,13 +321,32 @@ class Backends:
         backend.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
         return ""
 
-    async def fetch(self, backend: Backend, path: bytes) -> tuple[int, bytes]:
-        """GET, on the router's own behalf: status and body.
+    def release(self, backend: Backend, remote_request_id: str) -> None:
+        """Tell a prefill server, in the background, that no decode server will read the KV that it holds for a request. A server
+        that does not hear of it holds the KV until the lease ends."""
+        task = asyncio.create_task(self._release(backend, remote_request_id))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, backend: Backend, remote_request_id: str) -> None:
+        body = msgspec.json.encode({"remote_request_id": remote_request_id})
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                status, _ = await self.fetch(backend, b"/kv_transfer/release", body)
+            problem = f"answers {status}" if status >= 400 else ""
+        except FAILURES as error:
+            problem = describe(error)
+        if problem:
+            logger.info("%s %s, and holds the KV of %s a while longer", backend, problem, remote_request_id)
+
+    async def fetch(self, backend: Backend, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
+        """GET, or POST a body of JSON, on the router's own behalf: status and body of the answer.
 
         Raises:
             FAILURES: there is no answer.
         """
-        answer = await self.send(backend, "GET", path, self._own_headers)
+        headers = self._own_headers + ([(b"content-type", b"application/json")] if body else [])
+        answer = await self.send(backend, "POST" if body else "GET", path, headers, body)
         try:
             return answer.status, await answer.read()
         finally:
@@ -334,6 +354,8 @@ class Backends:
 
     async def aclose(self) -> None:
         """Close all connections."""
+        if self._releases:
+            await asyncio.wait(self._releases)
         await self._pool.aclose()
 
 
