@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pathlib
 import signal
@@ -134,8 +135,10 @@ def test_kv_can_be_released_wherever_it_is(tiny_model: pathlib.Path, tmp_path: p
         for params in held:
             assert server.post("/kv_transfer/release", params).status_code == 204
         wait_until(server.is_idle, 30, "all blocks are free")
-        refused = server.post("/kv_transfer/release", {"remote_request_id": 5})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "remote_request_id"
+        for wrong in (5, "\ud800", "x" * 1001):
+            content, headers = json.dumps({"remote_request_id": wrong}), {"Content-Type": "application/json"}
+            refused = server.post("/kv_transfer/release", content=content, headers=headers)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "remote_request_id"
 
 
 def test_the_routers_page_leads_to_those_of_the_servers(fleet: KVFleet) -> None:

@@ -140,8 +140,7 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
     @app.post("/kv_transfer/release", status_code=204, responses=responses.documented(None))
     async def release_kv(body: KVReleaseRequest) -> Response:
         """Free the KV blocks of a prefilled prompt that no decode server will read."""
-        with blaming_client():
-            engine.release_kv(body.remote_request_id)
+        engine.release_kv(body.remote_request_id)
         return Response(status_code=204)
 
     @app.get("/version", responses=responses.documented(responses.Version))

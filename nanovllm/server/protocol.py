@@ -317,4 +317,6 @@ class KVReleaseRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    remote_request_id: str = Field(description="as the prefill server's kv_transfer_params name it")
+    remote_request_id: str = Field(
+        max_length=1000, description="as the prefill server's kv_transfer_params name it"
+    )
