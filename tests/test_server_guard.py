@@ -365,6 +365,13 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
     return found
 
 
+def test_an_idle_connection_stays_open_for_longer_than_clients_keep_it() -> None:
+    """Else a request that a client sends at the moment in which the server closes the connection is lost."""
+    with httpx.Client() as client:
+        pool = client._transport._pool  # type: ignore[attr-defined]
+        assert SignalledServer(never_called, "").config.timeout_keep_alive >= 2 * pool._keepalive_expiry
+
+
 async def test_connections_that_send_nothing_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async with listening(monkeypatch, header_seconds=0.3) as (server, connect):
         idle = [await connect() for _ in range(100)]

@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from nanovllm.server.access import HEADER_SECONDS
 from nanovllm.server.connections import GuardedProtocol
 
 logger = logging.getLogger("nanovllm.server")
@@ -40,7 +41,10 @@ class SignalledServer(uvicorn.Server):
     """
 
     def __init__(self, app: ASGIApp, banner: str, **settings: Any) -> None:
-        super().__init__(uvicorn.Config(app, lifespan="off", http=GuardedProtocol, ws="none", **settings))
+        # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client):
+        # a server that closes it at the same moment loses the request that is on its way.
+        settings |= {"http": GuardedProtocol, "ws": "none", "timeout_keep_alive": round(HEADER_SECONDS)}
+        super().__init__(uvicorn.Config(app, lifespan="off", **settings))
         self.banner = banner
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
