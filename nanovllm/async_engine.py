@@ -67,6 +67,7 @@ class AsyncEngine:
         stats: where it stood after its latest step.
         error: why it ended; None while it lives.
         died: set when it has ended without having been told to.
+        num_preparing: sequences that have been let in, and are still prepared for the engine.
         observer: who is told what happens.
         broadcasts: those who look on, of each of the engines that data parallelism has.
     """
@@ -87,7 +88,7 @@ class AsyncEngine:
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
-        self._num_sent = self._num_taken = 0
+        self._num_sent = self._num_taken = self.num_preparing = 0
         self._closing = self._ready = False
         self._tasks: list[asyncio.Task[None]] = []
         self._process: EngineProcess | None = None
@@ -183,9 +184,9 @@ class AsyncEngine:
     def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
         """False if, with so many sequences more, over `max_num_waiting` would have to wait (default: the setting)."""
         limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
-        if not self._streams:
+        if not self._streams and not self.num_preparing:
             return True
-        on_their_way = self._num_sent - self._num_taken
+        on_their_way = self._num_sent - self._num_taken + self.num_preparing
         waiting = self.stats.num_waiting + self.stats.num_swapped
         # As long as some wait, whatever comes next has to wait too.
         places = self.config.max_num_seqs * self.config.data_parallel_size

@@ -22,7 +22,7 @@ from nanovllm.router.fleet import processes
 from nanovllm.server import connections, listen
 from nanovllm.server.access import Access, api_keys
 from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware, OriginMiddleware, protect
-from nanovllm.server.shares import Share, check_room, current_share
+from nanovllm.server.shares import Share, check_room, current_share, place
 from nanovllm.server.signalled import SignalledServer
 from tests.server_process import ServerProcess
 
@@ -71,6 +71,10 @@ def arguments_of(command: str, *words: str) -> argparse.Namespace:
         ("127.0.0.1:8000", {"Origin": "http://127.0.0.1:8000", "Sec-Fetch-Site": "same-origin"}, None),
         ("localhost:8000", {"Origin": "http://localhost:8000"}, None),
         ("localhost:8000", {"Origin": "https://localhost:8000"}, None),  # a proxy has ended TLS
+        ("localhost:443", {"Origin": "https://localhost"}, None),
+        ("localhost", {"Origin": "http://localhost:80"}, None),
+        ("localhost.", {}, None),
+        ("localhost:443", {"Origin": "https://localhost:8000"}, "origin_not_allowed"),
         ("evil.com", {}, "host_not_allowed"),
         ("evil.com:8000", {"Origin": "http://evil.com:8000"}, "host_not_allowed"),
         ("localhost.evil.com", {}, "host_not_allowed"),
@@ -101,6 +105,18 @@ async def test_a_local_server_answers_no_web_page_but_its_own(
             assert ("--allowed-hosts" if code == "host_not_allowed" else "--allowed-origins") in error[
                 "message"
             ]
+
+
+@pytest.mark.parametrize(("header", "status"), [(None, 200), (b"origin", 403), (b"sec-fetch-site", 403)])
+async def test_only_a_program_may_name_no_host(header: bytes | None, status: int) -> None:
+    """As HTTP/1.0 allows, and simple health checks do."""
+    scope = post_scope("/health") | {"headers": [(header, b"cross-site")] if header else []}
+    exchange = Exchange(
+        OriginMiddleware(PlainTextResponse("ok"), Access(allowed_hosts=frozenset(["a"]))), scope
+    )
+    exchange.pieces.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    await exchange.task
+    assert exchange.status == status
 
 
 async def test_a_link_from_elsewhere_leads_to_the_page_and_not_to_the_trace() -> None:
@@ -217,7 +233,7 @@ def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NANOVLLM_API_KEY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     assert api_keys() == []
-    monkeypatch.setenv("VLLM_API_KEY", "of vllm")
+    monkeypatch.setenv("VLLM_API_KEY", "of vllm\n")
     assert api_keys() == ["of vllm"]
     monkeypatch.setenv("NANOVLLM_API_KEY", "one, two ")
     assert api_keys() == ["one", "two"]
@@ -473,7 +489,9 @@ def is_busy(connection: Any) -> bool:
 
 def test_one_key_cannot_take_the_places_of_another() -> None:
     config = SimpleNamespace(max_num_waiting=9)
-    engine: Any = SimpleNamespace(config=config, has_room=lambda count, max_num_waiting=9: False)
+    engine: Any = SimpleNamespace(
+        config=config, has_room=lambda count, max_num_waiting=9: False, num_preparing=0
+    )
     one, two = Share(3), Share(3)
     requests = [SimpleNamespace(is_waiting=True) for _ in range(3)]
     for request in requests:
@@ -487,6 +505,9 @@ def test_one_key_cannot_take_the_places_of_another() -> None:
     try:
         with pytest.raises(Exception, match=r"this API key wait already: 3 may .*divided among 3 keys"):
             check_room(engine, 2)
+        with place(engine, 1):  # which is prepared in a thread, perhaps
+            assert engine.num_preparing == 1 and not one.has_room(engine, 1)
+        assert engine.num_preparing == 0 and one.has_room(engine, 1)
     finally:
         current_share.reset(token)
     engine.has_room = lambda count, max_num_waiting=9: True

@@ -15,6 +15,10 @@ from nanovllm.server.listen import is_loopback
 MAX_BODY_BYTES = 10 * 2**20
 # Of all requests that have not been answered, together.
 MAX_HELD_BYTES = 256 * 2**20
+# What JSON may contain. Strings, lists and objects cost the parser and the validation most: a chat of 5,000 messages has 30,000.
+MAX_NODES = 2**15
+# Commas between all values: what remains are numbers, such as token ids, a million of which take 0.1 s.
+MAX_VALUES = 2**20
 # A client has to send all headers, and then the whole body, within these times.
 HEADER_SECONDS = 20.0
 BODY_SECONDS = 60.0
@@ -28,7 +32,8 @@ OPEN_FOLDER = "/web/"
 
 LIMITS = (
     f"Limits: a request's headers (16 KiB) must arrive within {HEADER_SECONDS:.0f} s and its body "
-    f"({MAX_BODY_BYTES // 2**20} MiB) within {BODY_SECONDS:.0f} s, else the connection is closed. The bodies of all requests "
+    f"({MAX_BODY_BYTES // 2**20} MiB, {MAX_NODES} strings, lists and objects, {MAX_VALUES} values) within {BODY_SECONDS:.0f} s, "
+    "else the request is refused or the connection closed. The bodies of all requests "
     f"that are not answered yet have {MAX_HELD_BYTES // 2**20} MiB; beyond them the server answers 503. It keeps as many "
     f"connections as the process may open files, less {RESERVED_FILES}, and at most {MAX_CONNECTIONS}; beyond them it closes "
     "the one whose client has kept it waiting for longest."
@@ -90,7 +95,14 @@ DEFAULT_ACCESS = Access()
 def host_name(host: str) -> str:
     """The name in a Host header, in lower case and without the port; "" if that is no host."""
     match = HOST.fullmatch(host.lower())
-    return match[1] if match else ""
+    return match[1].rstrip(".") if match else ""
+
+
+def is_same_site(origin: str, host: str) -> bool:
+    """Whether an Origin header names what the Host header does. The scheme is not compared: a proxy may have ended TLS."""
+    scheme, _, site = origin.lower().partition("://")
+    default_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return site.removesuffix(default_port) == host.lower().removesuffix(default_port)
 
 
 def add_access_arguments(parser: argparse._ActionsContainer) -> None:
@@ -161,10 +173,10 @@ def api_keys(given: Sequence[str] = ()) -> list[str]:
     """
     source, keys = "--api-key", list(given)
     if not keys and (text := os.environ.get("NANOVLLM_API_KEY", "").strip()):
-        source, keys = "NANOVLLM_API_KEY", [key.strip() for key in text.split(",")]
+        source, keys = "NANOVLLM_API_KEY", text.split(",")
     if not keys and (key := os.environ.get("VLLM_API_KEY", "")):
         source, keys = "VLLM_API_KEY", [key]
-    for key in keys:
-        if not key.strip() or "," in key:
-            raise ValueError(f"{source} must not be empty, and must not have commas in a key")
+    keys = [key.strip() for key in keys]  # a secret that is kept in a file often ends with a line break
+    if any(not key or "," in key for key in keys):
+        raise ValueError(f"{source} must not be empty, and must not have commas in a key")
     return keys

@@ -28,7 +28,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError, describe, error_body
 from nanovllm.server.protocol import ChatBody, SamplingBody
 from nanovllm.server.responses import PromptTokensDetails, TopLogprob, Usage
-from nanovllm.server.shares import check_room, note_request
+from nanovllm.server.shares import note_request, place
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -230,19 +230,19 @@ class Endpoint:
             EngineDeadError: the engine has ended.
         """
         self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
-        check_room(self.engine, len(prompts) * params.n)
         generation = Generation(f"{prefix}-{uuid.uuid4().hex}", self.model, prompts, params)
         try:
-            for i, prompt in enumerate(prompts):
-                source = {
-                    "prompt_token_ids": prompt,
-                    "cache_salt": body.cache_salt,
-                    "kv_transfer_params": body.kv_transfer_params,
-                }
-                request_id = f"{generation.id}-{i}"
-                stream = await self.engine.add_request(request_id, source, params, body.priority or 0)
-                generation.streams.append(stream)
-                note_request(stream, params.n)
+            with place(self.engine, len(prompts) * params.n):
+                for i, prompt in enumerate(prompts):
+                    source = {
+                        "prompt_token_ids": prompt,
+                        "cache_salt": body.cache_salt,
+                        "kv_transfer_params": body.kv_transfer_params,
+                    }
+                    request_id = f"{generation.id}-{i}"
+                    stream = await self.engine.add_request(request_id, source, params, body.priority or 0)
+                    generation.streams.append(stream)
+                    note_request(stream, params.n)
         except BaseException:
             generation.close()
             raise

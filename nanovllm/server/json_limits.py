@@ -11,12 +11,9 @@ import json
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.server.access import MAX_NODES, MAX_VALUES
 from nanovllm.server.errors import APIError
 
-# Strings, lists and objects: what costs the parser and the validation most. A chat of 5,000 messages has 30,000.
-MAX_NODES = 2**15
-# Commas between all values: what remains are numbers, such as token ids.
-MAX_VALUES = 2**18
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
 # Fields that a client may have filled with too much. Only a few: all of them are compared with each key of the body.

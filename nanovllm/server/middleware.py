@@ -12,7 +12,15 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.access import MAX_BODY_BYTES, MAX_HELD_BYTES, OPEN_FOLDER, OPEN_PATHS, Access, host_name
+from nanovllm.server.access import (
+    MAX_BODY_BYTES,
+    MAX_HELD_BYTES,
+    OPEN_FOLDER,
+    OPEN_PATHS,
+    Access,
+    host_name,
+    is_same_site,
+)
 from nanovllm.server.errors import APIError, ErrorResponse
 from nanovllm.server.json_limits import JSONLimitMiddleware
 from nanovllm.server.shares import Share, current_share
@@ -83,7 +91,7 @@ class OriginMiddleware:
     def _refusal(self, scope: Scope) -> ErrorResponse | None:
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self.access.knows_host(host):
+        if not self.access.knows_host(host) and not is_plain_http_1_0(headers):
             name = host_name(host) or "NAME"
             message = (
                 f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
@@ -91,7 +99,7 @@ class OriginMiddleware:
             return ErrorResponse(403, message, code="host_not_allowed")
         if self.access.knows_origin(origin):
             return None
-        if origin is not None and origin.partition("://")[2].lower() != host.lower():
+        if origin is not None and not is_same_site(origin, host):
             message = f"""pages of {origin} may not use this server: allow them with --allowed-origins '["{origin}"]'"""
             return ErrorResponse(403, message, code="origin_not_allowed")
         site = headers.get("sec-fetch-site", "none")
@@ -101,6 +109,11 @@ class OriginMiddleware:
             f"a page of another site (Sec-Fetch-Site: {site}) may not use this server: see --allowed-origins"
         )
         return ErrorResponse(403, message, code="origin_not_allowed")
+
+
+def is_plain_http_1_0(headers: Headers) -> bool:
+    """Whether a request names no host, as HTTP/1.0 allows and simple health checks do. No browser sends one."""
+    return not {"host", "origin", "sec-fetch-site"} & set(headers.keys())
 
 
 def is_link(scope: Scope, headers: Headers) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,7 @@ class Share:
 
     def __init__(self, num_keys: int) -> None:
         self.num_keys = num_keys
+        self.num_preparing = 0  # sequences that have a place, and are not in the engine yet
         self._waiting: list[tuple[RequestStream, int]] = []
 
     def limit(self, engine: AsyncEngine) -> int:
@@ -33,7 +36,7 @@ class Share:
         if engine.has_room(num_sequences, max_num_waiting=0):
             return True
         waiting = sum(count for stream, count in self._waiting if stream.is_waiting)
-        return waiting + num_sequences <= self.limit(engine)
+        return waiting + self.num_preparing + num_sequences <= self.limit(engine)
 
     def add(self, stream: RequestStream, num_sequences: int) -> None:
         """Count a request until it has its first token."""
@@ -62,6 +65,24 @@ def check_room(engine: AsyncEngine, num_sequences: int) -> None:
     else:
         return
     raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
+
+
+@contextmanager
+def place(engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
+    """Give so many sequences their places while they are prepared for the engine, which may take a while.
+
+    Raises:
+        APIError: too many wait already; see `check_room`.
+    """
+    check_room(engine, num_sequences)
+    share = current_share.get()
+    for counter in [engine] if share is None else [engine, share]:
+        counter.num_preparing += num_sequences
+    try:
+        yield
+    finally:
+        for counter in [engine] if share is None else [engine, share]:
+            counter.num_preparing -= num_sequences
 
 
 def note_request(stream: RequestStream, num_sequences: int) -> None:
