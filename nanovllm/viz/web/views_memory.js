@@ -5,7 +5,7 @@ const MOST_MAPPED_BLOCKS = 24; // in a larger pool, arrows would hide each other
 const MOST_MAPPED_ENTRIES = 32;
 const MOST_FIXED_ROWS = 12; // with no more requests than this, each keeps its row
 const HIGHEST_TABLES = 460;
-const NO_TABLES = "no request holds a block";
+const NO_TABLE_HELD = "no request holds a block";
 
 // Cells in a row of a square block: a divisor of the block size near its square root.
 function cellColumns(blockSize) {
@@ -250,7 +250,7 @@ function drawMapped(ctx, size, scene, state) {
     drawArrow(ctx, theme, left + strip + 3, arrow.from, right - 24, arrow.to, arrow.color);
   }
   ctx.globalAlpha = 1;
-  if (!arrows.length) writeText(ctx, NO_TABLES, left, 36, { color: theme.muted, width: strip + 60 });
+  if (!arrows.length) writeText(ctx, NO_TABLE_HELD, left, 36, { color: theme.muted, width: strip + 60 });
   return regions;
 }
 
@@ -321,7 +321,7 @@ function drawRows(ctx, { width, height }, scene, state) {
     y += lines * layout.pitch;
     drawn += 1;
   }
-  if (!infos.length) writeText(ctx, NO_TABLES, 4, 18, { color: theme.muted });
+  if (!infos.length) writeText(ctx, NO_TABLE_HELD, 4, 18, { color: theme.muted });
   const more = infos.length - drawn;
   if (more) drawBadge(ctx, theme, `+ ${more} more requests`, width - 70, height - 8);
   return regions;
