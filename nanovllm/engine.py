@@ -275,6 +275,7 @@ class EngineCore:
         so all requests are lost and no cached prefix is trusted; new requests can be added as before.
         """
         if not self.has_work:
+            self.executor.forget_ends()
             return []
         with self._all_or_nothing():
             return self._step() + self._wind_up()
@@ -297,6 +298,7 @@ class EngineCore:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
         if plan.empty and not self.config.in_lock_step and plan.connector_metadata is None:
             if waits_for_transfers and not self._under_way:
+                self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
             return outputs + self._take_results()  # it is their turn, or they need what is under way

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections import Counter
@@ -12,11 +13,19 @@ import msgspec
 import pytest
 import zmq
 
+from nanovllm.config import EngineConfig
+from nanovllm.engine import EngineCore
 from nanovllm.engine_process import Command, EngineLoop, Report
+from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.kv_transfer import base
+from nanovllm.kv_transfer.base import KVConnectorOutput
+from nanovllm.kv_transfer.disaggregated import DisaggregatedWorker
+from nanovllm.kv_transfer.transfers import Ended
+from nanovllm.life_signs import TRANSFER_ENDED, Watch
 from nanovllm.request import EngineRequest
 from nanovllm.sampling_params import SamplingParams
-from tests.kv_engines import decode_first, make_engine
+from nanovllm.scheduler import Schedule, StepResult
+from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.server_process import wait_until
 
@@ -97,3 +106,77 @@ def test_waiting_for_kv(
         loop.join(30)
         assert not loop.is_alive()
     context.term()
+
+
+def looks_again(core: EngineCore) -> bool:
+    """Whether the engine's loop would step again without anything new: the step before has left a source readable."""
+    return not core.is_idle or bool(select.select(core.sources, [], [], 0)[0])
+
+
+def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in flight reports the end, and the notification stays behind."""
+    checkpoint = str(make_checkpoint(tmp_path))
+    producer, consumer = make_engine(checkpoint, "kv_producer"), make_engine(checkpoint, "kv_consumer")
+    fleet = Fleet([producer, consumer])
+    worker, reader = producer.runner.connector, consumer.runner.connector
+    assert isinstance(worker, DisaggregatedWorker) and isinstance(reader, DisaggregatedWorker)
+    transfers = worker.transport.transfers
+
+    def poll_late(seconds: float) -> list[Ended]:
+        wait_until(lambda: not transfers.num_open)
+        return transfers.poll(seconds)
+
+    monkeypatch.setattr(worker.transport, "poll", poll_late)
+    ask(consumer, "r", PROMPT, 5, decode_first(producer, "push"))
+    Fleet([consumer]).run_until(lambda: reader.transport.transfers.num_open == 1)
+    assert fleet.complete("r") == reference_tokens(checkpoint, PROMPT, 5)
+    fleet.settle()
+    producer.step()
+    assert not looks_again(producer) and not looks_again(consumer)
+    fleet.close()
+
+
+def test_who_waits_for_blocks_under_a_lease_forgets_an_old_notification(tmp_path: Any) -> None:
+    core = make_engine(str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8)
+    fleet = Fleet([core])
+    ask(core, "leased", PROMPT, 1, {"do_remote_decode": True})
+    fleet.complete("leased")
+    ask(core, "waits", PROMPT[::-1], 1)
+    core.runner.connector.notify()  # type: ignore[union-attr]
+    assert select.select(core.sources, [], [], 0)[0], "a step is due"
+    core.step()
+    assert core.has_unfinished and not looks_again(core)
+    core.runner.connector.notify()  # type: ignore[union-attr]
+    assert select.select(core.sources, [], [], 0)[0], "and a new notification wakes it again"
+    core.abort_request("leased")
+    fleet.complete("waits")
+    fleet.settle()
+    fleet.close()
+
+
+class TalkingRanks(RemoteExecutor):
+    """One rank, which notifies and then answers with what has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(model="none"))
+        self.ranks = [RemoteRank(0, self.grid)]
+        self._watch = Watch(self.ranks)
+
+    def _send(self, order: bytes) -> None:
+        pass
+
+    def _listen(self, timeout: float) -> None:
+        answer = StepResult(connector_output=KVConnectorOutput(finished_sending={"r"}))
+        self.ranks[0].take(TRANSFER_ENDED)
+        self.ranks[0].take((self._num_orders, answer))
+
+
+def test_a_notification_that_comes_with_the_answer_can_be_forgotten() -> None:
+    ranks = TalkingRanks()
+    result = ranks.launch(Schedule(connector_metadata="something to ask"))()
+    assert result.connector_output is not None and result.connector_output.finished_sending == {"r"}
+    assert ranks.transfer_has_ended, "it may be of another transfer"
+    ranks.forget_ends()
+    assert not ranks.transfer_has_ended

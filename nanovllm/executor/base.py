@@ -46,6 +46,11 @@ class Executor:
         """True if a rank has reported the end of a transfer since the last step: the next step takes it in."""
         return False
 
+    def forget_ends(self) -> None:
+        """Drop notifications that a KV transfer has ended. Call this when the next step asks every rank what has ended, or when no
+        transfer is in flight: a notification may come after the step that has taken in its transfer's end, and would wake an
+        idle engine again and again."""
+
     def num_blocks_that_fit(self) -> int:
         """KV blocks for which every rank has room: the least over the ranks."""
         raise NotImplementedError
@@ -129,9 +134,13 @@ class InProcessExecutor(Executor):
 
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """See `ModelRunner.launch`."""
+        self.forget_ends()  # before the runner asks: a later end notifies anew
+        return self.runner.launch(schedule)
+
+    def forget_ends(self) -> None:
+        """See `Executor`."""
         if self._ends is not None:
             self._ends.take()
-        return self.runner.launch(schedule)
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See `ModelRunner.forget_requests`."""

@@ -133,8 +133,7 @@ class RemoteExecutor(Executor):
     def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
         """Tell every rank; the result comes from the first rank of the last stage."""
         if schedule.connector_metadata is not None:
-            for rank in self.ranks:
-                rank.transfer_has_ended = False
+            self.forget_ends()
         number = self._order("launch", schedule)
         output_rank = self.ranks[self.grid.world_size - self.grid.tensor]
         if schedule.connector_metadata is None:
@@ -145,6 +144,11 @@ class RemoteExecutor(Executor):
     def transfer_has_ended(self) -> bool:
         """See `Executor`."""
         return any(rank.transfer_has_ended for rank in self.ranks)
+
+    def forget_ends(self) -> None:
+        """See `Executor`."""
+        for rank in self.ranks:
+            rank.transfer_has_ended = False
 
     def _gather(self, number: int, output_rank: RemoteRank) -> StepResult:
         """The result of a step in which something is transferred: a transfer has ended when it has on every rank."""
