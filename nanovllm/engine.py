@@ -366,8 +366,7 @@ class EngineCore:
             start, self._last_results = max(step.start, before), self._now()
             if step.record is not None:
                 step.record.start = start
-            with waiting_for_others():  # for a disk, perhaps
-                self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+            self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeVar
 
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.step_record import Snapshot, StepRecord, TracedRequest
 from nanovllm.trace_format import (
     FORMAT_VERSION,
@@ -62,7 +63,7 @@ class Trace:
         if self._keep:
             self.steps.append(step)
         if self._file is not None:
-            with self._ending_the_file_on_error():
+            with waiting_for_others(), self._ending_the_file_on_error():
                 self._file.write(self._begin_file().encode(step))
                 if self._flushes:
                     self._file.flush()
@@ -78,7 +79,7 @@ class Trace:
     def close(self) -> None:
         """Finish the file, if there is one."""
         if self._file is not None:
-            with self._ending_the_file_on_error():
+            with waiting_for_others(), self._ending_the_file_on_error():
                 self._begin_file()
                 self._file.close()
             self._file = None

@@ -35,6 +35,7 @@ from nanovllm.kv_transfer.control import (
 )
 from nanovllm.kv_transfer.handshake import Connection, Listener, PeerLost, connect, secret
 from nanovllm.kv_transfer.local import SharedReach
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
@@ -835,6 +836,20 @@ def test_two_engines_wait_for_each_other(
 
 
 # ---------------------------------------------------------------------------------------------- nothing is left
+
+
+def test_a_consumer_that_does_not_read_is_no_hang() -> None:
+    """The producer's thread says that it may wait when it answers one that is stopped."""
+    waits: list[bool] = []
+
+    class Stopped:
+        def send(self, message: bytes) -> None:
+            waits.append(waiting_for_others().depth > 0)
+            raise PeerLost("it takes nothing")
+
+    connection: Any = Stopped()
+    control.Consumer(connection, Introduction("consumer", [])).tell(Prefilled("a", [1]))
+    assert waits == [True]
 
 
 def test_mailbox_wakes_only_for_mail() -> None:

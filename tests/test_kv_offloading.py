@@ -20,6 +20,7 @@ from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
 from nanovllm.kv_transfer.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.store import HEADER_BYTES, HostStore, KVStore, TieredStore
+from nanovllm.life_signs import waiting_for_others
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
@@ -510,6 +511,29 @@ def test_a_step_that_breaks_off(tiny_model: pathlib.Path, expected: list[list[in
         with pytest.raises(RuntimeError, match="broken off"):
             answers(llm, prompts[8:])
         assert answers(llm, prompts) == expected
+
+
+def test_a_slow_store_is_no_hang(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's thread says that it may wait when it looks a prompt up, and when it waits for reads to end."""
+    waits: list[bool] = []
+
+    class Read:
+        def result(self) -> None:
+            waits.append(waiting_for_others().depth > 0)
+
+    def contains(keys: Sequence[bytes]) -> int:
+        waits.append(waiting_for_others().depth > 0)
+        return 0
+
+    with engine(tiny_model, **pool(tmp_path)) as llm:
+        scheduler, worker = halves(llm)
+        monkeypatch.setattr(scheduler._shared, "contains", contains)
+        greedy(llm, [some_prompts()[0]], 1)
+        monkeypatch.setattr(worker, "_reads", {Read()})
+        worker.forget_requests()
+    assert waits == [True, True]
 
 
 def test_nobody_writes_to_blocks_once_all_is_forgotten(

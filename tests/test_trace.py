@@ -22,6 +22,7 @@ import nanovllm.engine
 import nanovllm.trace
 from nanovllm.config import EngineConfig
 from nanovllm.engine import EngineCore
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.recorder import trace_settings
 from nanovllm.request import EngineRequest
 from nanovllm.sampling_params import SamplingParams
@@ -642,6 +643,30 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(
     assert disk.failures
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "run.jsonl ends here" in warning and os.strerror(errno.ENOSPC) in warning
+
+
+def test_a_slow_disk_is_no_hang(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread says of every write that it may wait: also of the records between steps, and of the last one."""
+    waits: list[bool] = []
+
+    class Disk(io.BytesIO):
+        def write(self, data: Any) -> int:
+            waits.append(waiting_for_others().depth > 0)
+            return io.BytesIO.write(self, data)
+
+        def close(self) -> None:
+            waits.append(waiting_for_others().depth > 0)
+            io.BytesIO.close(self)
+
+    monkeypatch.setattr(nanovllm.trace, "_open_for_writing", lambda _: Disk())
+    core = EngineCore(EngineConfig(checkpoint, dtype="float32", num_kv_blocks=18, trace="run.jsonl"))
+    core.add_request(EngineRequest("a", [5, 6, 7], SamplingParams(max_tokens=2, ignore_eos=True)))
+    while core.has_unfinished:
+        core.step()
+    core.add_request(EngineRequest("b", [5, 6, 7], SamplingParams()))
+    core.abort_request("b")
+    core.close()
+    assert len(waits) == 5 and all(waits), "header, two steps, the abort, the end"
 
 
 def test_a_trace_that_cannot_be_begun_is_an_error_at_the_start(

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.kv_transfer.handshake import Connection, Listener, PeerLost, connect, secret
+from nanovllm.life_signs import waiting_for_others
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +315,8 @@ class Consumer:
     def tell(self, message: Prefilled) -> None:
         """Answer; nothing happens if it is gone."""
         try:
-            self.connection.send(encode(message))
+            with waiting_for_others():  # up to PATIENCE if it does not read
+                self.connection.send(encode(message))
         except PeerLost as error:
             logger.info("an answer found nobody: %s", error)
 

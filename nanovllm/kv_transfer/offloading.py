@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.kv_transfer.base import KVConnectorOutput, KVConnectorScheduler
 from nanovllm.kv_transfer.stores import open_store
+from nanovllm.life_signs import waiting_for_others
 from nanovllm.request import Request
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         if self._shared is None:
             return 0
         names = [share_key(share, key) for key in keys for share in self._shares]
-        return self._shared.contains(names) // len(self._shares)
+        with waiting_for_others():  # a disk or a server
+            return self._shared.contains(names) // len(self._shares)
 
     def _keep_in_host(self, key: bytes) -> bool:
         """Give a block a place in host memory. False if it has one already, or if there is none."""

@@ -16,6 +16,7 @@ from nanovllm.kv_transfer.base import KVConnectorWorker
 from nanovllm.kv_transfer.offloading import OffloadingMetadata, share_key
 from nanovllm.kv_transfer.store import HostStore, TieredStore
 from nanovllm.kv_transfer.stores import open_store
+from nanovllm.life_signs import waiting_for_others
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
@@ -230,8 +231,9 @@ class OffloadingWorker(KVConnectorWorker):
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See `KVConnectorWorker.forget_requests`."""
-        for read in list(self._reads):
-            read.result()
+        with waiting_for_others():  # a disk or a server
+            for read in list(self._reads):
+                read.result()
         self.get_finished()
         return {}
 
