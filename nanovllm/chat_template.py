@@ -36,15 +36,26 @@ class TemplateProcess:
         with self._lock:
             self._start()
 
+    def forget(self) -> None:
+        """Leave the process to the parent: after a fork, each would read the other's answers."""
+        self._lock = threading.Lock()  # a thread that the fork has not copied may hold the old one
+        if self._process is not None:
+            self._connection.close()
+            self._process.returncode = 0  # it is no child of ours, and nothing has to wait for it
+            self._process = None
+
     def _start(self) -> None:
         if self._process is not None:
             return
+        # Modules are found where we find them, and those beside the model being served last.
+        path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "nanovllm.chat_template", str(theirs.fileno())],
+                [sys.executable, "-P", __file__, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal is for the parent to see
             )
@@ -92,6 +103,7 @@ class TemplateProcess:
 
 PROCESS = TemplateProcess()
 atexit.register(PROCESS.close)
+os.register_at_fork(after_in_child=PROCESS.forget)
 
 
 def main() -> None:
