@@ -6,11 +6,14 @@ The descriptions hold all that is read; other fields of a file are ignored.
 from __future__ import annotations
 
 import json
+import logging
 import reprlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+logger = logging.getLogger(__name__)
 
 # The index of a model with 100,000 tensors has 10 MB.
 LARGEST_FILE = 100 << 20
@@ -52,18 +55,31 @@ def read_json(path: Path) -> dict[str, Any]:
     return values
 
 
+def _integral(value: Any) -> Any:
+    """An integer for one that is written as a floating-point number, such as 131072.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _integrals(value: Any) -> Any:
+    return list(map(_integral, value)) if isinstance(value, list) else _integral(value)
+
+
 class Description(BaseModel):
     """What is read of a file."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
+    #: Fields that the engine can do without. If one cannot be used, it is ignored with a warning.
+    optional: ClassVar[frozenset[str]] = frozenset()
+
     @classmethod
     def check(cls, values: dict[str, Any], file: str) -> dict[str, Any]:
-        """The described fields that are there, null or not.
+        """The described fields that are there, null or not, without the optional ones that cannot be used.
 
         Raises:
             ModelFileError: a value that is of another type or out of its range; names the file and the field.
         """
+        values = {name: _integrals(value) for name, value in values.items()}
         try:
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
@@ -72,7 +88,12 @@ class Description(BaseModel):
             reason = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
             if details["type"] == "missing":
                 raise ModelFileError(f"{file}: {field} is missing") from error
-            raise ModelFileError(f"{file}: {field} {reason}, got {reprlib.repr(details['input'])}") from error
+            message = f"{file}: {field} {reason}, got {reprlib.repr(details['input'])}"
+            if (name := str(details["loc"][0])) not in cls.optional:
+                raise ModelFileError(message) from error
+            logger.warning("%s; %s is ignored", message, name)
+            del values[name]
+        return cls.check(values, file)
 
 
 def between(low: float, high: float) -> AfterValidator:
@@ -87,7 +108,9 @@ def between(low: float, high: float) -> AfterValidator:
 
 
 def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, int) else value
+    """One id or several; -1 stands for none."""
+    ids = [value] if isinstance(value, int) else value
+    return [token_id for token_id in ids if token_id != -1] if isinstance(ids, list) else ids
 
 
 Count = Annotated[int, between(0, 2**20)]
@@ -140,6 +163,8 @@ Rope = Annotated[dict[str, Any], AfterValidator(_check_rope)]
 
 class ConfigFile(Description):
     """config.json, of all supported architectures."""
+
+    optional = frozenset({"bos_token_id"})
 
     architectures: list[str] | None = None
     vocab_size: Annotated[int, between(1, 2**24)] | None = None
@@ -195,8 +220,13 @@ class ConfigFile(Description):
     topk_group: Count | None = None
 
 
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class GenerationConfigFile(Description):
     """generation_config.json. The ranges are those of `SamplingParams`."""
+
+    optional = frozenset({"bos_token_id", *SAMPLING_DEFAULTS})
 
     bos_token_id: TokenIds | None = None
     eos_token_id: TokenIds | None = None
@@ -251,6 +281,13 @@ def _templates_by_name(value: Any) -> Any:
 class TokenizerConfigFile(Description):
     """tokenizer_config.json, and special_tokens_map.json, which held a part of it before transformers 4.34."""
 
+    optional = frozenset(
+        {
+            *("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+            *("extra_special_tokens", "additional_special_tokens"),
+        }
+    )
+
     bos_token: TokenText | None = None
     eos_token: TokenText | None = None
     unk_token: TokenText | None = None
@@ -282,14 +319,16 @@ def shard_names(index: Path) -> list[str]:
 
 
 def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
-    """See that the ids in a file are of the vocabulary.
+    """See that the ids in a file are of the vocabulary. The engine does not use bos_token_id, and warns.
 
     Raises:
         ModelFileError: one is not; names the file and the field.
     """
     for name in ("bos_token_id", "eos_token_id"):
         for token_id in values.get(name) or ():
-            if not 0 <= token_id < vocab_size:
-                raise ModelFileError(
-                    f"{file}: {name} must be from 0 to {vocab_size - 1}, the size of the vocabulary, got {token_id}"
-                )
+            if 0 <= token_id < vocab_size:
+                continue
+            message = f"{file}: {name} must be from 0 to {vocab_size - 1}, the size of the vocabulary, got {token_id}"
+            if name == "eos_token_id":
+                raise ModelFileError(message)
+            logger.warning("%s; %s is ignored", message, name)

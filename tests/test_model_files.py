@@ -37,6 +37,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 1000, got 1000000000"),
     (CONFIG, {"num_hidden_layers": 1000}, "does not fill model.layers.3."),
     (CONFIG, {"num_hidden_layers": "3"}, "num_hidden_layers must be a valid integer, got '3'"),
+    (CONFIG, {"num_hidden_layers": 2.5}, "num_hidden_layers must be a valid integer, got 2.5"),
     (CONFIG, {"num_hidden_layers": None}, "num_hidden_layers is missing"),
     (CONFIG, {"vocab_size": [320]}, "vocab_size must be a valid integer, got [320]"),
     (CONFIG, {"vocab_size": 2**24}, "model.safetensors: lm_head.weight has shape [320, 64], the configuration"),
@@ -60,11 +61,9 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"quantization_config": 4}, "quantization_config must be a valid dictionary"),
     (CONFIG, {"num_local_experts": 8}, "num_experts_per_tok is missing"),
     (CONFIG, {"eos_token_id": 10**9}, "eos_token_id must be from 0 to 319, the size of the vocabulary"),
-    (CONFIG, {"bos_token_id": -1}, "bos_token_id must be from 0 to 319"),
+    (CONFIG, {"eos_token_id": -2}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got -2"),
     (GENERATION, {"eos_token_id": [2, 320]}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got 320"),
     (GENERATION, {"eos_token_id": {}}, "eos_token_id must be a valid list, got {}"),
-    (GENERATION, {"temperature": -1}, "temperature must be a finite number of at least 0, got -1"),
-    (GENERATION, {"top_k": "many"}, "top_k must be a valid integer, got 'many'"),
     (INDEX, {"weight_map": {"a": "../../secret.safetensors"}}, "own folder, got '../../secret.safetensors'"),
     (INDEX, {"weight_map": {"a": "/etc/passwd"}}, "own folder, got '/etc/passwd'"),
     (INDEX, {"weight_map": {"a": "other.safetensors"}}, "the folder lacks other.safetensors"),
@@ -74,8 +73,28 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (TOKENIZER, {"eos_token": 5}, "eos_token must be a valid string, got 5"),
     (TOKENIZER, {"chat_template": [{"name": 1}]}, "chat_template"),
     (TOKENIZER, {"added_tokens_decoder": {"x": {}}}, "added_tokens_decoder.x"),
-    (TOKENIZER, {"extra_special_tokens": 5}, "extra_special_tokens must be a valid list"),
 ]  # fmt: skip
+
+# Fields that the engine can do without, and the words that the warning must have.
+USELESS_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    (CONFIG, {"bos_token_id": 320}, "config.json: bos_token_id must be from 0 to 319"),
+    (GENERATION, {"bos_token_id": "<s>"}, "generation_config.json: bos_token_id must be a valid list, got '<s>'"),
+    (GENERATION, {"temperature": -1}, "generation_config.json: temperature must be a finite number of at least 0, got -1"),
+    (GENERATION, {"top_k": "many"}, "generation_config.json: top_k must be a valid integer, got 'many'"),
+    (GENERATION, {"top_p": 0.0}, "generation_config.json: top_p must be a finite number from 0 to 1 but not 0"),
+    (TOKENIZER, {"bos_token": False}, "tokenizer_config.json: bos_token must be a valid string, got False"),
+    (TOKENIZER, {"pad_token": 0}, "tokenizer_config.json: pad_token must be a valid string, got 0"),
+    (TOKENIZER, {"extra_special_tokens": 5}, "tokenizer_config.json: extra_special_tokens must be a valid list, got 5"),
+    (TOKENIZER, {"extra_special_tokens": ["<a>", ["<b>"]]}, "tokenizer_config.json: extra_special_tokens.1 must be a valid"),
+]  # fmt: skip
+
+# Other spellings of a usable value.
+SPELLINGS: list[tuple[str, dict[str, Any]]] = [
+    (CONFIG, {"eos_token_id": -1}),
+    (GENERATION, {"eos_token_id": [-1, 2.0]}),
+    (GENERATION, {"top_k": 50.0, "temperature": 1}),
+    (CONFIG, {"max_position_embeddings": 131072.0}),
+]
 
 # Bytes of a file, and the words that the error must have.
 WRONG_BYTES: list[tuple[str, bytes, str]] = [
@@ -122,6 +141,35 @@ def check_refused(folder: pathlib.Path, file: str, words: str) -> None:
 def test_a_wrong_field_is_named(folder: pathlib.Path, file: str, fields: dict[str, Any], words: str) -> None:
     change(folder / file, **fields)
     check_refused(folder, file, words)
+
+
+@pytest.mark.parametrize(("file", "fields", "words"), USELESS_FIELDS, ids=lambda value: str(value)[:60])
+def test_a_field_that_is_not_needed_is_ignored_with_a_warning(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, file: str, fields: dict[str, Any], words: str
+) -> None:
+    change(folder / file, **{"top_k": 7} | fields)
+    Tokenizer.from_pretrained(folder)
+    defaults = ModelConfig.from_pretrained(folder).generation_defaults
+    assert defaults == ({"top_k": 7} if file == GENERATION and "top_k" not in fields else {})
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert words in warning and warning.endswith("is ignored")
+
+
+@pytest.mark.parametrize(("file", "fields"), SPELLINGS, ids=str)
+def test_other_spellings_of_a_value(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, file: str, fields: dict[str, Any]
+) -> None:
+    """-1 for no token, and integers that are written as floating-point numbers."""
+    for each in (CONFIG, GENERATION):
+        change(folder / each, eos_token_id=None)
+    change(folder / file, **fields)
+    config = ModelConfig.from_pretrained(folder)
+    assert config.eos_token_ids == ([2] if file == GENERATION and "eos_token_id" in fields else [])
+    if "top_k" in fields:
+        assert config.generation_defaults == fields and type(config.generation_defaults["top_k"]) is int
+    if "max_position_embeddings" in fields:
+        assert config.max_position_embeddings == 131072 and type(config.max_position_embeddings) is int
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("file", "content", "words"), WRONG_BYTES, ids=lambda value: str(value)[:30])

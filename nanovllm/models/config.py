@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.model_files import (
+    SAMPLING_DEFAULTS,
     ConfigFile,
     Fields,
     GenerationConfigFile,
@@ -16,6 +18,8 @@ from nanovllm.model_files import (
 )
 from nanovllm.models.moe_config import MoEConfig
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # Architecture in config.json -> what sets it apart from Llama; "defaults" are keys that the file may leave out.
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -247,10 +251,13 @@ def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> li
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults = {name: generation[name] for name in names if name in generation}
-    try:
-        SamplingParams(**defaults)
-    except ValueError as error:
-        raise ModelFileError(f"generation_config.json: {error}") from error
+    """The recommended values that `SamplingParams` accepts; of others, a warning."""
+    defaults = {}
+    for name in (name for name in SAMPLING_DEFAULTS if name in generation):
+        try:
+            SamplingParams(**{name: generation[name]})
+        except ValueError as error:
+            logger.warning("generation_config.json: %s; %s is ignored", error, name)
+        else:
+            defaults[name] = generation[name]
     return defaults
