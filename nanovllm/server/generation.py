@@ -27,6 +27,7 @@ from nanovllm.request_stream import RequestStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.errors import APIError, describe, error_body
 from nanovllm.server.protocol import ChatBody, SamplingBody
+from nanovllm.server.rendering import RENDERER
 from nanovllm.server.responses import PromptTokensDetails, TopLogprob, Usage
 from nanovllm.server.shares import note_request, place
 
@@ -154,8 +155,8 @@ class Endpoint:
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
         arguments = body.template_arguments()
-        # In a thread: a template is a program, and a long chat keeps it busy.
-        text = await asyncio.to_thread(self.engine.tokenizer.apply_chat_template, **arguments)
+        # A template is a program that may take seconds: chats wait for one another, and other requests for none of them.
+        text = await RENDERER.render(self.engine, arguments)
         return await self.encode_prompt(text, add_special_tokens, "messages")
 
     def check_count(self, num_prompts: int, n: int) -> None:
