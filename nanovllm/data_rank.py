@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -26,7 +27,14 @@ from nanovllm.distributed.data_parallel import load_score
 from nanovllm.distributed.shared_collectives import CollectiveError
 from nanovllm.engine_process import Command, Report, run_engine
 from nanovllm.executor.multiprocess import how_it_ended
-from nanovllm.life_signs import Complaint, Mouth, Peer, activity_of_this_thread, heard_activities
+from nanovllm.life_signs import (
+    STEP_SECONDS,
+    Complaint,
+    Mouth,
+    Peer,
+    activity_of_this_thread,
+    heard_activities,
+)
 from nanovllm.outputs import EngineStats
 from nanovllm.recorder import RecordSink
 from nanovllm.trace_format import TraceDecoder
@@ -214,7 +222,8 @@ def main() -> None:
     mouth = Mouth(connection.send)
     is_rank = config.world_size == 1  # else its ranks have processes of their own
     mouth.watch_this_thread(
-        activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities
+        activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities,
+        STEP_SECONDS if config.in_lock_step else math.inf,  # only then do other engines wait for its step
     )
     mouth.start()
     code: Any = 0

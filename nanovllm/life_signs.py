@@ -6,15 +6,16 @@ to itself, falls silent. And one whose thread waits for something that never com
 itself, for only there can it be seen that a thread is in the middle of a step, waits for nobody else, and yet uses no processor
 time, and where it stands.
 
-A loop that goes on for ever is only found by its length, after STEP_SECONDS. Ranks that wait for one another in collectives are
-found by whoever hears them all: see `standstill`.
+A rank that loops for ever is only found by the length of its step, after STEP_SECONDS. An engine by itself has no such limit: the
+length of a step does not tell a loop from a slow machine. Ranks that wait for one another in collectives are found by whoever
+hears them all: see `standstill`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
+import math
 import os
 import pathlib
 import queue
@@ -27,8 +28,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
-
+from nanovllm.process_status import has_children_since
 from nanovllm.standstill import Activity, StandstillDetector, latest_calls
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ REST_SECONDS = 0.001
 # ... unless others compute for it, as those of OpenMP do: then the process uses a core for more than this share of the time.
 # (Hearts and the threads of gloo use 1 to 2 %.)
 COMPUTING_SHARE = 0.1
-# A step that lasts for so long, and not because of others, does not end.
+# A step of a rank that lasts for so long, and not because of others, does not end.
 STEP_SECONDS = 300.0
 # Who loses a peer reports it, too: for so long, look for who was first.
 BLAME_SECONDS = 0.5
@@ -136,10 +136,14 @@ def heard_activities() -> dict[int, Activity]:
 class HangDetector:
     """Tells whether the thread that makes it hangs: it is in a step, waits for no other process, not even for a compiler
     that it has started in this step, and has used no processor time for SILENCE_SECONDS; the process's other threads have used
-    next to none. Slow computing is no hang, up to STEP_SECONDS. Only Linux tells what a thread uses; elsewhere it never
-    complains."""
+    next to none. Slow computing is no hang. Only Linux tells what a thread uses; elsewhere it never complains.
 
-    def __init__(self) -> None:
+    Args:
+        step_seconds: a thread whose step lasts for longer hangs, too, even if it computes.
+    """
+
+    def __init__(self, step_seconds: float = math.inf) -> None:
+        self._step_seconds = step_seconds
         self._step, self._wait, self._thread = _here.step, _here.wait, threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
         self._state: tuple[float, ...] = ()  # as of when it was last seen to move
@@ -159,11 +163,11 @@ class HangDetector:
         was_stopped = now - before > HEARTBEAT_SECONDS
         if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
             self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
-        if now - self._step.since > STEP_SECONDS:
-            return f"a step has lasted for {STEP_SECONDS:g} seconds, and is at {self._place()}"
+        if now - self._step.since > self._step_seconds:
+            return f"a step has lasted for {self._step_seconds:g} seconds, and is at {self._place()}"
         if now - self._moved < SILENCE_SECONDS:
             return ""
-        if _has_children(now - self._step.since):
+        if has_children_since(now - self._step.since):
             self._moved = now  # when the child has ended, the thread has as much time again
             return ""
         if (self._step.since, self._wait.since) != state or time.clock_gettime(self._clock) > used:
@@ -178,19 +182,6 @@ class HangDetector:
             f"{'/'.join(pathlib.Path(frame.f_code.co_filename).parts[-2:])}:{line} in {frame.f_code.co_name}"
             for frame, line in stack
         )
-
-
-def _has_children(seconds: float) -> bool:
-    """Whether a process lives that this one has started in the last so many seconds. (The wall clock may be set, and
-    psutil goes by it; what /proc says is in ticks since the machine was started.)"""
-    # A child may end meanwhile; and some systems show nobody the processes of others.
-    with contextlib.suppress(OSError, psutil.Error):
-        for child in psutil.Process().children():
-            fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            if fields[0] != "Z" and age < seconds + 0.1:
-                return True
-    return False
 
 
 # ---------------------------------------------------------------- who speaks
@@ -216,9 +207,11 @@ class Mouth(threading.Thread):
         self._detector: HangDetector | None = None
         self._activities: Callable[[], dict[int, Activity]] = dict
 
-    def watch_this_thread(self, activities: Callable[[], dict[int, Activity]] = dict) -> None:
-        """From now on, tell if the calling thread hangs; and with every sign of life, what ranks do."""
-        self._detector, self._activities = HangDetector(), activities
+    def watch_this_thread(
+        self, activities: Callable[[], dict[int, Activity]] = dict, step_seconds: float = math.inf
+    ) -> None:
+        """From now on, tell if the calling thread hangs (see `HangDetector`); and with every sign of life, what ranks do."""
+        self._detector, self._activities = HangDetector(step_seconds), activities
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message, which the function returns once it is there."""

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.data_parallel import engine_grid
 from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
-from nanovllm.life_signs import TRANSFER_ENDED, Complaint, Mouth, activity_of_this_thread, at_rest, in_step
+from nanovllm.life_signs import (
+    STEP_SECONDS,
+    TRANSFER_ENDED,
+    Complaint,
+    Mouth,
+    activity_of_this_thread,
+    at_rest,
+    in_step,
+)
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler import Schedule, StepResult
 
@@ -120,7 +128,7 @@ def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth
     Returns:
         True if an order has ended it.
     """
-    mouth.watch_this_thread(activity_of_this_thread(setup.rank))
+    mouth.watch_this_thread(activity_of_this_thread(setup.rank), STEP_SECONDS)
     try:
         return _obey(setup, next_order, mouth)
     except EOFError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 import subprocess
 import sys
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 
 from nanovllm import life_signs
-from nanovllm.life_signs import Complaint, HangDetector, Mouth, Peer, Watch, in_step, waiting_for_others
+from nanovllm.life_signs import (
+    Complaint,
+    HangDetector,
+    Mouth,
+    Peer,
+    Watch,
+    in_step,
+    waiting_for_others,
+)
 from tests.server_process import wait_until
 
 SILENCE = 0.4
@@ -29,7 +38,7 @@ def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
 found = threading.Event()
 
 
-def complaints_about(work: Callable[[], Any]) -> list[Complaint]:
+def complaints_about(work: Callable[[], Any], step_seconds: float = math.inf) -> list[Complaint]:
     """What a mouth says while a thread that it watches does this."""
     said: list[Any] = []
     found.clear()
@@ -42,7 +51,7 @@ def complaints_about(work: Callable[[], Any]) -> list[Complaint]:
     mouth = Mouth(say)
 
     def run() -> None:
-        mouth.watch_this_thread()
+        mouth.watch_this_thread(step_seconds=step_seconds)
         work()
 
     mouth.start()
@@ -131,12 +140,11 @@ def test_who_does_not_hang(work: Callable[[], None]) -> None:
     assert complaints_about(work) == []
 
 
-def test_a_step_that_does_not_end_is_found_by_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "STEP_SECONDS", 0.5)
-    (complaint,) = complaints_about(compute)
+def test_a_step_that_does_not_end_is_found_by_its_length() -> None:
+    (complaint,) = complaints_about(compute, step_seconds=0.5)
     assert complaint.text.startswith("hangs: a step has lasted for 0.5 seconds, and is at ")
     assert "test_life_signs.py" in complaint.text
-    assert complaints_about(wait_for_others) == []
+    assert complaints_about(wait_for_others, step_seconds=0.5) == []
 
 
 def test_the_heart_goes_on_if_nobody_can_look(
