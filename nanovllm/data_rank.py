@@ -92,7 +92,7 @@ class DataRank(Peer):
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal is for the parent to see
             )
-        self.where = f"process {self.process.pid}"
+        self.pid, self.where = self.process.pid, f"process {self.process.pid}"
         self._pulse.send((config, *addresses))
 
     @property

@@ -76,6 +76,7 @@ class EngineProcess(SpawnProcess):
         theirs.close()
         # `start` has copied this object into the process, which must not have our end of the pipe.
         self._pulse, self._peer = ours, Peer("the engine process", f"process {self.pid}")
+        self._peer.pid = self.pid
 
     def expect_heartbeats(self) -> None:
         """From now on silence counts. (While an engine loads, a library may keep the interpreter to itself for long.)"""

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanovllm.process_status import has_children_since
+from nanovllm.process_status import has_children_since, is_debugged_or_dumps_core
 from nanovllm.standstill import Activity, StandstillDetector, latest_calls
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,10 @@ class Peer:
         activities: what the ranks in it do, as of its latest sign of life.
         is_ready: it has loaded all that it needs.
         is_gone: nothing will come any more.
+        pid: of its process, if that runs on this machine.
     """
+
+    pid: int | None = None
 
     def __init__(self, name: str, where: str = "") -> None:
         self.name, self.where = name, where
@@ -315,6 +318,13 @@ class Peer:
                 self.take(connection.recv())
         except (EOFError, OSError):
             self.is_gone = True
+
+    def excuse(self) -> None:
+        """Count its silence from now on. What its ranks did when they were last heard is out of date."""
+        self.heard = time.monotonic()
+        for rank in self.activities:
+            _heard.pop(rank, None)
+        self.activities = {}
 
     def end(self) -> str:
         """How it ended, in words; "" if it lives as far as one knows."""
@@ -357,6 +367,9 @@ class Watch:
                 return self._blame(peer, last_words or listen)
             # Until it is ready, one may keep the interpreter to itself while it imports its libraries.
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
+                if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):
+                    peer.excuse()
+                    continue
                 text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
                 return Complaint(False, f"{peer.name}, {peer.where}, {text}")
         # Heartbeats come every second, while this is called in every step.

@@ -10,6 +10,14 @@ import time
 import psutil
 
 
+def is_debugged_or_dumps_core(pid: int) -> bool:
+    """Whether a debugger has stopped a process, or it has crashed and writes its core dump. Only Linux tells."""
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+        return any(line.startswith("State:\tt") or line == "CoreDumping:\t1" for line in lines)
+    return False
+
+
 def has_children_since(seconds: float) -> bool:
     """Whether a process lives that this one has started in the last so many seconds. (The wall clock may be set, and
     psutil goes by it; what /proc says is in ticks since the machine was started.)"""

@@ -20,9 +20,11 @@ from nanovllm.life_signs import (
     Mouth,
     Peer,
     Watch,
+    heard_activities,
     in_step,
     waiting_for_others,
 )
+from nanovllm.standstill import Activity
 from tests.server_process import wait_until
 
 SILENCE = 0.4
@@ -243,3 +245,23 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     for _ in range(20):
         verdict = verdict or watch.look(listen)
     assert verdict is not None and verdict.text.startswith("rank 1, process 7, hangs: nothing was heard")
+
+
+def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {8}
+    monkeypatch.setattr(life_signs, "is_debugged_or_dumps_core", held.__contains__)
+    ranks = [Rank("rank 0"), Rank("rank 1")]
+    ranks[1].pid = 8
+    ranks[1].take({1: Activity(True, 0.0, ())})  # it waits for an order, as far as is known
+    watch = Watch(ranks)
+
+    def verdict() -> Complaint | None:
+        ranks[0].heard, ranks[1].heard = time.monotonic(), ranks[1].heard - SILENCE - 0.1
+        return watch.look(lambda timeout: None)
+
+    assert verdict() is None
+    assert ranks[1].activities == {} and 1 not in heard_activities()
+    assert verdict() is None
+    held.clear()
+    complaint = verdict()
+    assert complaint is not None and complaint.text.startswith("rank 1, process 7, hangs: nothing was heard")

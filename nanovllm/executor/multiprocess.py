@@ -56,7 +56,7 @@ class RankProcess(RemoteRank):
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C in a terminal is for the parent to see
             )
-        self.where = f"process {self.process.pid}"
+        self.pid, self.where = self.process.pid, f"process {self.process.pid}"
 
     def listen(self) -> None:
         """Take in everything that has come."""
