@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.server.errors import APIError
 
@@ -76,12 +76,13 @@ def place(engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
     """
     check_room(engine, num_sequences)
     share = current_share.get()
-    for counter in [engine] if share is None else [engine, share]:
+    counters: list[Any] = [engine] if share is None else [engine, share]
+    for counter in counters:
         counter.num_preparing += num_sequences
     try:
         yield
     finally:
-        for counter in [engine] if share is None else [engine, share]:
+        for counter in counters:
             counter.num_preparing -= num_sequences
 
 
