@@ -122,8 +122,7 @@ class DataRank(Peer):
                 self.complaint = Complaint(report.user_error, text, ended)
                 break
             self.ready = self.ready or report
-            self.is_ready = True
-            self.heard = time.monotonic()
+            self.expect_heartbeats()
             self.stats, self._num_taken = report.stats, report.num_taken
             found.append(report)
         return found

@@ -79,8 +79,8 @@ class EngineProcess(SpawnProcess):
         self._peer.pid = self.pid
 
     def expect_heartbeats(self) -> None:
-        """From now on silence counts. (While an engine loads, a library may keep the interpreter to itself for long.)"""
-        self._peer.is_ready = True
+        """The engine is ready: from now on its silence counts."""
+        self._peer.expect_heartbeats()
 
     async def watch(self, on_hang: Callable[[str], None]) -> None:
         """Look after the process until it has ended. If it hangs, call `on_hang` with the reason, then kill it.

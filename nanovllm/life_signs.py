@@ -319,6 +319,12 @@ class Peer:
         except (EOFError, OSError):
             self.is_gone = True
 
+    def expect_heartbeats(self) -> None:
+        """Count its silence from now on: it is ready. (While it loads, a library may keep the interpreter to itself for long, and
+        its last heartbeat may be old.)"""
+        self.is_ready = True
+        self.heard = time.monotonic()
+
     def excuse(self) -> None:
         """Count its silence from now on. What its ranks did when they were last heard is out of date."""
         self.heard = time.monotonic()

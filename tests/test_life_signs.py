@@ -247,6 +247,16 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     assert verdict is not None and verdict.text.startswith("rank 1, process 7, hangs: nothing was heard")
 
 
+def test_what_was_silent_while_it_loaded_is_not_blamed_when_it_is_ready() -> None:
+    peer = Peer("an engine")
+    peer.heard -= 100
+    peer.expect_heartbeats()
+    assert Watch([peer]).look(lambda timeout: None) is None
+    peer.heard -= 100
+    verdict = Watch([peer]).look(lambda timeout: None)
+    assert verdict is not None and "nothing was heard of it" in verdict.text
+
+
 def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     held = {8}
     monkeypatch.setattr(life_signs, "is_debugged_or_dumps_core", held.__contains__)

@@ -115,7 +115,7 @@ class RemoteExecutor(Executor):
         self._watch = Watch(self.ranks)
         memory = [self._answer(rank, 0, START_SECONDS) for rank in self.ranks]
         for rank in self.ranks:
-            rank.is_ready = True
+            rank.expect_heartbeats()
         self._num_blocks = min(count for count, _, _ in memory)
         self.bytes_per_block = max(size for _, size, _ in memory)
         self.on_gpu = memory[0][2]
