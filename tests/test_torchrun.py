@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -154,6 +155,13 @@ def test_the_network_that_leads_to_rank_0(
 # ---------------------------------------------------------------- the server
 
 
+def words_of(process: psutil.Process) -> list[str]:
+    """A process's command line; empty if it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
+
+
 class Job:
     """`nanovllm serve` on two ranks under torchrun, with all its processes."""
 
@@ -174,7 +182,7 @@ class Job:
         self.client = httpx.Client(base_url=self._url, timeout=60)
         self.processes = psutil.Process(self.process.pid).children(recursive=True)
         self.ranks = [self._rank(number) for number in "01"]
-        self.engine = next(p for p in self.ranks[0].children() if "spawn_main" in " ".join(p.cmdline()))
+        self.engine = next(p for p in self.ranks[0].children() if "spawn_main" in " ".join(words_of(p)))
         return self
 
     @property
@@ -187,7 +195,7 @@ class Job:
         return found[1] if found else None
 
     def _rank(self, number: str) -> psutil.Process:
-        (found,) = [p for p in self.processes if "serve" in p.cmdline() and p.environ().get("RANK") == number]
+        (found,) = [p for p in self.processes if "serve" in words_of(p) and p.environ().get("RANK") == number]
         return found
 
     def complete(self, count: int) -> httpx.Response:
