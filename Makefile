@@ -33,7 +33,7 @@ lint: install  ## style, types, and modules equal to their lectures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check nanovllm tests
 	$(BIN)/mypy
-	$(BIN)/python -m nanovllm.course build --check
+	$(BIN)/python -m nanovllm.lab.course build --check
 
 # The system's Chromium or else playwright's own; only root can install the first.
 browser: install  ## Chromium, for the tests of pages and widgets
@@ -51,7 +51,7 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 # One thread per worker, since two workers run at a time; the lectures measure, so each runs alone.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 LECTURES_TEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
-	--nbval-sanitize-with nanovllm/course/sanitize.cfg notebooks
+	--nbval-sanitize-with nanovllm/lab/course/sanitize.cfg notebooks
 
 # Older CPUs than this one: what the compiler uses for our kernels, then what torch and its libraries use.
 NO_AMX := -mno-amx-tile -mno-amx-bf16
@@ -76,13 +76,13 @@ as-%: browser servers
 	$(AS_$*) $(TESTS) tests
 
 build: install  ## write the modules from the lectures
-	$(BIN)/python -m nanovllm.course build
+	$(BIN)/python -m nanovllm.lab.course build
 
 run: install  ## execute all lectures and save them (LECTURES=...)
-	$(BIN)/python -m nanovllm.course run $(LECTURES)
+	$(BIN)/python -m nanovllm.lab.course run $(LECTURES)
 
 figures: install  ## redraw figures/
-	$(BIN)/python -m nanovllm.viz figures
+	$(BIN)/python -m nanovllm.lab.viz figures
 
 bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
 	$(BIN)/nanovllm bench $(ARGS)
@@ -92,7 +92,7 @@ GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 GPU_FILES = $(if $(findstring --dry-run,$(ARGS)),,--json figures/gpu.json --markdown figures/gpu.md)
 
 gpu:  ## prove and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
-	@python=$$($(GPU_PYTHON) nanovllm/bench/gpu/environment.py) && \
+	@python=$$($(GPU_PYTHON) nanovllm/lab/bench/gpu/environment.py) && \
 		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
 
 clean:  ## remove .venv and caches

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanovllm.llm import LLM
-    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.data.sampling_params import SamplingParams
+    from nanovllm.engine.llm import LLM
 
 # Threads that wait for each other at the end of a parallel loop spin first, then sleep. On a machine that is busy with
 # something else long spinning takes the very time that the late thread needs, and a step takes up to ten times as
@@ -23,11 +23,11 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 def __getattr__(name: str) -> Any:
     # Imported on first use: the server's front end needs no torch, and torch takes seconds to import.
     if name == "LLM":
-        from nanovllm.llm import LLM
+        from nanovllm.engine.llm import LLM
 
         return LLM
     if name == "SamplingParams":
-        from nanovllm.sampling_params import SamplingParams
+        from nanovllm.data.sampling_params import SamplingParams
 
         return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -133,9 +133,7 @@ class Attacker:
         raw = bytearray(self.valid(path).encode())
         for _ in range(self.rng.randint(1, 4)):
             i, j = sorted(self.rng.choices(range(len(raw) + 1), k=2))
-            piece = (
-                self.rng.randbytes(self.rng.randint(0, 4)) if self.rng.random() < 0.5 else b'{}[]",:\\\x00'
-            )
+            piece = self.rng.randbytes(self.rng.randint(0, 4)) if self.rng.random() < 0.5 else b'{}[]",:\\\x00'
             raw[i : self.rng.choice([i, i + 1, j])] = self.rng.choice([b"", piece, raw[i:j] * 2])
         return Attack(self.post(bytes(raw), path))
 
@@ -160,9 +158,7 @@ class Attacker:
     def nested(self) -> Attack:
         """Brackets within brackets."""
         depth, path = self.rng.choice(DEPTHS), self.route()
-        opening, closing = self.rng.choice(
-            [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"messages":[', "]}")]
-        )
+        opening, closing = self.rng.choice([("[", "]"), ('{"a":', "}"), ('[{"a":', "}]"), ('{"messages":[', "]}")])
         deep = opening * depth + "1" + (closing * depth if self.rng.random() < 0.7 else "")
         name = self.rng.choice([*ROUTES[path][1].model_fields, "unknown"])
         return Attack(self.post(self.rng.choice([deep, f'{{"{name}": {deep}}}']), path))
@@ -184,17 +180,13 @@ class Attacker:
                 '"": ""',
             ]
         )
-        return Attack(
-            self.post("{" + self.rng.choice([f"{inner}, {extra}", f"{extra}, {inner}"]) + "}", path)
-        )
+        return Attack(self.post("{" + self.rng.choice([f"{inner}, {extra}", f"{extra}, {inner}"]) + "}", path))
 
     def content_type(self) -> Attack:
         """Another type or encoding than the body's, and other encodings."""
         path = self.route()
         text = self.valid(path)
-        raw = self.rng.choice(
-            [text.encode(code) for code in ("utf-8", "utf-16", "utf-32-be", "utf-8-sig", "utf-7")]
-        )
+        raw = self.rng.choice([text.encode(code) for code in ("utf-8", "utf-16", "utf-32-be", "utf-8-sig", "utf-7")])
         raw = self.rng.choice([raw, raw, gzip.compress(raw), gzip.compress(b" " * 2**20)])
         kinds = (
             "",
@@ -256,16 +248,7 @@ class Attacker:
                 type("Run", (), {"__reduce__": lambda _: (exec, (f"open({str(self.canary)!r}, 'w')",))})()
             )
             return Attack(self.post(payload, path, kind="application/python-pickle"))
-        names = (
-            "prompt",
-            "stop",
-            "model",
-            "user",
-            "chat_template",
-            "guided_regex",
-            "cache_salt",
-            "kv_transfer_params",
-        )
+        names = ("prompt", "stop", "model", "user", "chat_template", "guided_regex", "cache_salt", "kv_transfer_params")
         body = ROUTES[path][0] | {self.rng.choice(names): text}
         if "messages" in body:
             more = (
@@ -425,21 +408,13 @@ def what_is_wrong(attack: Attack, answer: Answer) -> str:
         return "a server error"
     if attack.data.startswith(b"HEAD "):
         return ""
-    if (
-        not attack.is_http
-        and answer.status == 400
-        and answer.headers["content-type"].startswith("text/plain")
-    ):
+    if not attack.is_http and answer.status == 400 and answer.headers["content-type"].startswith("text/plain"):
         return ""  # uvicorn's own answer to what is not HTTP
     try:
         error = msgspec.json.decode(answer.content)["error"]
     except (msgspec.DecodeError, KeyError, TypeError):
         return "an error without OpenAI's shape"
-    if (
-        set(error) != {"message", "type", "param", "code"}
-        or not error["message"]
-        or len(error["message"]) > 2000
-    ):
+    if set(error) != {"message", "type", "param", "code"} or not error["message"] or len(error["message"]) > 2000:
         return "an error without OpenAI's fields"
     named = error["param"] == attack.field or attack.field in error["message"]
     return "" if named or answer.status != 400 else f"the error does not name {attack.field!r}"

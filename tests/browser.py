@@ -15,7 +15,7 @@ import pytest
 
 import nanovllm
 
-WEB = pathlib.Path(nanovllm.__file__).parent / "viz" / "web"
+WEB = pathlib.Path(nanovllm.__file__).parent / "trace" / "web"
 SYSTEM_CHROMIUM = pathlib.Path("/usr/bin/chromium")
 SITE = "http://player.test/"
 
@@ -70,9 +70,7 @@ def _told(message: Any) -> str:
 
 def open_site(page: Any, body: str = "", head: str = "") -> None:
     """Open a page of which the web folder's files are at /web/. No server is needed: the browser is answered from here."""
-    document = (
-        f'<!doctype html><html lang="en"><head><title>test</title>{head}</head><body>{body}</body></html>'
-    )
+    document = f'<!doctype html><html lang="en"><head><title>test</title>{head}</head><body>{body}</body></html>'
 
     def answer(route: Any) -> None:
         path = route.request.url.removeprefix(SITE)

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Collection
 from functools import lru_cache
 
-from nanovllm.scheduler import SampledToken, Schedule, StepResult
+from nanovllm.scheduler.scheduler import SampledToken, Schedule, StepResult
 
 VOCABULARY = 6
 
@@ -37,9 +37,7 @@ class ContentRunner:
         self.host: dict[tuple[int, int], bytes] = {}
         self.tokens: dict[str, list[int]] = {}
         self.tables: dict[str, list[int]] = {}
-        self.sampled: dict[
-            str, int
-        ] = {}  # request id -> its last token, which may be needed before it is sent
+        self.sampled: dict[str, int] = {}  # request id -> its last token, which may be needed before it is sent
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
 
     def execute(self, schedule: Schedule) -> StepResult:
@@ -73,9 +71,7 @@ class ContentRunner:
             tokens, end = self.tokens[scheduled.request_id], scheduled.start + scheduled.num_tokens
             for position in range(end):
                 found = self.device.get(self._slot(scheduled.request_id, position))
-                assert found == self._content(scheduled.request_id, position), (
-                    f"wrong content at position {position}"
-                )
+                assert found == self._content(scheduled.request_id, position), f"wrong content at position {position}"
             assert scheduled.samples == (end == len(tokens))
             if scheduled.samples:
                 self.sampled[scheduled.request_id] = next_token(tokens)
@@ -83,12 +79,7 @@ class ContentRunner:
         return result
 
     def receive(
-        self,
-        table: list[int],
-        positions: range,
-        token_ids: list[int],
-        salt: str | None,
-        spoiled: Collection[int] = (),
+        self, table: list[int], positions: range, token_ids: list[int], salt: str | None, spoiled: Collection[int] = ()
     ) -> None:
         """Content from elsewhere comes into a request's blocks, and garbage into those that are spoiled."""
         for position in positions:

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from typing import Any
 
-from nanovllm.engine_process import run_engine
+from nanovllm.engine.process import run_engine
 
 REFUSED_PROMPT = [5, 5, 5]
 FATAL_PROMPT = [6, 6, 6]
@@ -16,7 +16,7 @@ LOAD_SECONDS = 3
 
 def run_faulty_engine(*arguments: Any) -> None:
     """An engine that refuses one prompt, that another one breaks, and that a third one hangs."""
-    from nanovllm.engine import EngineCore
+    from nanovllm.engine.core import EngineCore
 
     add_request, step = EngineCore.add_request, EngineCore.step
 

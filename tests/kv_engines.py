@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.config import EngineConfig
-from nanovllm.engine import EngineCore
-from nanovllm.request import EngineOutput, EngineRequest
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.engine.core import EngineCore
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -31,9 +31,7 @@ def make_engine(
 ) -> EngineCore:
     """An engine with a connector; `extra` goes into its kv_transfer_config."""
     transfer = {"kv_connector": "local", "kv_role": role} | (extra or {})
-    return EngineCore(
-        EngineConfig(model=checkpoint, **(OPTIONS | {"kv_transfer_config": transfer} | options))
-    )
+    return EngineCore(EngineConfig(model=checkpoint, **(OPTIONS | {"kv_transfer_config": transfer} | options)))
 
 
 class Fleet:
@@ -72,9 +70,7 @@ class Fleet:
 
     def settle(self) -> None:
         """Steps until no engine holds a block of anybody, and none has anything to do."""
-        self.run_until(
-            lambda: all(engine.manager.pool.usage == 0 and not engine.has_work for engine in self.engines)
-        )
+        self.run_until(lambda: all(engine.manager.pool.usage == 0 and not engine.has_work for engine in self.engines))
 
     def close(self) -> None:
         """End all."""
@@ -93,9 +89,7 @@ def ask(
 ) -> None:
     """Queue a request, a greedy one unless the sampling options say otherwise."""
     sampling = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True} | options)
-    engine.add_request(
-        EngineRequest(request_id, prompt, sampling, priority=priority, kv_transfer_params=params)
-    )
+    engine.add_request(EngineRequest(request_id, prompt, sampling, priority=priority, kv_transfer_params=params))
 
 
 def address(engine: EngineCore) -> list[Any]:
@@ -132,7 +126,7 @@ class Gate:
 # ------------------------------------------------------------------------------------ an engine that can be killed
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.kv_engines", "nanovllm.kv_transfer.disaggregated"])
+CONTEXT.set_forkserver_preload(["tests.kv_engines", "nanovllm.kv_transfer.pd.disaggregated"])
 
 
 class Child:

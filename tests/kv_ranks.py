@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kv_transfer.layout import KVLayout
-from nanovllm.kv_transfer.local import LocalTransport
-from nanovllm.kv_transfer.nixl import NixlTransport
-from nanovllm.kv_transfer.transfers import Ended
-from nanovllm.kv_transfer.transport import Transport
+from nanovllm.kv_transfer.transport.base import Transport
+from nanovllm.kv_transfer.transport.layout import KVLayout
+from nanovllm.kv_transfer.transport.local import LocalTransport
+from nanovllm.kv_transfer.transport.nixl import NixlTransport
+from nanovllm.kv_transfer.transport.transfers import Ended
 
 CONTEXT = multiprocessing.get_context("spawn")
 SECRET = b"what only the tests know"
@@ -30,14 +30,7 @@ SECRET = b"what only the tests know"
 def layouts(pp: int = 1, tp: int = 1, **fields: Any) -> list[KVLayout]:
     """Of all ranks of an engine."""
     values = {
-        **{
-            "num_layers": 2,
-            "num_kv_heads": 2,
-            "block_size": 4,
-            "width": 8,
-            "dtype": "float32",
-            "num_blocks": 12,
-        },
+        **{"num_layers": 2, "num_kv_heads": 2, "block_size": 4, "width": 8, "dtype": "float32", "num_blocks": 12},
         **fields,
     }
     bounds = [stage * values["num_layers"] // pp for stage in range(pp + 1)]
@@ -68,15 +61,11 @@ class Rank:
         options: of the transport.
     """
 
-    def __init__(
-        self, kind: str, layout: KVLayout, salt: int, secret: bytes = SECRET, **options: Any
-    ) -> None:
+    def __init__(self, kind: str, layout: KVLayout, salt: int, secret: bytes = SECRET, **options: Any) -> None:
         self.layout, self.salt = layout, salt
         transport: type[Transport] = NixlTransport if kind == "nixl" else LocalTransport
         dtype = getattr(torch, layout.dtype)
-        self.caches = {
-            layer: transport.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers
-        }
+        self.caches = {layer: transport.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
         for layer, cache in self.caches.items():
             for block in range(layout.num_blocks):
                 cache[block] = content(layout, layer, block, salt)
@@ -84,9 +73,7 @@ class Rank:
             options["share_memory"] = False
         self.transport = transport(layout, self.caches, "127.0.0.1", secret, **options)
 
-    def push(
-        self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]
-    ) -> None:
+    def push(self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]) -> None:
         """Write blocks of all layers, and finish."""
         for layer in self.layout.layers:
             self.transport.write(transfer_id, peers, layer, local, remote)
@@ -131,9 +118,7 @@ class Engine:
     def __init__(self) -> None:
         self.ranks: list[Rank] = []
 
-    def open(
-        self, kind: str, layouts: list[KVLayout], salt: int, options: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def open(self, kind: str, layouts: list[KVLayout], salt: int, options: dict[str, Any]) -> list[dict[str, Any]]:
         """Make the ranks anew; returns their addresses."""
         self.close()
         self.ranks = [Rank(kind, layout, salt, **options) for layout in layouts]
@@ -232,9 +217,7 @@ def proxy(target: tuple[str, int], tamper: Callable[[int, bytes], bytes | None])
             connection is cut.
     """
 
-    def pump(
-        source: socket.socket, sink: socket.socket, change: Callable[[int, bytes], bytes | None]
-    ) -> None:
+    def pump(source: socket.socket, sink: socket.socket, change: Callable[[int, bytes], bytes | None]) -> None:
         count = 0
         try:
             while data := source.recv(1 << 16):

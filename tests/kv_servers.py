@@ -49,9 +49,7 @@ class KVServer:
             process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
         self.processes.append(process)
         wait_until(
-            lambda: process.poll() is not None or all(map(listens, self.ports)),
-            60,
-            f"{self.command[0]} answers",
+            lambda: process.poll() is not None or all(map(listens, self.ports)), 60, f"{self.command[0]} answers"
         )
         assert process.poll() is None, self.log.read_text(errors="replace")
 
@@ -115,9 +113,7 @@ def on_own_loopback(module: str, story: str, *arguments: str) -> None:
     space = ["unshare", "--map-root-user", "--net", "--kill-child", "--pid", "--fork"]
     inside = ["sh", "-c", 'ip link set lo up && exec "$@"', "sh", sys.executable, "-c", program, *arguments]
     if shutil.which("unshare") is None or subprocess.run([*space, "true"], capture_output=True).returncode:
-        pytest.skip(
-            "no network of one's own (a container needs CAP_SYS_ADMIN or user namespaces, and `unshare`)"
-        )
+        pytest.skip("no network of one's own (a container needs CAP_SYS_ADMIN or user namespaces, and `unshare`)")
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run([*space, *inside], cwd=root, capture_output=True, text=True, timeout=300)
     if done.returncode == 77:

@@ -22,9 +22,7 @@ class Machines:
 
     def __enter__(self) -> Machines:
         if os.geteuid() != 0 or shutil.which("ip") is None:
-            pytest.skip(
-                "two machines cannot be simulated: that needs root and the command `ip` (package iproute2)"
-            )
+            pytest.skip("two machines cannot be simulated: that needs root and the command `ip` (package iproute2)")
         try:
             self._connect()
         except subprocess.CalledProcessError as error:

@@ -71,17 +71,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
-    "linear-rope": (
-        "LlamaConfig",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
-    ),
+    "linear-rope": ("LlamaConfig", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral-window": ("MistralConfig", {"sliding_window": 12}),
     "qwen2": ("Qwen2Config", {}),
-    "qwen2-window": (
-        "Qwen2Config",
-        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
-    ),
+    "qwen2-window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
     "deepseek-v2-dense": ("DeepseekV2Config", LATENT),
     "deepseek-v2-dense-yarn": ("DeepseekV2Config", LATENT | {"q_lora_rank": 24, "rope_parameters": YARN}),
@@ -138,9 +132,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(
-    folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0
-) -> pathlib.Path:
+def make_checkpoint(folder: pathlib.Path, variant: str = "llama", shards: int = 1, seed: int = 0) -> pathlib.Path:
     """Save a tiny random checkpoint, with a byte-level tokenizer, and return its folder.
 
     Random weights of the usual size give nearly the same token for ever; larger ones make the text depend on all
@@ -173,9 +165,7 @@ def make_checkpoint(
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "</s>"}
-        )
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "</s>"})
     )
     return folder
 

@@ -1,4 +1,4 @@
-"""Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.worker`, but for what RANK_FAULT says.
+"""Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.executor.worker`, but for what RANK_FAULT says.
 
 "1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step, "1 launch
 hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long, "1 launch skip" a fifth step
@@ -14,13 +14,13 @@ import threading
 import time
 from typing import Any
 
-from nanovllm import life_signs, worker
-from nanovllm.distributed.data_parallel import Waves
+from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
-from nanovllm.executor import base
+from nanovllm.executor import base, worker
 from nanovllm.executor.base import InProcessExecutor
-from nanovllm.scheduler import StepResult
-from nanovllm.worker import Worker, WorkerSetup
+from nanovllm.executor.worker import Worker, WorkerSetup
+from nanovllm.scheduler.data_parallel import Waves
+from nanovllm.scheduler.scheduler import StepResult
 
 EXIT_CODE = 7
 BURN_SECONDS = 2.5
@@ -104,7 +104,7 @@ def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
     """Variables with which a server's ranks are faulty. Python looks for a module of this name when it starts."""
     folder.joinpath("sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'nanovllm.worker' in sys.orig_argv or 'RANK' in os.environ:\n"  # torchrun sets the latter
+        "if 'nanovllm.executor.worker' in sys.orig_argv or 'RANK' in os.environ:\n"  # torchrun sets the latter
         "    from tests.rank_faults import install\n"
         "    install()\n"
     )
@@ -112,7 +112,7 @@ def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
 
 
 # What runs as one of several engines.
-DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.data_rank import main; main()"
+DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.engine.data_rank import main; main()"
 
 if __name__ == "__main__":
     from tests import rank_faults

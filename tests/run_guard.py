@@ -29,10 +29,7 @@ def pytest_configure() -> None:
     """Restore SIGINT and SIGTERM if they are ignored, as in `make test &` (child processes inherit that), and start a
     reaper."""
     if threading.current_thread() is threading.main_thread():
-        for number, handler in {
-            signal.SIGINT: signal.default_int_handler,
-            signal.SIGTERM: signal.SIG_DFL,
-        }.items():
+        for number, handler in {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}.items():
             if signal.getsignal(number) is signal.SIG_IGN:
                 signal.signal(number, handler)
     mark = secrets.token_hex(8)
@@ -40,9 +37,7 @@ def pytest_configure() -> None:
     # has a session of its own, which the terminal's Ctrl-C does not reach, and no mark: another run may have started this one.
     command = [sys.executable, "-m", "tests.run_guard", mark]
     unmarked = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    _reapers.append(
-        subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=unmarked, start_new_session=True)
-    )
+    _reapers.append(subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=unmarked, start_new_session=True))
     os.environ[VARIABLE] = mark
 
 

@@ -51,15 +51,7 @@ class ServerProcess:
 
     def __init__(self, model: pathlib.Path, folder: pathlib.Path, *options: str) -> None:
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
-        command += [
-            "--served-model-name",
-            "tiny",
-            "--attention-backend",
-            "torch",
-            "--dtype",
-            "float32",
-            *options,
-        ]
+        command += ["--served-model-name", "tiny", "--attention-backend", "torch", "--dtype", "float32", *options]
         self._launch(command, folder)
 
     def _launch(self, command: list[str], folder: pathlib.Path) -> None:
@@ -72,9 +64,7 @@ class ServerProcess:
         self.client = httpx.Client(timeout=60)
 
     def __enter__(self) -> Self:
-        wait_until(
-            lambda: self._url() or self.process.poll() is not None, START_SECONDS, "the server is ready"
-        )
+        wait_until(lambda: self._url() or self.process.poll() is not None, START_SECONDS, "the server is ready")
         assert self.process.poll() is None, self.text
         url = self._url()
         assert url is not None
@@ -112,11 +102,7 @@ class ServerProcess:
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """POST an object as JSON, or `content=` as it is."""
-        return (
-            self.client.post(path, json=body, **options)
-            if body is not None
-            else self.client.post(path, **options)
-        )
+        return self.client.post(path, json=body, **options) if body is not None else self.client.post(path, **options)
 
     def complete(self, **body: Any) -> dict[str, Any]:
         """The answer of /v1/completions."""
@@ -149,12 +135,7 @@ class ServerProcess:
     def is_idle(self, url: str = "") -> bool:
         """Whether no request is in the engine and every block is free."""
         metrics = self.metrics(url)
-        names = (
-            "num_requests_running",
-            "num_requests_waiting",
-            "num_requests_swapped",
-            "kv_cache_usage_perc",
-        )
+        names = ("num_requests_running", "num_requests_waiting", "num_requests_swapped", "kv_cache_usage_perc")
         return all(metrics[name] == 0 for name in names)
 
     def stop(self, number: int = signal.SIGTERM) -> int:

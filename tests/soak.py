@@ -19,9 +19,7 @@ short_and_nightly = pytest.mark.parametrize(
     [
         pytest.param(0.0, id="short"),
         pytest.param(
-            NIGHTLY_MINUTES,
-            id="nightly",
-            marks=[pytest.mark.nightly, pytest.mark.timeout(NIGHTLY_MINUTES * 60 + 1800)],
+            NIGHTLY_MINUTES, id="nightly", marks=[pytest.mark.nightly, pytest.mark.timeout(NIGHTLY_MINUTES * 60 + 1800)]
         ),
     ],
 )
@@ -61,10 +59,7 @@ class MemorySamples:
         """Print the samples and the lines; fail if one rises by more than `bound` MB per 1,000 requests."""
         slopes = self.slopes()
         text = "\n".join(
-            [
-                *self._table(),
-                *(f"{name}: {slope:+.2f} MB per 1,000 requests" for name, slope in slopes.items()),
-            ]
+            [*self._table(), *(f"{name}: {slope:+.2f} MB per 1,000 requests" for name, slope in slopes.items())]
         )
         print(text)
         assert max(slopes.values()) < bound, text

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import nanovllm.engine
-from nanovllm.config import EngineConfig
+import nanovllm.engine.core
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
-from nanovllm.runner import ModelRunner
-from nanovllm.scheduler import Schedule, StepResult
+from nanovllm.runner.runner import ModelRunner
+from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 
 @contextlib.contextmanager
@@ -101,4 +101,4 @@ class StagedExecutor(Executor):
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are made from here on keep all stages in this process."""
-    monkeypatch.setattr(nanovllm.engine, "create_executor", StagedExecutor)
+    monkeypatch.setattr(nanovllm.engine.core, "create_executor", StagedExecutor)

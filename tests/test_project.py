@@ -45,14 +45,14 @@ def test_environment_yml_agrees_with_pyproject() -> None:
     assert where == "." and set(extras.split(",")) == set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("module", ["nanovllm.engine", "nanovllm.llm", "nanovllm.server.app"])
+@pytest.mark.parametrize("module", ["nanovllm.engine.core", "nanovllm.engine.llm", "nanovllm.server.app"])
 def test_the_engine_imports_neither_course_nor_viz(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith(('nanovllm.course', 'nanovllm.viz'))])"
+    code = f"import sys, {module}; print([m for m in sys.modules if m.startswith(('nanovllm.lab.course', 'nanovllm.lab.viz'))])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 def test_the_scheduler_knows_no_tensor() -> None:
-    code = "import sys, nanovllm.scheduler, nanovllm.trace, nanovllm.processor; print('torch' in sys.modules)"
+    code = "import sys, nanovllm.scheduler.scheduler, nanovllm.trace.trace, nanovllm.text.processor; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 

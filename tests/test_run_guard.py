@@ -14,7 +14,9 @@ from tests.run_guard import ROOT
 from tests.server_process import are_gone, wait_until
 
 # A program that runs the command in its arguments as a shell does for `command &`.
-IGNORING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+IGNORING = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"
+)
 
 
 def command_of(folder: pathlib.Path, code: str, *options: str) -> list[str]:

@@ -1,6 +1,6 @@
 """What a step tells attention, how it gets there, and what every attention backend has to answer.
 
-Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanovllm import ops
 from nanovllm.ops.triton_support import why_no_triton
 
 if TYPE_CHECKING:
-    from nanovllm.kv_transfer.base import KVConnectorWorker
+    from nanovllm.kv.connector import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -198,11 +198,7 @@ LATENT_BACKENDS = {
 
 
 def get_backend(
-    name: str,
-    device: torch.device,
-    head_dim: int = 64,
-    dtype: torch.dtype = torch.float32,
-    latent: bool = False,
+    name: str, device: torch.device, head_dim: int = 64, dtype: torch.dtype = torch.float32, latent: bool = False
 ) -> AttentionBackend:
     """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent attention.
 
@@ -210,9 +206,7 @@ def get_backend(
         ValueError: an unknown name, or a backend that cannot run this model on this device; names the alternative.
     """
     if name not in (*BACKENDS, "auto"):
-        raise ValueError(
-            f"attention backend {name!r} is not available here; available: {', '.join(BACKENDS)}"
-        )
+        raise ValueError(f"attention backend {name!r} is not available here; available: {', '.join(BACKENDS)}")
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"attention backend 'cpu' does not run on {device.type}; use 'torch'")
     if name == "auto" and device.type == "cpu":
@@ -222,9 +216,7 @@ def get_backend(
         if obstacle is not None and name == "triton":
             raise ValueError(f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
         if obstacle is not None:
-            logger.warning(
-                "attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle
-            )
+            logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
     module, cls = (LATENT_BACKENDS if latent else BACKENDS)[name]
     return getattr(import_module(module), cls)()

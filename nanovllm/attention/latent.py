@@ -4,7 +4,7 @@ Keys and values of every head are products of that vector, the latent, with matr
 made from the cache whenever they are needed (naive), or not at all: the matrices move over to the queries and to the
 output (absorbed). Which one is cheaper depends on how many queries there are for each cached token.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -111,9 +111,7 @@ class LatentShape(NamedTuple):
     def prefers_naive(self, query_len: int, seq_len: int) -> bool:
         """Whether expanding takes fewer operations. One new token never expands: it would read all keys and values of
         all heads, which is what the latent was to avoid."""
-        return query_len > 1 and self.naive_flops(query_len, seq_len) < self.absorbed_flops(
-            query_len, seq_len
-        )
+        return query_len > 1 and self.naive_flops(query_len, seq_len) < self.absorbed_flops(query_len, seq_len)
 
 
 def _pairs(query_len: int, seq_len: int) -> int:
@@ -139,9 +137,7 @@ def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor
     """The same result without keys and values: all heads share one key, the row, and one value, its latent."""
     shape = LatentShape.of(q, rows, up)
     keys = rows.unsqueeze(0)
-    return unabsorb(
-        attend_dense(absorb(q, up, shape.rope), keys, keys[:, :, : shape.rank], scale), up, shape.v
-    )
+    return unabsorb(attend_dense(absorb(q, up, shape.rope), keys, keys[:, :, : shape.rank], scale), up, shape.v)
 
 
 class LatentBackend(Protocol):
@@ -150,13 +146,7 @@ class LatentBackend(Protocol):
     name: str
 
     def forward(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        up: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
+        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """Attention of all new tokens, each over its own sequence up to itself.
 
@@ -186,13 +176,7 @@ class TorchLatentBackend:
     name = "torch"
 
     def forward(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        up: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
+        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """See `LatentBackend.forward`."""
         write_latent(latent, kv_cache, metadata.slot_mapping)
@@ -237,12 +221,7 @@ def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor
         heads = slice(first, first + at_once)
         keys, values = expand(rows, up[heads], shape.nope)
         part = F.scaled_dot_product_attention(
-            q[:, heads].transpose(0, 1)[None],
-            keys[None],
-            values[None],
-            mask,
-            is_causal=mask is None,
-            scale=scale,
+            q[:, heads].transpose(0, 1)[None], keys[None], values[None], mask, is_causal=mask is None, scale=scale
         )
         parts.append(part[0].transpose(0, 1))
     return torch.cat(parts, dim=1)
@@ -293,13 +272,7 @@ class CpuLatentBackend:
     name = "cpu"
 
     def forward(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        up: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
+        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """See `LatentBackend.forward`."""
         write_latent(latent, kv_cache, metadata.slot_mapping)

@@ -2,7 +2,7 @@
 
 `cache[num_blocks, block_size, rank + rope]` is one layer's cache. Offsets of blocks are in 64 bits.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from nanovllm.attention.triton_kernels import combine_kernel
 
 
 @triton.jit
-def write_latent_kernel(
-    latent_ptr, cache_ptr, slot_ptr, latent_stride, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr
-):
+def write_latent_kernel(latent_ptr, cache_ptr, slot_ptr, latent_stride, WIDTH: tl.constexpr, WIDTH_P2: tl.constexpr):
     """One token: its row goes into its slot, unless it is padding. Grid (num_tokens,). Blocks lie one after another, and
     so do their rows: a slot is the number of a row."""
     token = tl.program_id(0).to(tl.int64)
@@ -94,12 +92,8 @@ def latent_decode_kernel(
         rope_channel = tl.arange(0, ROPE_P2)
         mine = (head < NUM_HEADS)[:, None]
         q_row = q_ptr + query * q_stride + head[:, None] * (RANK + ROPE)
-        q_latent = tl.load(
-            q_row + latent_channel[None, :], mask=mine & (latent_channel < RANK)[None, :], other=0.0
-        )
-        q_rope = tl.load(
-            q_row + RANK + rope_channel[None, :], mask=mine & (rope_channel < ROPE)[None, :], other=0.0
-        )
+        q_latent = tl.load(q_row + latent_channel[None, :], mask=mine & (latent_channel < RANK)[None, :], other=0.0)
+        q_rope = tl.load(q_row + RANK + rope_channel[None, :], mask=mine & (rope_channel < ROPE)[None, :], other=0.0)
         sums = tl.zeros([TILE_ROWS, RANK_P2], tl.float32)
         peak = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         total = tl.zeros([TILE_ROWS], tl.float32)
@@ -145,9 +139,7 @@ def choose_latent_tiles(num_heads: int, width: int, dtype: torch.dtype, hardware
         tiles = LatentTiles(16, 16, 8, 3)
     else:
         tiles = LatentTiles(16, 32, 4, 5) if num_heads <= 16 else LatentTiles(32, 32, 8, 5)
-    if (
-        hardware.warp_size == 64
-    ):  # AMD: a wave has twice the threads, and loads do not pass through shared memory
+    if hardware.warp_size == 64:  # AMD: a wave has twice the threads, and loads do not pass through shared memory
         return tiles._replace(rows=16, num_warps=4, num_stages=2)
     while tiles.shared_memory(width, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 2)
@@ -171,13 +163,7 @@ def store_latent(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None
 
 
 def decode_latent(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    rank: int,
-    scale: float,
-    hardware: Hardware,
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float, hardware: Hardware
 ) -> Tensor:
     """One absorbed query a row, each over the first tokens of its block table.
 
@@ -239,13 +225,7 @@ class TritonLatentBackend:
         return [(n, 1, 1) for n in kinds.values()]
 
     def forward(
-        self,
-        q: Tensor,
-        latent: Tensor,
-        up: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
+        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """See `LatentBackend.forward`. A step of decodes reads no length on the host, so that a graph can record it;
         a step with prompts does."""

@@ -1,6 +1,6 @@
 """Paged attention on a GPU, in Triton: which kernel, cut into which tiles, for which batch.
 
-Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ FUSED = {"enable_fp_fusion": True}
 
 
 def write_kv_cache(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_cache: Tensor,
-    slot_mapping: Tensor,
-    rotary: Rotary | None = None,
+    q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor, rotary: Rotary | None = None
 ) -> None:
     """Put keys and values into their slots; with `rotary`, rotate keys on the way and queries in place.
 
@@ -276,10 +271,7 @@ class TritonBackend:
         group = num_heads // num_kv_heads
         # The fewest sequences with each number of parts, and the shortest query with each choice of tiles.
         splits = {choose_splits(n, num_kv_heads, hardware): n for n in range(max_num_seqs, 0, -1)}
-        tiles = {
-            choose_tiles(n * group, head_dim, kv_cache.dtype, hardware): n
-            for n in range(max_num_tokens, 1, -1)
-        }
+        tiles = {choose_tiles(n * group, head_dim, kv_cache.dtype, hardware): n for n in range(max_num_tokens, 1, -1)}
         batches = [(1, 1), (2, SHORT_CONTEXT + 1)][:max_num_seqs]
         mixed = [(num_seqs, n, seq_len) for n in tiles.values() for num_seqs, seq_len in batches]
         return [(n, 1, 1) for n in splits.values()] + mixed

@@ -3,7 +3,7 @@
 The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005).
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ LINKS = {
         Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
         Link("RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"),
         Link(
-            "TCP 10 Gb/s",
-            30e-6,
-            1.25e9,
-            "IEEE 802.3ae; through two kernels: tens of microseconds, Barroso et al. 2017",
+            "TCP 10 Gb/s", 30e-6, 1.25e9, "IEEE 802.3ae; through two kernels: tens of microseconds, Barroso et al. 2017"
         ),
     )
 }
@@ -102,8 +99,7 @@ ALL_REDUCES: dict[str, Callable[[Link, int, float], float]] = {
 def best_all_reduce(link: Link, world_size: int, num_bytes: float) -> tuple[str, float]:
     """The name of the fastest algorithm, and its seconds."""
     return min(
-        ((name, cost(link, world_size, num_bytes)) for name, cost in ALL_REDUCES.items()),
-        key=lambda pair: pair[1],
+        ((name, cost(link, world_size, num_bytes)) for name, cost in ALL_REDUCES.items()), key=lambda pair: pair[1]
     )
 
 
@@ -115,12 +111,7 @@ def wire_bytes(operation: str, world_size: int, num_bytes: float) -> float:
         num_bytes: of the tensor that the rank hands in.
     """
     share = (world_size - 1) / world_size
-    factors = {
-        "all_reduce": 2 * share,
-        "all_gather": world_size - 1.0,
-        "reduce_scatter": share,
-        "all_to_all": share,
-    }
+    factors = {"all_reduce": 2 * share, "all_gather": world_size - 1.0, "reduce_scatter": share, "all_to_all": share}
     return factors[operation] * num_bytes
 
 

@@ -1,6 +1,6 @@
 """Whole experts on different ranks: which rank holds which, and how tokens get there (dispatch) and back (combine).
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class ExpertPlacement:
         size = total // num_ranks
         return cls(
             num_experts,
-            tuple(
-                tuple((rank * size + slot) % num_experts for slot in range(size)) for rank in range(num_ranks)
-            ),
+            tuple(tuple((rank * size + slot) % num_experts for slot in range(size)) for rank in range(num_ranks)),
         )
 
     @property
@@ -113,9 +111,7 @@ class ExpertDispatcher:
     def __init__(self, placement: ExpertPlacement, group: GroupCoordinator | None = None) -> None:
         self.group = group or get_ep_group()
         if len(placement.slots) != self.group.world_size:
-            raise ValueError(
-                f"a placement on {len(placement.slots)} ranks in a group of {self.group.world_size}"
-            )
+            raise ValueError(f"a placement on {len(placement.slots)} ranks in a group of {self.group.world_size}")
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
@@ -124,9 +120,7 @@ class ExpertDispatcher:
         replicas = placement.replicas
         self._num_replicas = torch.tensor([len(found) for found in replicas], device="cpu")
         most = len(placement.slots)
-        self._replicas = torch.tensor(
-            [found + [-1] * (most - len(found)) for found in replicas], device="cpu"
-        )
+        self._replicas = torch.tensor([found + [-1] * (most - len(found)) for found in replicas], device="cpu")
 
     def physical(self, topk_ids: Tensor) -> Tensor:
         """A replica for each choice: tokens take turns, and ranks begin at different ones.

@@ -1,6 +1,6 @@
 """Who computes with whom: the grid of ranks, its groups, and what the ranks of a group say to one another.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
-from nanovllm.life_signs import waiting_for_others
-from nanovllm.standstill import CallCounter
+from nanovllm.distributed.standstill import CallCounter
 
 logger = logging.getLogger(__name__)
 
@@ -204,9 +204,7 @@ class GroupCoordinator:
             What the others had for this rank, `[sum(receive_counts), ...]`, by sender.
         """
         if len(send_counts) != self.world_size or sum(send_counts) != len(x):
-            raise ValueError(
-                f"send_counts {send_counts} do not divide {len(x)} rows over {self.world_size} ranks"
-            )
+            raise ValueError(f"send_counts {send_counts} do not divide {len(x)} rows over {self.world_size} ranks")
         if self.world_size == 1:
             return x
         with self._collective("all_to_all", x):
@@ -249,9 +247,7 @@ class GroupCoordinator:
         with self._collective("send", *tensors.values(), counter=self.transfers(self.rank, target)):
             for part in (header[:_HEADER_BYTES].ljust(_HEADER_BYTES), header[_HEADER_BYTES:]):
                 if part:
-                    dist.send(
-                        torch.frombuffer(bytearray(part), dtype=torch.uint8), target, group=self.cpu_group
-                    )
+                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), target, group=self.cpu_group)
             data = [(_as_bytes(t.contiguous()), self._group_of(t)) for t in tensors.values() if t.numel()]
             works = [dist.isend(tensor, target, group=group) for tensor, group in data]
             for work in filter(None, works):
@@ -368,9 +364,7 @@ def initialize_groups(
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-        dist.init_process_group(
-            backend, init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit
-        )
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit)
     _grid = grid
     for kind in KINDS:
         _groups[kind] = _make_group(grid, kind, rank, local_rank, device, timeout)

@@ -1,6 +1,6 @@
 """Expert parallel load balancing (EPLB): busy experts get replicas, and replicas go where there is room.
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -63,11 +63,7 @@ def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -
 def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
     """Packs have no rank yet: give each to the rank that holds most of it already, and leave what stays in its slot."""
     open_ranks, chosen = set(range(len(packs))), {}
-    pairs = [
-        (len(pack & set(slots)), i, rank)
-        for i, pack in enumerate(packs)
-        for rank, slots in enumerate(old.slots)
-    ]
+    pairs = [(len(pack & set(slots)), i, rank) for i, pack in enumerate(packs) for rank, slots in enumerate(old.slots)]
     for _, i, rank in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
         if i not in chosen and rank in open_ranks:
             chosen[i] = rank
@@ -105,8 +101,7 @@ def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
             if old.slots[target][slot] == expert:
                 continue
             source, source_slot = min(
-                (divmod(physical, old.num_slots) for physical in replicas[expert]),
-                key=lambda place: sent[place[0]],
+                (divmod(physical, old.num_slots) for physical in replicas[expert]), key=lambda place: sent[place[0]]
             )
             sent[source] += 1
             moves.append(Move(source, source_slot, target, slot))
@@ -158,9 +153,7 @@ class EPLBConfig:
 
     def __post_init__(self) -> None:
         if self.window_size < 1 or self.step_interval < 1 or self.num_redundant_experts < 0:
-            raise ValueError(
-                "window_size and step_interval must be at least 1, and num_redundant_experts at least 0"
-            )
+            raise ValueError("window_size and step_interval must be at least 1, and num_redundant_experts at least 0")
 
     @classmethod
     def from_json(cls, text: str) -> EPLBConfig:
@@ -173,9 +166,7 @@ class EPLBConfig:
         try:
             given = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(
-                f'--eplb-config must be a JSON object, as {{"step_interval": 100}}: {error}'
-            ) from None
+            raise ValueError(f'--eplb-config must be a JSON object, as {{"step_interval": 100}}: {error}') from None
         if not isinstance(given, dict) or set(given) - set(names):
             raise ValueError(f"--eplb-config takes a JSON object with keys of {', '.join(names)}; got {text}")
         return cls(**given)
@@ -216,9 +207,7 @@ class LoadBalancer:
         self.balancedness = (1.0, 1.0)
         # Steps count when their loads can still matter: a window is a part of the interval, or several whole ones.
         self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
-        self._known = [
-            torch.zeros_like(layer.load) for layer in layers
-        ]  # loads after the last step that counted
+        self._known = [torch.zeros_like(layer.load) for layer in layers]  # loads after the last step that counted
 
     @torch.inference_mode()
     def after_step(self, was_dummy: bool = False) -> bool:

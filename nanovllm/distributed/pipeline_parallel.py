@@ -1,6 +1,6 @@
 """A model in stages: each rank of a pipeline has some of its layers, and hands on what it has computed.
 
-Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
-from nanovllm.life_signs import waiting_for_others
+from nanovllm.distributed.life_signs import waiting_for_others
 
 
 def check_pipeline_parallel(num_layers: int, stages: int) -> None:

@@ -3,7 +3,7 @@
 Over a socket each byte is copied into the kernel and out again, and two processes have to be woken a step. Here a rank
 writes its part where all can read it, counts one up, and waits until the others have.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class SharedCollectives:
         part_bytes: longer tensors go part by part.
     """
 
-    def __init__(
-        self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int
-    ) -> None:
+    def __init__(self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int) -> None:
         library = load_shared_memory_library()
         assert library is not None, "collectives need the compiled functions"
         self.segment, self.ranks, self.name = segment, ranks, name

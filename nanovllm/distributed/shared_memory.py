@@ -1,6 +1,6 @@
 """Memory that several processes of one machine share: a segment without a name, and a queue of messages in it.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 import nanovllm.distributed
-from nanovllm.native_library import BuildError, load_library
+from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,7 @@ def load_shared_memory_library() -> ctypes.CDLL | None:
         return None
     try:
         source = Path(nanovllm.distributed.__path__[0]) / "shared_memory.cpp"
-        library = load_library(
-            [source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name
-        )
+        library = load_library([source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name)
     except BuildError as error:
         logger.warning("shared memory is polled, and summed by gloo: %s", error)
         return None
@@ -74,9 +72,7 @@ def _open(handle: SegmentHandle) -> int:
     descriptor = os.open(handle.path, os.O_RDWR)
     if os.pread(descriptor, len(handle.token), _TOKEN) != handle.token:
         os.close(descriptor)
-        raise OSError(
-            f"{handle.path} is not the segment that was meant: that one is on another machine, or gone"
-        )
+        raise OSError(f"{handle.path} is not the segment that was meant: that one is on another machine, or gone")
     return descriptor
 
 
@@ -138,9 +134,7 @@ class Segment:
         except OSError as error:
             os.close(self._descriptor)
             taken = isinstance(error, BlockingIOError | PermissionError)
-            raise OSError(
-                f"member {member} of the segment is somebody else" if taken else str(error)
-            ) from error
+            raise OSError(f"member {member} of the segment is somebody else" if taken else str(error)) from error
         self._library = load_shared_memory_library()
         self._export = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._export)
@@ -407,12 +401,8 @@ class MessageQueue:
                 self._missing = int.from_bytes(self._read(position, _LENGTH), "little")
                 position += _LENGTH
             arrived = (self._segment.count(0) - self._count) % _MODULUS
-            slots = min(
-                arrived, -(-(position % self.slot_bytes + self._missing) // self.slot_bytes) or 1, self._batch
-            )
-            part = self._read(
-                position, min((self._count + slots) * self.slot_bytes - position, self._missing)
-            )
+            slots = min(arrived, -(-(position % self.slot_bytes + self._missing) // self.slot_bytes) or 1, self._batch)
+            part = self._read(position, min((self._count + slots) * self.slot_bytes - position, self._missing))
             self._count += slots
             self._segment.count_to(self._count)
             self._parts.append(part)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import EngineConfig
-from nanovllm.distributed.data_parallel import engine_grid
+from nanovllm.data.config import EngineConfig
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler import Schedule, StepResult
+from nanovllm.scheduler.data_parallel import engine_grid
+from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 if TYPE_CHECKING:
-    from nanovllm.kv_transfer.control import Mailbox
-    from nanovllm.runner import ModelRunner
+    from nanovllm.kv_transfer.pd.control import Mailbox
+    from nanovllm.runner.runner import ModelRunner
 
 
 class ExecutorError(RuntimeError):
@@ -94,9 +94,9 @@ class InProcessExecutor(Executor):
     is_in_process = True
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        from nanovllm.device import choose_device
         from nanovllm.distributed.groups import initialize_groups
-        from nanovllm.runner import ModelRunner
+        from nanovllm.ops.device import choose_device
+        from nanovllm.runner.runner import ModelRunner
 
         if config.in_lock_step:  # then this process is one rank of several, each with an engine of its own
             grid, rank = engine_grid(config)
@@ -104,9 +104,7 @@ class InProcessExecutor(Executor):
                 grid,
                 rank,
                 init_method=config.data_parallel_address,
-                device="cpu"
-                if choose_device(config.device).type == "cpu"
-                else "cuda:0",  # the only one it sees
+                device="cpu" if choose_device(config.device).type == "cpu" else "cuda:0",  # the only one it sees
                 disable_custom_all_reduce=config.disable_custom_all_reduce,
             )
         self.runner: ModelRunner = ModelRunner(config, model_config, folder)
@@ -122,7 +120,7 @@ class InProcessExecutor(Executor):
         """See `ModelRunner.allocate`."""
         self.runner.allocate(num_blocks, num_host_blocks)
         if self.runner.connector is not None:
-            from nanovllm.kv_transfer.control import Mailbox
+            from nanovllm.kv_transfer.pd.control import Mailbox
 
             mailbox = self._ends = Mailbox()
             self.runner.connector.notify = lambda: mailbox.put(None)
@@ -201,9 +199,7 @@ def with_expert_settings(model_config: ModelConfig, config: EngineConfig) -> Mod
 
         settings = EPLBConfig.from_json(config.eplb_config or "{}")
         moe = replace(
-            moe,
-            num_redundant_experts=settings.num_redundant_experts,
-            shared_as_routed=settings.shared_as_routed,
+            moe, num_redundant_experts=settings.num_redundant_experts, shared_as_routed=settings.shared_as_routed
         )
     return replace(model_config, moe=moe)
 
@@ -216,7 +212,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
         ValueError: no; the message names what would fit.
     """
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.distributed.tensor_parallel import check_tensor_parallel
+    from nanovllm.layers.tensor_parallel import check_tensor_parallel
     from nanovllm.models.moe import check_experts
 
     check_tensor_parallel(model_config, config.tensor_parallel_size)
@@ -243,9 +239,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     import torch
 
     devices = torch.cuda.device_count()
-    here = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if backend == "external_launcher" else config.world_size
-    )
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if backend == "external_launcher" else config.world_size
     if torch.cuda.is_available() and here > devices:
         raise ValueError(
             f"{asked}, {here} of them here, and this machine has {devices} GPUs: "
@@ -256,7 +250,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:
     """In words: the grids of `least` to `most` ranks that a model can be divided into."""
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.distributed.tensor_parallel import check_tensor_parallel
+    from nanovllm.layers.tensor_parallel import check_tensor_parallel
     from nanovllm.models.moe import check_experts
 
     found = []

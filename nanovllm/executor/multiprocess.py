@@ -18,15 +18,15 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.distributed.data_parallel import engine_grid
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
+from nanovllm.distributed.life_signs import SILENCE_SECONDS
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, RemoteRank, uninterrupted
-from nanovllm.life_signs import SILENCE_SECONDS
+from nanovllm.executor.worker import WorkerSetup
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import WorkerSetup
+from nanovllm.scheduler.data_parallel import engine_grid
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class RankProcess(RemoteRank):
         program: the module that runs as the rank.
     """
 
-    program = "nanovllm.worker"
+    program = "nanovllm.executor.worker"
 
     def __init__(self, rank: int, grid: Grid, threads: int) -> None:
         super().__init__(rank, grid)
@@ -125,9 +125,7 @@ class MultiprocessExecutor(RemoteExecutor):
             self._start()
             self.sources = [rank.connection for rank in self.ranks]
             if self._orders is not None:
-                self._orders.wait_until_attached(
-                    SILENCE_SECONDS
-                )  # where its memory has a name, it loses that now
+                self._orders.wait_until_attached(SILENCE_SECONDS)  # where its memory has a name, it loses that now
             if not self.on_gpu:  # NCCL meets when two ranks first talk, gloo has met
                 shutil.rmtree(self._folder, ignore_errors=True)
         except BaseException:

@@ -19,12 +19,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanovllm.config import EngineConfig
+from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.life_signs import Mouth
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank, interface_of, uninterrupted
-from nanovllm.life_signs import Mouth
+from nanovllm.executor.worker import WorkerSetup, run_worker
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import WorkerSetup, run_worker
 
 try:
     import ray
@@ -66,13 +66,7 @@ class RankActor:
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
             self._store = dist.TCPStore(
-                address,
-                port,
-                None,
-                True,
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener.detach(),
+                address, port, None, True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
             )
         return f"tcp://{address}:{port}"
 

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 import psutil
 
-from nanovllm.config import EngineConfig
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
+from nanovllm.distributed.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.kv_transfer.base import KVConnectorOutput, OutputAggregator
-from nanovllm.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
-from nanovllm.scheduler import Schedule, StepResult
+from nanovllm.kv.connector import KVConnectorOutput, OutputAggregator
+from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
 START_SECONDS = 600.0

@@ -26,13 +26,13 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanovllm.config import EngineConfig
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.life_signs import Complaint, Mouth
 from nanovllm.executor.base import check_grid, with_expert_settings
 from nanovllm.executor.remote import START_SECONDS, RemoteExecutor, RemoteRank, interface_of
-from nanovllm.hub import resolve_model
-from nanovllm.life_signs import Complaint, Mouth
+from nanovllm.executor.worker import WorkerSetup, run_worker
 from nanovllm.models.config import ModelConfig
-from nanovllm.worker import WorkerSetup, run_worker
 
 # A follower that hears nothing of rank 0 for so long is alone. Rank 0's program may keep the interpreter to itself meanwhile.
 ORPHAN_SECONDS = 60.0
@@ -64,14 +64,7 @@ class Launch:
         try:
             rank, local_rank, local_world_size, world_size, node, port = (
                 int(os.environ[name])
-                for name in (
-                    "RANK",
-                    "LOCAL_RANK",
-                    "LOCAL_WORLD_SIZE",
-                    "WORLD_SIZE",
-                    "GROUP_RANK",
-                    "MASTER_PORT",
-                )
+                for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")
             )
             return cls(rank, local_rank, local_world_size, world_size, node, os.environ["MASTER_ADDR"], port)
         except KeyError as error:
@@ -83,9 +76,7 @@ class Launch:
     def open_store(self) -> dist.Store:
         """The store of the ranks, which torchrun's agent keeps (or rank 0, if told so); each restart has its own keys."""
         is_host = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(
-            self.address, self.port, None, is_host, wait_for_workers=False, multi_tenant=True
-        )
+        store = dist.TCPStore(self.address, self.port, None, is_host, wait_for_workers=False, multi_tenant=True)
         return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def choose_interface(self) -> None:
@@ -180,12 +171,7 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
 
 def _introduce(launch: Launch, store: dist.Store, config: EngineConfig) -> None:
     """Tell the other ranks who this is, and what it was started with."""
-    card = {
-        "node": launch.node,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "settings": _settings(config),
-    }
+    card = {"node": launch.node, "host": socket.gethostname(), "pid": os.getpid(), "settings": _settings(config)}
     store.set(f"rank {launch.rank}", json.dumps(card))
 
 
@@ -198,9 +184,7 @@ def _meet(launch: Launch, store: dist.Store, config: EngineConfig) -> list[dict[
     deadline = time.monotonic() + START_SECONDS
     while missing := [r for r in range(launch.world_size) if not store.check([f"rank {r}"])]:
         if time.monotonic() > deadline:
-            raise ValueError(
-                f"of {launch.world_size} ranks, {missing} have not come after {START_SECONDS:g} seconds"
-            )
+            raise ValueError(f"of {launch.world_size} ranks, {missing} have not come after {START_SECONDS:g} seconds")
         time.sleep(0.02)
     cards = [json.loads(store.get(f"rank {r}")) for r in range(launch.world_size)]
     for r, card in enumerate(cards):
@@ -278,9 +262,7 @@ class TorchrunExecutor(RemoteExecutor):
         super().__init__(config)
         launch, store = _enter()
         if store.add("engines", 1) > 1:
-            raise ValueError(
-                "the other ranks have followed an engine already: under torchrun, a program can have one"
-            )
+            raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         _introduce(launch, store, config)
         cards = _meet(launch, store, config)
         self.ranks = [RemoteRank(rank, self.grid) for rank in range(launch.world_size)]
@@ -335,9 +317,7 @@ def _enter() -> tuple[Launch, dist.Store]:
     return launch, launch.open_store()
 
 
-def _setup(
-    launch: Launch, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path
-) -> WorkerSetup:
+def _setup(launch: Launch, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> WorkerSetup:
     threads = max(1, torch.get_num_threads() // launch.local_world_size)
     return WorkerSetup(config, model_config, folder, launch.rank, launch.local_rank, "env://", threads)
 

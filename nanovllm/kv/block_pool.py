@@ -1,6 +1,6 @@
 """A pool of equally large KV blocks: reference counts, and a free list that doubles as the prefix cache.
 
-Built by notebooks/11_paged_memory.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/11_paged_memory.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -125,13 +125,9 @@ class BlockPool:
         holders = Counter(block_id for table in tables for block_id in table)
         for block_id, count in enumerate(self.ref_counts):
             if count != holders[block_id]:
-                raise InvariantError(
-                    f"block {block_id} counts {count} holders, {holders[block_id]} tables hold it"
-                )
+                raise InvariantError(f"block {block_id} counts {count} holders, {holders[block_id]} tables hold it")
             if (count == 0) != (block_id in self.free_blocks):
-                raise InvariantError(
-                    f"block {block_id} has {count} holders and is {'' if count else 'not '}free"
-                )
+                raise InvariantError(f"block {block_id} has {count} holders and is {'' if count else 'not '}free")
         hashed = {block_hash: b for b, block_hash in enumerate(self.block_hashes) if block_hash is not None}
         if hashed != self.cached_blocks:
             raise InvariantError("the hash index and the blocks' own hashes differ")

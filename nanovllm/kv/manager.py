@@ -1,6 +1,6 @@
 """Block tables: which blocks hold the keys and values of which request, and what a new request can reuse.
 
-Built by notebooks/12_block_tables.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/12_block_tables.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
+from nanovllm.data.request import Request
 from nanovllm.kv.block_pool import BlockPool, InvariantError
-from nanovllm.request import Request
 
 BlockCopies = list[tuple[int, int]]  # (from block, to block)
 
@@ -192,9 +192,7 @@ class KVCacheManager:
         for request_id, table in self.tables.items():
             computed = live[request_id].num_computed_tokens
             if len(table) * self.block_size < computed:
-                raise InvariantError(
-                    f"{request_id} computed {computed} tokens, its table has {len(table)} blocks"
-                )
+                raise InvariantError(f"{request_id} computed {computed} tokens, its table has {len(table)} blocks")
             self._check_names(live[request_id], table)
             # From the first block that is not full on, a request writes; full blocks are read only.
             for block_id in table[computed // self.block_size :]:

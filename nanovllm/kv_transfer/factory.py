@@ -7,15 +7,15 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.kv_transfer.config import KVTransferConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from nanovllm.config import EngineConfig
-    from nanovllm.kv_transfer.base import KVConnectorScheduler, KVConnectorWorker
+    from nanovllm.data.config import EngineConfig
+    from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
     from nanovllm.models.config import ModelConfig
-    from nanovllm.runner import ModelRunner
+    from nanovllm.runner.runner import ModelRunner
 
 # Name -> its two halves, module and class; imported when chosen.
 _OFFLOADING = ("offloading:OffloadingScheduler", "offloading_worker:OffloadingWorker")
@@ -48,7 +48,7 @@ def create_scheduler_connector(
     Raises:
         ValueError: there is no such connector; the message names those that there are. Or its settings make no sense.
     """
-    from nanovllm.kv_transfer.identity import kv_identity
+    from nanovllm.kv_transfer.transport.identity import kv_identity
 
     assert config.kv_transfer is not None
     identity = kv_identity(config, model_config, folder)
@@ -74,7 +74,7 @@ def create_worker_connector(runner: ModelRunner, kv_caches: dict[int, Tensor]) -
     if config.kv_transfer is None:
         return None
     from nanovllm.distributed.groups import get_tp_group
-    from nanovllm.kv_transfer.layout import KVLayout
+    from nanovllm.kv_transfer.transport.layout import KVLayout
 
     group, cache = get_tp_group(), next(iter(kv_caches.values()))
     layout = KVLayout(

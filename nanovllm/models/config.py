@@ -7,7 +7,7 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.model_files import (
+from nanovllm.checkpoint.files import (
     SAMPLING_DEFAULTS,
     ConfigFile,
     Fields,
@@ -16,8 +16,8 @@ from nanovllm.model_files import (
     check_token_ids,
     read_json,
 )
+from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.models.moe_config import MoEConfig
-from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +162,7 @@ class ModelConfig:
             logit_soft_cap=raw.get("final_logit_softcapping") or 0.0,
             moe=_mixture(raw),
             **(_latent(raw) if traits.get("latent") else {}),
-            eos_token_ids=list(
-                dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))
-            ),
+            eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
             generation_defaults=_sampling_defaults(generation),
         )
         config._check_heads()

@@ -1,6 +1,6 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, and experts in all layers but the first.
 
-Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nanovllm import ops
 from nanovllm.attention.base import Rotary
 from nanovllm.attention.latent import attend_latent
 from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
-from nanovllm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
+from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Layer, Linear, Place, RMSNorm
 from nanovllm.models.llama import MLP, LlamaModel, rotary_table
 from nanovllm.models.moe import MoE, MoEForCausalLM
 
@@ -63,9 +63,7 @@ def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
         # DeepSeek applies the part that is for all channels to the scores; the rotated ones get what is left.
         mscale, all_dim = scaling.get("mscale") or 0.0, scaling.get("mscale_all_dim") or 0.0
         both = mscale > 0 and all_dim > 0
-        scale = (
-            yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
-        )
+        scale = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
     return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
-from nanovllm.distributed.tensor_parallel import VocabParallelEmbedding
+from nanovllm.layers.basic import RMSNorm
+from nanovllm.layers.tensor_parallel import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import RMSNorm
 from nanovllm.models.llama import MLP, LlamaForCausalLM, LlamaModel, SelfAttention
 
 

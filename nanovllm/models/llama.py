@@ -1,6 +1,6 @@
 """Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): packed tokens in, hidden states out.
 
-Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
 from nanovllm.distributed.groups import get_pp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
-from nanovllm.distributed.tensor_parallel import (
+from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
+from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
     QKVParallelLinear,
@@ -25,7 +26,6 @@ from nanovllm.distributed.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.layers import Layer, Linear, Place, RMSNorm
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
@@ -67,9 +67,7 @@ class SelfAttention(nn.Module):
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, config.qkv_bias
         )
-        self.o_proj = RowParallelLinear(
-            config.num_heads * config.head_dim, config.hidden_size, config.output_bias
-        )
+        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -178,9 +176,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = self.model_class(config, max_positions)
-        self.lm_head = if_here(
-            self.model.stage.is_last, ParallelLMHead, config.hidden_size, config.vocab_size
-        )
+        self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.tie_weights()
 
@@ -215,9 +211,7 @@ class LlamaForCausalLM(nn.Module):
         Raises:
             KeyError: a name that does not belong to this architecture.
         """
-        if name.endswith("rotary_emb.inv_freq") or (
-            name == "lm_head.weight" and self.config.tie_word_embeddings
-        ):
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
             return None
         if is_elsewhere(self, name):
             return None
@@ -236,11 +230,7 @@ class LlamaForCausalLM(nn.Module):
         for path, module in self.named_modules():
             if not isinstance(module, Layer):
                 continue
-            fused = [
-                path.removesuffix(whole) + part
-                for part, (whole, _) in self.fused.items()
-                if path.endswith(whole)
-            ]
+            fused = [path.removesuffix(whole) + part for part, (whole, _) in self.fused.items() if path.endswith(whole)]
             for prefix, (kind, _) in product(fused or [path], module.named_parameters()):
                 if (place := self.checkpoint_place(f"{prefix}.{kind}")) is not None:
                     yield f"{prefix}.{kind}", place.whole_shape

@@ -1,6 +1,6 @@
 """From safetensors files to a model in memory, without holding any weight twice.
 
-Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanovllm.model_files import shard_names
-from nanovllm.models.checkpoint_headers import CheckpointHeaders, check_memory
+from nanovllm.checkpoint.files import shard_names
+from nanovllm.checkpoint.headers import CheckpointHeaders, check_memory
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.deepseek import DeepseekForCausalLM
 from nanovllm.models.gemma2 import Gemma2ForCausalLM
@@ -43,9 +43,7 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
         return [folder / name for name in names]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(
-            f"{folder} has no *.safetensors file; convert the checkpoint to safetensors first"
-        )
+        raise CheckpointError(f"{folder} has no *.safetensors file; convert the checkpoint to safetensors first")
     return files
 
 
@@ -72,8 +70,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | 
     """
     # The same memory may have two names (tied weights), so what is filled is counted by storage.
     unfilled = {
-        parameter.untyped_storage()._cdata: (name, parameter.numel())
-        for name, parameter in model.named_parameters()
+        parameter.untyped_storage()._cdata: (name, parameter.numel()) for name, parameter in model.named_parameters()
     }
     filled = dict.fromkeys(unfilled, 0)
     for name, whole in tensors:
@@ -86,9 +83,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | 
         raise CheckpointError(f"the checkpoint does not fill {', '.join(missing[:5])}{more}")
 
 
-def _fill(
-    model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, name_in_file: str
-) -> list[Tensor]:
+def _fill(model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, name_in_file: str) -> list[Tensor]:
     """Copy a tensor to its place; returns all memory that is filled now."""
     try:
         place = model.checkpoint_place(name)
@@ -121,9 +116,7 @@ class RandomTensor:
         dtype, device: of the parts.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], seed: int, name: str, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], seed: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.seed, self.name, self.dtype, self.device = shape, seed, name, dtype, device
         self.block_rows = max(1, DRAWN_AT_ONCE // math.prod(shape[1:]))
 
@@ -141,9 +134,7 @@ class RandomTensor:
         seed = hashlib.sha256(f"{self.seed} {self.name} {first}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(seed[:6], "little"))
         shape = min(self.block_rows, self.shape[0] - first), *self.shape[1:]
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
-            0.0, 0.02, generator=generator
-        )
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=generator)
 
 
 def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor | RandomTensor]]:

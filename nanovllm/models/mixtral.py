@@ -1,6 +1,6 @@
 """Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE: Llama with experts in the place of its MLPs.
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their answers.
 
-Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from nanovllm import ops
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
 from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
-from nanovllm.distributed.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
-from nanovllm.models.layers import Layer, Place
+from nanovllm.layers.basic import Layer, Place
+from nanovllm.layers.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
 from nanovllm.models.llama import FUSED, LlamaForCausalLM, LlamaModel
 from nanovllm.models.moe_config import MoEConfig
 
@@ -37,9 +37,7 @@ def select_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None
     if config.num_groups > 1:
         groups = choice.unflatten(1, (config.num_groups, -1))
         best = groups.amax(-1) if bias is None else groups.topk(min(2, groups.shape[2])).values.sum(-1)
-        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(
-            1, best.topk(config.topk_group).indices, False
-        )
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(config.topk_group).indices, False)
         choice = groups.masked_fill(left_out[:, :, None], float("-inf")).flatten(1)
     experts = choice.topk(config.top_k).indices
     weights = scores.gather(1, experts)
@@ -87,9 +85,7 @@ class Experts(nn.Module):
         w2: `[num_slots, hidden_size, intermediate_size]`, down.
     """
 
-    def __init__(
-        self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator
-    ) -> None:
+    def __init__(self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
         super().__init__()
         self.shard = Shard.equal(intermediate_size, group)
         width = self.shard.size
@@ -174,9 +170,7 @@ class MoE(nn.Module):
         self.dispatcher: ExpertDispatcher | None = None
         holders, num_slots = self.tp, config.num_routed
         if config.enable_expert_parallel:
-            placement = ExpertPlacement.initial(
-                config.num_routed, ep.world_size, config.num_redundant_experts
-            )
+            placement = ExpertPlacement.initial(config.num_routed, ep.world_size, config.num_redundant_experts)
             self.dispatcher, num_slots = ExpertDispatcher(placement, ep), placement.num_slots
             holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # nobody shares an expert
         self.experts = Experts(num_slots, hidden_size, config.intermediate_size, holders)

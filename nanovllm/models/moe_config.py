@@ -45,9 +45,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(
-                f"scoring_func {self.scoring!r} is not supported; supported are softmax, sigmoid"
-            )
+            raise ValueError(f"scoring_func {self.scoring!r} is not supported; supported are softmax, sigmoid")
         if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
             raise ValueError(
                 f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}: "
@@ -80,9 +78,7 @@ class MoEConfig:
         common = {"num_experts": num_experts, "top_k": raw["num_experts_per_tok"]}
         num_layers = raw["num_hidden_layers"]
         if architecture == "MixtralForCausalLM":
-            return cls(
-                **common, intermediate_size=raw["intermediate_size"], sparse_layers=(True,) * num_layers
-            )
+            return cls(**common, intermediate_size=raw["intermediate_size"], sparse_layers=(True,) * num_layers)
         common["intermediate_size"] = raw["moe_intermediate_size"]
         if architecture == "Qwen3MoeForCausalLM":
             step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
@@ -102,9 +98,7 @@ def _deepseek(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
         )
     grouped = method != "greedy"
     return {
-        "sparse_layers": tuple(
-            layer >= first and layer % every == 0 for layer in range(raw["num_hidden_layers"])
-        ),
+        "sparse_layers": tuple(layer >= first and layer % every == 0 for layer in range(raw["num_hidden_layers"])),
         "num_shared_experts": raw.get("n_shared_experts") or 0,
         "scoring": raw.get("scoring_func") or ("sigmoid" if newer else "softmax"),
         "renormalize": bool(raw.get("norm_topk_prob", newer)),

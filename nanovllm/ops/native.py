@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.native_library import BuildError, load_library
 from nanovllm.ops import reference
+from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,7 @@ LINEAR_ALIGNMENT = 32
 PACKED_OUTPUTS, PACKED_INPUTS = 16, 32
 HEAD_ALIGNMENT = 8
 
-_POINTER, _SIZE, _FLOAT, _INT, _BOOL = (
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_float,
-    ctypes.c_int,
-    ctypes.c_bool,
-)
+_POINTER, _SIZE, _FLOAT, _INT, _BOOL = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool)
 # What each kernel returns and takes. Those that return a flag refuse indices that point outside their tensors.
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [None, *[_POINTER] * 3, *[_SIZE] * 4, _FLOAT, _INT],
@@ -73,9 +67,7 @@ def _openmp_runtime() -> str | None:
         mapped = Path("/proc/self/maps").read_text().split()
     except OSError:
         return None
-    return next(
-        (path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))), None
-    )
+    return next((path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))), None)
 
 
 @cache
@@ -261,9 +253,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     kernel = _kernel("pack_weight", weight.dtype) if fits and _has_tiles() else None
     if kernel is None:
         return weight
-    packed = weight.new_empty(
-        outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // 2, 2 * PACKED_OUTPUTS
-    )
+    packed = weight.new_empty(outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // 2, 2 * PACKED_OUTPUTS)
     kernel(weight.data_ptr(), packed.data_ptr(), inner, outputs, torch.get_num_threads())
     return packed
 
@@ -373,7 +363,5 @@ def paged_attention(
         soft_cap,
         torch.get_num_threads(),
     ):
-        raise IndexError(
-            "seq_lens, query_start_loc and block_tables do not agree with each other or the cache"
-        )
+        raise IndexError("seq_lens, query_start_loc and block_tables do not agree with each other or the cache")
     return out

@@ -123,9 +123,7 @@ def gather_sequence(kv_cache: Tensor, block_table: Tensor, first: int, length: i
     """
     block_size = kv_cache.shape[3]
     first_block, last_block = first // block_size, (length - 1) // block_size
-    pages = kv_cache[
-        block_table[first_block : last_block + 1].long()
-    ]  # [blocks, 2, heads, block_size, head_dim]
+    pages = kv_cache[block_table[first_block : last_block + 1].long()]  # [blocks, 2, heads, block_size, head_dim]
     offset = first - first_block * block_size
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, offset : offset + length - first]
     return keys, values

@@ -69,15 +69,7 @@ def _normalise(row, weight, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    num_heads,
-    token_stride,
-    head_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_heads, token_stride, head_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One row of one token. Grid (num_tokens * num_heads,)."""
     row = tl.program_id(0).to(tl.int64)
@@ -91,15 +83,7 @@ def rms_norm_kernel(
 
 @triton.jit
 def add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    x_stride,
-    residual_stride,
-    eps,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """One token: the sum goes into the residual, and its normalised self into `out`. Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -226,9 +210,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     fits = positions.dtype == torch.int64 and positions.is_contiguous() and positions.numel() == num_tokens
-    fits = (
-        fits and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim
-    )
+    fits = fits and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim
     if not fits or not _covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
         return reference.apply_rope(q, k, positions, cos_sin)
     if num_tokens > 0:
@@ -282,12 +264,6 @@ def silu_and_mul(x: Tensor) -> Tensor:
     if out.numel() > 0:
         block = min(triton.next_power_of_2(size), GATE_BLOCK)
         silu_and_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            x,
-            out,
-            x.stride(0),
-            SIZE=size,
-            BLOCK=block,
-            num_warps=_num_warps(2 * block),
-            enable_fp_fusion=True,
+            x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=_num_warps(2 * block), enable_fp_fusion=True
         )
     return out

@@ -83,16 +83,12 @@ def grouped_linear_kernel(
         known = output < num_outputs
         channel = tl.arange(0, TILE_INPUTS)
         x_rows = x_ptr + row[:, None] * x_stride
-        weight_rows = (
-            weight_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * num_inputs
-        )
+        weight_rows = weight_ptr + expert.to(tl.int64) * expert_stride + output.to(tl.int64)[None, :] * num_inputs
         total = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
         for start in range(0, num_inputs, TILE_INPUTS):
             inside = start + channel < num_inputs
             x = tl.load(x_rows + (start + channel)[None, :], mask=ours[:, None] & inside[None, :], other=0.0)
-            weight = tl.load(
-                weight_rows + (start + channel)[:, None], mask=inside[:, None] & known[None, :], other=0.0
-            )
+            weight = tl.load(weight_rows + (start + channel)[:, None], mask=inside[:, None] & known[None, :], other=0.0)
             total = tl.dot(x, weight, total, input_precision="ieee")
         target = out_ptr + row[:, None] * num_outputs + output[None, :]
         tl.store(target, total.to(out_ptr.dtype.element_ty), mask=ours[:, None] & known[None, :])
@@ -101,12 +97,7 @@ def grouped_linear_kernel(
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     num_rows, num_inputs = x.shape
     num_experts, num_outputs, _ = weight.shape
-    fits = (
-        x.dtype in DTYPES
-        and weight.dtype == x.dtype
-        and x.stride(1) == 1
-        and weight.stride()[1:] == (num_inputs, 1)
-    )
+    fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.stride(1) == 1 and weight.stride()[1:] == (num_inputs, 1)
     if not fits or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
         return reference.grouped_linear(x, weight, counts)
     out = x.new_empty(num_rows, num_outputs)

@@ -195,9 +195,7 @@ class RouterApp:
             FAILURES: there is none.
         """
         body = call.with_transfer(transfer.params)
-        answer = await self.backends.send(
-            backend, call.method, call.path, call.headers, body, transfer.producer
-        )
+        answer = await self.backends.send(backend, call.method, call.path, call.headers, body, transfer.producer)
         try:
             self.metrics.processed.labels(backend.url, backend.role).inc()
             if answer.is_stream:
@@ -222,9 +220,7 @@ class RouterApp:
         found = transfer is not None
         self.metrics.transfers.labels("offered" if found else "recomputed").inc()
         if transfer is None and self.config.kv_load_failure_policy == "fail":
-            raise APIError(
-                503, f"no prefill server can be had: {problems(self.prefill)}", code="backend_lost"
-            )
+            raise APIError(503, f"no prefill server can be had: {problems(self.prefill)}", code="backend_lost")
         return transfer or Transfer()
 
     def _from_address(self, call: Call) -> Transfer | None:
@@ -301,9 +297,7 @@ class RouterApp:
             f'<li>{server.role} {server.index}: <a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
             for server in servers
         )
-        return HTMLResponse(
-            f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>"
-        )
+        return HTMLResponse(f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>")
 
     async def health(self, request: Request) -> Response:
         """GET /health."""

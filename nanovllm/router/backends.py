@@ -131,8 +131,7 @@ class Answer:
     def is_stream(self) -> bool:
         """Whether the body is a stream of events."""
         return any(
-            name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in self.headers
+            name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
         )
 
     async def chunk(self) -> bytes | None:
@@ -224,11 +223,7 @@ class Backends:
         waits = self.request_timeout
         timeouts = {"connect": CONNECT_SECONDS, "read": waits, "write": waits, "pool": CONNECT_SECONDS}
         request = httpcore.Request(
-            method,
-            backend.target(path),
-            headers=own + headers,
-            content=body,
-            extensions={"timeout": timeouts},
+            method, backend.target(path), headers=own + headers, content=body, extensions={"timeout": timeouts}
         )
         busy = [backend] if helper is None else [backend, helper]
         for each in busy:

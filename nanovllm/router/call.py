@@ -21,15 +21,7 @@ NOT_PASSED_ON = frozenset(
 # What the one token of a prefill does without. Nothing may end it early: only a prompt that has been computed to its end, and
 # whose answer goes on, is held for a decode server.
 NOT_FOR_PREFILL = frozenset(
-    [
-        "stream_options",
-        "min_tokens",
-        "logprobs",
-        "top_logprobs",
-        "stop",
-        "stop_token_ids",
-        "max_completion_tokens",
-    ]
+    ["stream_options", "min_tokens", "logprobs", "top_logprobs", "stop", "stop_token_ids", "max_completion_tokens"]
 )
 
 

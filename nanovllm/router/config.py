@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from nanovllm.cli import add_address_arguments, positive_seconds, seconds
+from nanovllm.cli.main import add_address_arguments, positive_seconds, seconds
 from nanovllm.server.access import LIMITS
 
 

@@ -20,10 +20,10 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from nanovllm.cli import ServerError, UsageError, listen
-from nanovllm.config import EngineConfig
-from nanovllm.engine_watch import is_stopped, kill_tree
-from nanovllm.hub import resolve_model
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.cli.main import ServerError, UsageError, listen
+from nanovllm.data.config import EngineConfig
+from nanovllm.engine.watch import is_stopped, kill_tree
 from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import routing
 from nanovllm.router.run import RouterServer, backends_of
@@ -183,9 +183,7 @@ class Fleet:
                     break
                 code = ended
             else:
-                raise ServerError(
-                    f"{process.name} ends with exit code {code} whenever it is started; see above"
-                )
+                raise ServerError(f"{process.name} ends with exit code {code} whenever it is started; see above")
 
     def end_silent(self, backend: Backend) -> None:
         """Kill a server that does not answer any more, so that it is started again."""
@@ -212,24 +210,18 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if config.kv_role != "none":
         raise UsageError("--kv-role is given by --prefill and --decode: leave it out")
     if config.trace is not None:
-        raise UsageError(
-            "--trace is one engine's: leave it out, or start the servers and a router one by one"
-        )
+        raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     resolve_model(config.model, config.revision)  # once for all, where the progress can be seen
     listener = listen(arguments)
     try:
-        asyncio.run(
-            _run(Fleet(processes(config, arguments), arguments.shutdown_timeout), config, listener, arguments)
-        )
+        asyncio.run(_run(Fleet(processes(config, arguments), arguments.shutdown_timeout), config, listener, arguments))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(
-    fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
-) -> None:
+async def _run(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
     loop, this_task = asyncio.get_running_loop(), asyncio.current_task()
     assert this_task is not None
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
@@ -242,9 +234,7 @@ async def _run(
         await fleet.stop()
 
 
-async def _route(
-    fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
-) -> None:
+async def _route(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
     urls = [process.url for process in fleet.processes]
     backends = Backends(
         backends_of(urls[: arguments.prefill], urls[arguments.prefill :]),
@@ -274,9 +264,7 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     common = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
     common += ["--show-text"] * arguments.show_text
     roles = ["producer"] * arguments.prefill + ["consumer"] * arguments.decode
-    gpus, shares = divide_gpus(
-        visible_gpus(config), len(roles), config.world_size * config.data_parallel_size
-    )
+    gpus, shares = divide_gpus(visible_gpus(config), len(roles), config.world_size * config.data_parallel_size)
     settings = config_words(config, arguments.kv_load_failure_policy, shares)
     own = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it

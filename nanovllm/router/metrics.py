@@ -24,10 +24,7 @@ class BackendCollector(Collector):
         """One metric a count, with a value for each server."""
         gauges = {
             "worker_health": ("1 if the server gets requests", "is_healthy"),
-            "running_requests": (
-                "Requests that were sent to the server and have not ended",
-                "num_running",
-            ),
+            "running_requests": ("Requests that were sent to the server and have not ended", "num_running"),
         }
         for name, (text, attribute) in gauges.items():
             metric = GaugeMetricFamily(f"nanovllm_router_{name}", text, labels=LABELS)
@@ -44,9 +41,7 @@ class Metrics:
         self.registry.register(BackendCollector(backends))
         self.requests = self._counter("requests", "Requests that have come", "route")
         self.processed = self._counter("processed_requests", "Requests that a server has answered", *LABELS)
-        self.failures = self._counter(
-            "request_errors", "Requests that a server has failed to answer", *LABELS
-        )
+        self.failures = self._counter("request_errors", "Requests that a server has failed to answer", *LABELS)
         self.retries = self._counter("retries", "Requests that were sent to another server")
         self.transfers = self._counter(
             "kv_transfers",

@@ -9,7 +9,7 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from nanovllm.cli import UsageError, keys_of, listen
+from nanovllm.cli.main import UsageError, keys_of, listen
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import RouterConfig, routing
@@ -54,9 +54,7 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
 
 
 async def _run(servers: list[Backend], listener: socket.socket, arguments: argparse.Namespace) -> None:
-    backends = Backends(
-        servers, arguments.api_key, arguments.health_check_interval, arguments.request_timeout
-    )
+    backends = Backends(servers, arguments.api_key, arguments.health_check_interval, arguments.request_timeout)
     access = Access.from_arguments(arguments, listener)
     server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, access=access)
     await server.route()
@@ -98,9 +96,7 @@ class RouterServer(SignalledServer):
         await self.backends.check_all()  # so that the first request finds servers
         self.banner = banner(self.listener, self.name, self.backends.all)
         looking = asyncio.create_task(self.backends.look_after())
-        looking.add_done_callback(
-            lambda task: setattr(self, "should_exit", True)
-        )  # it failed, or all is over
+        looking.add_done_callback(lambda task: setattr(self, "should_exit", True))  # it failed, or all is over
         try:
             await self.serve([self.listener])
         finally:

@@ -125,9 +125,7 @@ def add_access_arguments(parser: argparse._ActionsContainer) -> None:
         "(default: none). The server's own page needs it only behind a reverse proxy that changes the Host header",
     )
     parser.add_argument(
-        "--allow-credentials",
-        action="store_true",
-        help="let pages of --allowed-origins send credentials (CORS)",
+        "--allow-credentials", action="store_true", help="let pages of --allowed-origins send credentials (CORS)"
     )
     for name in ("methods", "headers"):
         parser.add_argument(

@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import nanovllm
-from nanovllm.async_engine import AsyncEngine, EngineDeadError
+from nanovllm.engine.async_engine import AsyncEngine, EngineDeadError
 from nanovllm.server import responses
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.chat import ChatEndpoint, ChatWriter
@@ -112,9 +112,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
         # A million ids take a while. Unlike `decode`, a batch lets the interpreter lock go, so that the thread helps.
-        (text,) = await asyncio.to_thread(
-            tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False
-        )
+        (text,) = await asyncio.to_thread(tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False)
         return json_response(responses.Text(text))
 
 

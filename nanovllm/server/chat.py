@@ -1,15 +1,14 @@
 """/v1/chat/completions: answer a conversation.
 
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from nanovllm.async_engine import AsyncEngine
-from nanovllm.outputs import CompletionOutput
-from nanovllm.portions import in_portions
+from nanovllm.data.outputs import CompletionOutput
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
@@ -31,6 +30,7 @@ from nanovllm.server.responses import (
     Delta,
     TokenLogprob,
 )
+from nanovllm.text.portions import in_portions
 
 
 class ChatEndpoint(Endpoint):
@@ -90,9 +90,7 @@ class ChatWriter:
             for piece in output.outputs
         ]
         generation = self.generation
-        answer = ChatCompletion(
-            generation.id, generation.created, generation.model, choices, generation.usage()
-        )
+        answer = ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage())
         answer.kv_transfer_params = generation.kv_transfer_params
         if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = await plain_prompt_logprobs(output)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from nanovllm.async_engine import AsyncEngine
-from nanovllm.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from nanovllm.portions import in_portions
+from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import (
     SMALLEST_LOGPROB,
@@ -20,6 +19,7 @@ from nanovllm.server.generation import (
 )
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs
+from nanovllm.text.portions import in_portions
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -52,9 +52,7 @@ class CompletionEndpoint(Endpoint):
             prompts = []
             for source in sources:
                 token_ids = (
-                    await self.encode_prompt(source, body.add_special_tokens)
-                    if isinstance(source, str)
-                    else source
+                    await self.encode_prompt(source, body.add_special_tokens) if isinstance(source, str) else source
                 )
                 self.check_length(len(token_ids), body.max_tokens)
                 prompts.append(token_ids)
@@ -74,11 +72,7 @@ class CompletionWriter:
     """
 
     def __init__(
-        self,
-        engine: AsyncEngine,
-        body: CompletionRequest,
-        sources: list[str | list[int]],
-        generation: Generation,
+        self, engine: AsyncEngine, body: CompletionRequest, sources: list[str | list[int]], generation: Generation
     ) -> None:
         self.engine = engine
         self.body = body
@@ -123,9 +117,7 @@ class CompletionWriter:
             completion.usage = None
         return completion
 
-    async def _choice(
-        self, prompt_index: int, output: RequestOutput, piece: CompletionOutput
-    ) -> CompletionChoice:
+    async def _choice(self, prompt_index: int, output: RequestOutput, piece: CompletionOutput) -> CompletionChoice:
         """A piece of one completion; before its first one stands the prompt, if it is to be echoed."""
         body, index = self.body, prompt_index * self.generation.params.n + piece.index
         choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
@@ -169,9 +161,7 @@ class CompletionWriter:
                 top = likeliest(self.engine, position, self.body.logprobs or 0)
                 lists.token_logprobs.append(logprob)
                 # OpenAI's and vLLM's: the likeliest ones, and the token itself even if it is none of them.
-                lists.top_logprobs.append(
-                    encoded({entry.token: entry.logprob for entry in top} | {text: logprob})
-                )
+                lists.top_logprobs.append(encoded({entry.token: entry.logprob for entry in top} | {text: logprob}))
         return lists
 
 

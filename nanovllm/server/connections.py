@@ -17,9 +17,7 @@ from nanovllm.server.errors import ErrorResponse
 def max_connections() -> int:
     """As many as the process may open files, less some that it needs for other things."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(files - RESERVED_FILES, MAX_CONNECTIONS)
-    )
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(files - RESERVED_FILES, MAX_CONNECTIONS)
 
 
 class GuardedProtocol(H11Protocol):

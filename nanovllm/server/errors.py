@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
-from nanovllm.request_stream import RequestFailedError, RequestRefusedError
+from nanovllm.engine.request_stream import RequestFailedError, RequestRefusedError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -63,9 +63,7 @@ class ErrorResponse(JSONResponse):
         return json.dumps(content).encode()
 
 
-def error_body(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON object of an error; also what a stream sends when it fails half-way."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
@@ -76,7 +74,7 @@ def error_body(
 
 def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
     """Status, message, param and code for any exception."""
-    from nanovllm.async_engine import EngineDeadError  # here: `nanovllm replay` has no engine
+    from nanovllm.engine.async_engine import EngineDeadError  # here: `nanovllm replay` has no engine
 
     if isinstance(error, APIError):
         return error.status_code, str(error.detail), error.param, error.code
@@ -125,7 +123,7 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
 
 def install_error_handlers(app: Starlette) -> None:
     """Let every error of the application leave in OpenAI's shape."""
-    from nanovllm.async_engine import EngineDeadError
+    from nanovllm.engine.async_engine import EngineDeadError
 
     async def on_http_error(request: Request, error: Exception) -> ErrorResponse:
         assert isinstance(error, HTTPException)

@@ -1,6 +1,6 @@
 """One HTTP request as one or several engine requests: submitted together, read together, closed together.
 
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.course build`.
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fastapi.responses import Response, StreamingResponse
 from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.async_engine import AsyncEngine
-from nanovllm.kv_transfer.plan import TransferParams
-from nanovllm.long_texts import TooManyTokensError
-from nanovllm.outputs import Logprob, OutputCollector, RequestOutput
-from nanovllm.portions import in_portions
-from nanovllm.request_stream import RequestStream
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.data.outputs import Logprob, OutputCollector, RequestOutput
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.engine.request_stream import RequestStream
+from nanovllm.kv_transfer.pd.plan import TransferParams
 from nanovllm.server.errors import APIError, describe, error_body
 from nanovllm.server.protocol import ChatBody, SamplingBody
 from nanovllm.server.rendering import RENDERER
 from nanovllm.server.responses import PromptTokensDetails, TopLogprob, Usage
 from nanovllm.server.shares import note_request, place
+from nanovllm.text.long_texts import TooManyTokensError
+from nanovllm.text.portions import in_portions
 
 logger = logging.getLogger("nanovllm.server")
 

@@ -28,9 +28,7 @@ _LARGE_FIELDS = (
     "tools",
     "chat_template_kwargs",
 )
-_LargeFields = msgspec.defstruct(
-    "_LargeFields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LARGE_FIELDS]
-)
+_LargeFields = msgspec.defstruct("_LargeFields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LARGE_FIELDS])
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 
 

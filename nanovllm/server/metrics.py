@@ -12,30 +12,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nanovllm.async_engine import AsyncEngine
-from nanovllm.outputs import CompletionOutput
-from nanovllm.request_stream import EngineObserver, RequestTimes
+from nanovllm.data.outputs import CompletionOutput
+from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.engine.request_stream import EngineObserver, RequestTimes
 
-FIRST_TOKEN_BUCKETS = (
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-)
+FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
@@ -67,10 +48,7 @@ class EngineCollector(Collector):
                 "Prompt tokens whose KV was asked for elsewhere",
                 "num_external_queried_tokens",
             ),
-            "external_prefix_cache_hits": (
-                "Prompt tokens whose KV has come from elsewhere",
-                "num_external_hit_tokens",
-            ),
+            "external_prefix_cache_hits": ("Prompt tokens whose KV has come from elsewhere", "num_external_hit_tokens"),
         }
         for family, counts in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, attribute) in counts.items():
@@ -104,15 +82,10 @@ class Metrics(EngineObserver):
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
         ended = Counter(
-            "nanovllm:request_success",
-            "Completions that ended",
-            [*LABELS, "finished_reason"],
-            registry=self.registry,
+            "nanovllm:request_success", "Completions that ended", [*LABELS, "finished_reason"], registry=self.registry
         )
         reasons = ("stop", "length", "abort")
-        self._ended = [
-            {reason: ended.labels(*labels, reason) for reason in reasons} for labels in self._labels
-        ]
+        self._ended = [{reason: ended.labels(*labels, reason) for reason in reasons} for labels in self._labels]
         engine.observer = self
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:

@@ -93,9 +93,7 @@ class OriginMiddleware:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self.access.knows_host(host) and not is_plain_http_1_0(headers):
             name = host_name(host) or "NAME"
-            message = (
-                f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
-            )
+            message = f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
             return ErrorResponse(403, message, code="host_not_allowed")
         if self.access.knows_origin(origin):
             return None
@@ -105,9 +103,7 @@ class OriginMiddleware:
         site = headers.get("sec-fetch-site", "none")
         if site in ("none", "same-origin") or is_link(scope, headers):
             return None
-        message = (
-            f"a page of another site (Sec-Fetch-Site: {site}) may not use this server: see --allowed-origins"
-        )
+        message = f"a page of another site (Sec-Fetch-Site: {site}) may not use this server: see --allowed-origins"
         return ErrorResponse(403, message, code="origin_not_allowed")
 
 
@@ -179,11 +175,7 @@ class BodyLimitMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        paths: Collection[str],
-        limit: int = MAX_BODY_BYTES,
-        held_limit: int = MAX_HELD_BYTES,
+        self, app: ASGIApp, paths: Collection[str], limit: int = MAX_BODY_BYTES, held_limit: int = MAX_HELD_BYTES
     ) -> None:
         self.app, self.paths = app, paths
         self.limit, self.held_limit = limit, held_limit
@@ -244,9 +236,7 @@ class BodyLimitMiddleware:
     async def _refuse(self, error: APIError, receive: Receive, send: Send) -> None:
         headers = {"Connection": "close"} | dict(error.headers or {})
         refusal = ErrorResponse(error.status_code, error.detail, error.param, error.code, headers)
-        await send(
-            {"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers}
-        )
+        await send({"type": "http.response.start", "status": refusal.status_code, "headers": refusal.raw_headers})
         await send({"type": "http.response.body", "body": refusal.body, "more_body": True})
         # The answer is on its way. Closing now, with data unread, would make the client's system throw it away.
         await discard_body(receive)

@@ -20,8 +20,8 @@ from nanovllm.server.middleware import protect
 from nanovllm.server.signalled import SignalledServer
 
 PACKAGE = pathlib.Path(nanovllm.__file__).parent
-# The page itself, and the pictures that it shares with the notebooks. (`nanovllm.viz` is not imported: it needs matplotlib.)
-FOLDERS = (PACKAGE / "server" / "web", PACKAGE / "viz" / "web")
+# The page itself, and the pictures that it shares with the notebooks. (`nanovllm.lab.viz` is not imported: it needs matplotlib.)
+FOLDERS = (PACKAGE / "server" / "web", PACKAGE / "trace" / "web")
 MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -76,10 +76,7 @@ def file_response(name: str) -> Response:
     Raises:
         HTTPException: there is none (404).
     """
-    if (
-        re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII)
-        and (suffix := pathlib.PurePath(name).suffix) in MEDIA_TYPES
-    ):
+    if re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) and (suffix := pathlib.PurePath(name).suffix) in MEDIA_TYPES:
         for folder in FOLDERS:
             if (folder / name).is_file():
                 return Response((folder / name).read_bytes(), media_type=MEDIA_TYPES[suffix], headers=HEADERS)
@@ -123,7 +120,7 @@ class ReplayServer(SignalledServer):
 ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
 TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "What the engine does, a line of JSON a step (see nanovllm/trace_format.py): first the header, then all "
+        "description": "What the engine does, a line of JSON a step (see nanovllm/trace/format.py): first the header, then all "
         "steps from now on, until the server ends. Nobody's text or token ids, unless the server runs with --show-text.",
         "content": {TRACE_MEDIA_TYPE: {"schema": {"type": "string"}}},
     }

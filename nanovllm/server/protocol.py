@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
-from nanovllm.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.data.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.errors import APIError
 
 logger = logging.getLogger("nanovllm.server")
@@ -104,9 +104,7 @@ class Body(BaseModel):
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value and value not in UNSUPPORTED[name]:
-                    raise APIError(
-                        400, f"{name} is not supported by this server", name, "unsupported_parameter"
-                    )
+                    raise APIError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
             elif name not in HARMLESS and name not in _warned and len(_warned) < MAX_WARNINGS:
                 _warned.add(name)
                 logger.warning("ignoring the unknown request field %.100r", name)
@@ -118,9 +116,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = Field(None, description="send a last chunk with the numbers of tokens")
-    continuous_usage_stats: bool | None = Field(
-        None, description="with include_usage: in every chunk, so far"
-    )
+    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in every chunk, so far")
 
 
 class SamplingBody(Body):
@@ -149,8 +145,7 @@ class SamplingBody(Body):
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
     kv_transfer_params: dict[str, Any] | None = Field(
-        None,
-        description="from a router: where the prompt's KV comes from, or that another server will want it",
+        None, description="from a router: where the prompt's KV comes from, or that another server will want it"
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -276,9 +271,7 @@ class ChatBody(Body):
                     raise APIError(400, f"messages[{i}].{name} is not supported by this server", "messages")
         variables = self.chat_template_kwargs or {}
         if taken := self.TEMPLATE_VARIABLES_IN_USE & variables.keys():
-            raise APIError(
-                400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs"
-            )
+            raise APIError(400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs")
         continued = bool(self.continue_final_message)
         generation_prompt = self.add_generation_prompt
         return {
@@ -317,6 +310,4 @@ class KVReleaseRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    remote_request_id: str = Field(
-        max_length=1000, description="as the prefill server's kv_transfer_params name it"
-    )
+    remote_request_id: str = Field(max_length=1000, description="as the prefill server's kv_transfer_params name it")

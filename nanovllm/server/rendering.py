@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.server.errors import APIError
 
 if TYPE_CHECKING:
-    from nanovllm.async_engine import AsyncEngine
+    from nanovllm.engine.async_engine import AsyncEngine
 
 
 class ChatRenderer:
@@ -36,9 +36,7 @@ class ChatRenderer:
         self._num_chats += 1
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._thread, lambda: engine.tokenizer.apply_chat_template(**arguments)
-            )
+            return await loop.run_in_executor(self._thread, lambda: engine.tokenizer.apply_chat_template(**arguments))
         finally:
             self._num_chats -= 1
 

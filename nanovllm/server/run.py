@@ -9,7 +9,7 @@ import socket
 
 from fastapi import FastAPI
 
-from nanovllm.async_engine import AsyncEngine
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.app import create_app
 from nanovllm.server.listen import ready_message

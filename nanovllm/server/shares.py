@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.server.errors import APIError
 
 if TYPE_CHECKING:
-    from nanovllm.async_engine import AsyncEngine
-    from nanovllm.request_stream import RequestStream
+    from nanovllm.engine.async_engine import AsyncEngine
+    from nanovllm.engine.request_stream import RequestStream
 
 
 class Share:

@@ -1,0 +1,103 @@
+"""How an engine shares KV with others: plain data, under vLLM's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+ROLES = ("kv_producer", "kv_consumer", "kv_both")
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
+
+
+@dataclass
+class KVTransferConfig:
+    """Settings of a connector.
+
+    Attributes:
+        kv_connector: a name in `factory.CONNECTORS`.
+        kv_role: whether the engine computes KV for others, takes it from others, or both.
+        kv_ip, kv_port: where others may ask for it; port 0 is any free one.
+        kv_load_failure_policy: what becomes of a request whose KV does not come: it is computed here, or the request fails.
+        kv_connector_extra_config: what only this connector knows.
+        engine_id: how others know this engine; unique.
+
+    Raises:
+        ValueError: a value that makes no sense; the message names the fix.
+    """
+
+    kv_connector: str = "local"
+    kv_role: str = "kv_both"
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 0
+    kv_load_failure_policy: str = "recompute"
+    kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
+    engine_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.kv_role.startswith("kv_"):
+            self.kv_role = f"kv_{self.kv_role}"
+        self.engine_id = self.engine_id or uuid.uuid4().hex
+        for name, allowed in (("kv_role", ROLES), ("kv_load_failure_policy", LOAD_FAILURE_POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if not isinstance(self.kv_port, int) or not 0 <= self.kv_port < 65536:
+            raise ValueError(f"kv_port must be a number from 0 to 65535, got {self.kv_port!r}")
+        if not isinstance(self.kv_connector_extra_config, dict):
+            raise ValueError(f"kv_connector_extra_config must be a JSON object, got {self.kv_connector_extra_config!r}")
+
+    @property
+    def is_producer(self) -> bool:
+        """Computes KV for others."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def is_consumer(self) -> bool:
+        """Takes KV from others."""
+        return self.kv_role != "kv_producer"
+
+    def extra(self, name: str, default: Any) -> Any:
+        """A setting of the connector's own, of the same type as its default.
+
+        Raises:
+            ValueError: it has another type.
+        """
+        value = self.kv_connector_extra_config.get(name, default)
+        kind = (int, float) if isinstance(default, float) else type(default)
+        if not isinstance(value, kind) or isinstance(value, bool) != isinstance(default, bool):
+            raise ValueError(f"kv_connector_extra_config: {name} must be a {type(default).__name__}, got {value!r}")
+        return value
+
+    def check_extra(self, *known: str) -> None:
+        """Refuse settings of the connector's own that it does not know.
+
+        Raises:
+            ValueError: there is one; the message tells the known ones.
+        """
+        if unknown := sorted(self.kv_connector_extra_config.keys() - set(known)):
+            raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {', '.join(known)}")
+
+    @classmethod
+    def values_from_json(cls, text: str) -> dict[str, Any]:
+        """Settings as they stand on a command line, by name.
+
+        Raises:
+            ValueError: not a JSON object, or a name that nobody knows; the message tells the known ones.
+        """
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise ValueError(
+                f'kv_transfer_config must be a JSON object such as {{"kv_connector": "local"}}, got {text}'
+            )
+        names = [f.name for f in dataclasses.fields(cls)]
+        if unknown := sorted(values.keys() - set(names)):
+            raise ValueError(f"kv_transfer_config: {unknown[0]!r} is unknown; there are {', '.join(names)}")
+        for f in dataclasses.fields(cls):
+            if f.type == "str" and not isinstance(values.get(f.name, ""), str):
+                raise ValueError(f"kv_transfer_config: {f.name} must be a string, got {values[f.name]!r}")
+        return values

@@ -1,0 +1,146 @@
+"""A request on its way through the engine: plain data, no tensor, no queue.
+
+The life of a request's tokens, as half-open intervals over `token_ids`:
+
+    0        num_cached      num_computed           num_prompt        num_tokens
+    |-- from cache --|-- computed --|-- still to compute --|-- sampled --|
+
+The scheduler's one rule is to move `num_computed_tokens` towards `num_tokens`. A prompt that is being read, a
+token that was just sampled, a prefix found in the cache and a request that was thrown out and starts again are
+all this rule at different distances. While a step runs, `num_pending_tokens` more are on their way, which may be scheduled
+before anybody has seen them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.data.sampling_params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """In which of the scheduler's queues a request stands."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"  # waiting, with blocks, for keys and values from elsewhere
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+@dataclass
+class EngineRequest:
+    """What the front end hands to the engine: token ids in, one sequence out.
+
+    Attributes:
+        request_id: unique among unfinished requests.
+        prompt_token_ids: at least one token id.
+        sampling_params: with `max_tokens` and `seed` already filled in, and `n == 1`.
+        eos_token_ids: ids that end the sequence unless `ignore_eos`.
+        arrival_time: seconds since the epoch, from the process that received the request.
+        priority: smaller runs earlier (with the `priority` policy).
+        cache_salt: requests with different salts never share cached blocks.
+        kv_transfer_params: what another engine, or a router, says of the request's keys and values.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    eos_token_ids: list[int] = field(default_factory=list)
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Request:
+    """The scheduler's view of one sequence."""
+
+    def __init__(self, source: EngineRequest, arrival_index: int = 0) -> None:
+        self.request_id = source.request_id
+        self.sampling_params = source.sampling_params
+        self.cache_salt = source.cache_salt
+        self.kv_transfer_params = source.kv_transfer_params
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.token_ids = list(source.prompt_token_ids)
+        self.stop_token_ids = frozenset(source.sampling_params.stop_token_ids)
+        self.eos_token_ids = frozenset() if source.sampling_params.ignore_eos else frozenset(source.eos_token_ids)
+        # Requests run, wait and are preempted in the order of this key.
+        self.order = (source.priority, arrival_index)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = -1  # -1: not admitted yet
+        self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: nowhere
+        self.num_external_tokens = 0  # behind its cached prefix, of those on their way from elsewhere
+        self.num_sent_tokens = 0  # how many of token_ids the runner has been told
+        self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
+        self.num_preemptions = 0
+        self.block_hashes: list[bytes] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known so far: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens, known or pending, whose keys and values are not computed yet."""
+        return len(self.token_ids) + self.num_pending_tokens - self.num_computed_tokens
+
+    @property
+    def in_prefill(self) -> bool:
+        """True while more than the newest token has to be computed."""
+        return self.num_missing_tokens > 1 or self.num_output_tokens + self.num_pending_tokens == 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self.status.value}, computed {self.num_computed_tokens} of {self.num_tokens} "
+            f"tokens, {self.num_output_tokens} sampled)"
+        )
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probabilities at one position: the chosen token first, then the likeliest ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the chosen token; 1 is the likeliest
+
+
+@dataclass
+class EngineOutput:
+    """What one step gave one request.
+
+    Attributes:
+        new_token_ids: tokens sampled in this step.
+        logprobs: one entry a new token, if asked for.
+        prompt_logprobs: entries for the prompt tokens from position `prompt_logprobs_start` on.
+        finish_reason: "stop", "length", "abort" or "error" when the request has ended.
+        stop_reason: the stop token id that ended it, if one did.
+        num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values came from elsewhere.
+        engine: which of several engines says so.
+        kv_transfer_params: what the client should tell the engine that goes on with the request.
+        error: what went wrong, if that is the finish reason.
+    """
+
+    request_id: str
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs_start: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    engine: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
+    error: str = ""

@@ -1,0 +1,418 @@
+"""The engine for a server: many callers at once, each with a stream of its own, none waiting for another.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import EngineStats, RequestOutput
+from nanovllm.data.request import EngineOutput
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.engine.request_stream import (
+    EngineObserver,
+    RequestFailedError,
+    RequestRefusedError,
+    RequestStream,
+    RequestTimes,
+)
+from nanovllm.engine.watch import EngineProcess
+from nanovllm.text.long_texts import LongTexts
+from nanovllm.text.portions import early_portions
+from nanovllm.text.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
+
+logger = logging.getLogger("nanovllm")
+
+# Prompts of so many characters or token ids are prepared in a thread, so that nobody else has to wait for that.
+LONG_PROMPT = 4096
+# What an engine process said last may still be on its way when its end is noticed.
+LAST_WORDS_SECONDS = 0.1
+
+
+class EngineDeadError(RuntimeError):
+    """The engine's process has ended; nothing can be generated any more."""
+
+
+class EngineStartError(ValueError):
+    """The engine cannot start with these settings; the message says why."""
+
+
+class AsyncEngine:
+    """An engine process, and everybody who waits for its answers. `await AsyncEngine.start(config)` makes one.
+
+    Attributes:
+        config: the settings.
+        tokenizer: the model's tokenizer.
+        limits: what the engine can take.
+        stats: where it stood after its latest step.
+        error: why it ended; None while it lives.
+        died: set when it has ended without having been told to.
+        num_preparing: sequences that have been let in, and are still prepared for the engine.
+        observer: who is told what happens.
+        broadcasts: those who look on, of each of the engines that data parallelism has.
+    """
+
+    tokenizer: Tokenizer
+    limits: EngineLimits
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+    _long_texts: LongTexts
+
+    def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
+        self.config = config
+        self._show_text = show_text
+        self.stats = EngineStats()
+        self.error: str | None = None
+        self.died = asyncio.Event()
+        self.observer = EngineObserver()
+        self.broadcasts: list[StepBroadcast] = []
+        self._streams: dict[str, RequestStream] = {}
+        self._texts: RequestTexts | None = None
+        self._num_sent = self._num_taken = self.num_preparing = 0
+        self._closing = self._ready = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: EngineProcess | None = None
+        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="nanovllm-"))  # for this user alone
+        self._context = zmq.Context()
+        self._commands = self._context.socket(zmq.PUSH)
+        self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
+        # Neither side ever waits for the other. Commands under way are bounded by the requests; reports, and the lines
+        # of steps in them, by how soon this side reads them.
+        for socket in (self._commands, self._reports):
+            socket.set_hwm(0)
+
+    # ---------------------------------------------------------------- start
+
+    @classmethod
+    async def start(cls, config: EngineConfig, show_text: bool = False) -> AsyncEngine:
+        """Start the engine's process and wait until it can take requests.
+
+        Args:
+            config: the settings.
+            show_text: whoever looks on may read prompts and answers.
+
+        Raises:
+            ValueError: no such model (`ModelNotFoundError`), or settings that do not fit (`EngineStartError`).
+            EngineDeadError: the process ended while it was starting.
+        """
+        # Fetched here, since a download shows its progress and can be interrupted.
+        folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
+        tokenizer_folder = folder
+        if config.tokenizer is not None:
+            tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
+        engine = cls(config, show_text)
+        name = config.served_model_name or config.model
+        try:
+            engine._start_process(dataclasses.replace(config, model=str(folder), served_model_name=name))
+            # The tokenizer loads here while the other process imports torch and loads the weights.
+            try:
+                engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
+            except ValueError as error:
+                raise EngineStartError(str(error)) from error
+            ready = await engine._wait_until_ready()
+        except BaseException:
+            await engine.shutdown()
+            raise
+        assert ready.limits is not None, "the first report says that the engine is ready"
+        engine.limits = ready.limits
+        engine._texts = RequestTexts(engine.tokenizer) if show_text else None
+        engine.broadcasts = [
+            StepBroadcast(settings | {"model": name, "live": True}, partial(engine._order, i), engine._texts)
+            for i, settings in enumerate(ready.trace_settings)
+        ]
+        engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
+        engine.output_processor = OutputProcessor(engine.tokenizer)
+        engine._long_texts = LongTexts(engine.tokenizer)
+        engine._tasks.append(asyncio.create_task(engine._read_reports()))
+        return engine
+
+    def _start_process(self, config: EngineConfig) -> None:
+        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
+        self._commands.bind(addresses[0])
+        self._reports.bind(addresses[1])
+        self._process = EngineProcess(run_engine, config, *addresses)
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+        self._tasks.append(asyncio.create_task(self._process.watch(on_hang=self._die)))
+
+    async def _wait_until_ready(self) -> Report:
+        while not await self._reports.poll(20):
+            if self.error is not None:
+                raise EngineDeadError(self.error)
+        report = msgspec.msgpack.decode(await self._reports.recv(), type=Report)
+        if report.fatal:
+            raise (EngineStartError if report.user_error else EngineDeadError)(report.fatal)
+        # Both sides are connected, so nobody needs the sockets' names any more, and nothing is left behind even if
+        # this process is killed.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._ready, self.stats = True, report.stats
+        assert self._process is not None
+        self._process.expect_heartbeats()
+        return report
+
+    # ---------------------------------------------------------------- requests
+
+    @property
+    def is_alive(self) -> bool:
+        """True while the engine can take requests."""
+        return self.error is None and not self._closing
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
+        """False if, with so many sequences more, over `max_num_waiting` would have to wait (default: the setting)."""
+        limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
+        if not self._streams and not self.num_preparing:
+            return True
+        on_their_way = self._num_sent - self._num_taken + self.num_preparing
+        waiting = self.stats.num_waiting + self.stats.num_swapped
+        # As long as some wait, whatever comes next has to wait too.
+        places = self.config.max_num_seqs * self.config.data_parallel_size
+        free_places = 0 if waiting else places - self.stats.num_running
+        return waiting + on_their_way + num_sequences - free_places <= limit
+
+    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """The token ids of a text, however long, without blocking the event loop.
+
+        Raises:
+            ValueError: the text is not valid Unicode, or has more than `most` tokens; see `LongTexts.encode`.
+        """
+        if len(text) <= LONG_PROMPT:
+            return self.tokenizer.encode(text, add_special_tokens)
+        return await self._long_texts.encode(text, add_special_tokens, most)
+
+    async def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> RequestStream:
+        """Queue a request, and return the stream of its answer, which the caller reads to its end or closes.
+
+        Raises:
+            ValueError: a bad prompt, or an id in use.
+            EngineDeadError: the engine has ended.
+        """
+        process = self.input_processor.process
+        content = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, dict) else prompt
+        if len(content or ()) <= LONG_PROMPT:
+            text, requests = process(request_id, prompt, params, priority)
+        else:
+            text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
+        if not self.is_alive:
+            raise EngineDeadError(self.error or "the engine is shutting down")
+        try:
+            command = msgspec.msgpack.encode(Command(add=requests))
+        except (OverflowError, UnicodeEncodeError) as error:  # a number of over 64 bits; half of a surrogate pair
+            raise ValueError(f"the request cannot be sent to the engine: {error}") from error
+        self.output_processor.add(request_id, text, requests)
+        if self._texts is not None:
+            self._texts.expect(request_id, text, requests)
+        times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
+        stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
+        self._num_sent += len(requests)
+        self._send_encoded(command)
+        return stream
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream a request's answer; see `add_request`. Closing the iterator, or cancelling the task that reads it,
+        ends the request within a step."""
+        stream = await self.add_request(request_id, prompt, params, priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    def abort(self, request_id: str) -> None:
+        """End a request within a step. Its reader gets what has come so far, with finish reason "abort"."""
+        state = self.output_processor.requests.get(request_id)
+        if state is None:
+            return
+        unfinished = [key for key, completion in state.completions.items() if not completion.finished]
+        self._send(Command(abort=dict.fromkeys(unfinished, "abort")))
+        self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
+
+    def release_kv(self, sequence_id: str) -> None:
+        """Stop holding the KV of a sequence that has ended (`remote_request_id`), unless a decode server is reading it."""
+        if self.output_processor.owner(sequence_id) is None:
+            self._send(Command(abort={sequence_id: "abort"}))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; requests that come after this find none."""
+        self._send(Command(order="reset_prefix_cache"))
+
+    def watch(self, engine: int = 0) -> StepStream:
+        """Look on: the lines of the engine's trace (of one of several), as they come, in whole. Costs nothing while nobody
+        does. The reader closes the stream, unless it has come to its end, which is that of the engine.
+
+        Raises:
+            ValueError: there is no such engine; names those that there are.
+        """
+        last = len(self.broadcasts) - 1
+        if not 0 <= engine <= last:
+            fitting = f"from 0 to {last}" if last else "0, the only one"
+            raise ValueError(f"engine must be {fitting}, not {engine}")
+        return self.broadcasts[engine].watch()
+
+    def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
+        self._send(Command(order=order, engine=engine, show_tokens=self._show_text))
+
+    def _forget(self, request_id: str) -> None:
+        self.abort(request_id)
+        self._streams.pop(request_id, None)
+
+    def _send(self, command: Command) -> None:
+        self._send_encoded(msgspec.msgpack.encode(command))
+
+    def _send_encoded(self, command: bytes) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._commands.send(command, zmq.NOBLOCK)
+        except zmq.Again:  # nobody is at the other end any more
+            self._die(self._exit_reason())
+
+    # ---------------------------------------------------------------- reports
+
+    async def _read_reports(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Report)
+        try:
+            while True:
+                report = decoder.decode(await self._reports.recv())
+                if report.fatal:
+                    return self._die(report.fatal)
+                for output in early_portions(report.outputs):
+                    self._deliver([output], report.time)
+                    await asyncio.sleep(0)
+                self._take(report)
+                await asyncio.sleep(0)  # many reports at once must not keep the readers waiting
+        except Exception as error:  # a bug on this side, which must not leave everybody waiting for ever
+            logger.exception("the engine's reports cannot be read")
+            self._die(f"{type(error).__name__}: {error}")
+
+    def _take(self, report: Report) -> None:
+        self.stats, self._num_taken = report.stats, report.num_taken
+        self.observer.step(report.stats)
+        for sequence_id, reason in report.refused.items():
+            stream = self._streams.get(self.output_processor.owner(sequence_id) or "")
+            if stream is not None:
+                stream.fail(RequestRefusedError(reason))
+        self._deliver(report.outputs, report.time)
+        for i, broadcast in enumerate(self.broadcasts):
+            broadcast.put(report.steps.get(i, ()))
+
+    def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
+        news, stopped = self.output_processor.process(outputs)
+        if stopped:
+            self._send(Command(abort=dict.fromkeys(stopped, "stop")))
+        for output in news:
+            if self._texts is not None:
+                self._texts.add(output)
+            stream = self._streams[output.request_id]
+            self._note_times(stream.times, output, now)
+            if output.error:
+                stream.fail(RequestFailedError(output.error))
+            else:
+                stream.put(output)
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _note_times(self, times: RequestTimes, output: RequestOutput, now: float) -> None:
+        for piece in output.outputs:
+            self.observer.tokens(times, piece, now)
+            if piece.token_ids:
+                times.first_token = times.first_token or now
+                times.last_token[piece.index] = now
+        if output.finished:
+            self.observer.finished(times, output.outputs[-1], now)
+
+    # ---------------------------------------------------------------- the end
+
+    def _on_exit(self) -> None:
+        """The process has ended, told to or not."""
+        assert self._process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
+        loop.call_later(LAST_WORDS_SECONDS, self._die, self._exit_reason())
+
+    def _exit_reason(self) -> str:
+        assert self._process is not None
+        self._process.join(1)
+        return f"the engine process has ended with exit code {self._process.exitcode}"
+
+    def _die(self, reason: str) -> None:
+        if self.error is not None or self._closing:
+            return
+        self.error = f"the engine is dead: {reason}"
+        logger.error(self.error)
+        self._end_broadcasts()
+        self._fail_all(self.error)
+        self.died.set()
+
+    def _fail_all(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(reason))
+
+    async def drain(self, timeout: float) -> None:
+        """Wait until every request has ended, and abort those that have not after `timeout` seconds. Those who look on
+        see it to the end, and nobody waits for them."""
+        deadline = time.monotonic() + timeout
+        while self._streams and self.error is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for request_id in list(self._streams):
+            self.abort(request_id)
+        self._end_broadcasts()
+
+    def _end_broadcasts(self) -> None:
+        for broadcast in self.broadcasts:
+            broadcast.end()
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Let requests end for so many seconds, abort the others, and end the process."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._ready:
+            await self.drain(drain_timeout)
+            self._fail_all("the engine was shut down")
+            self._long_texts.close()
+        await self._stop_process()
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for socket in (self._commands, self._reports):
+            socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _stop_process(self) -> None:
+        if self._process is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if self._ready:
+            self._send(Command(order="shutdown"))
+        await self._process.end(was_told=self._ready)
+        self.error = self.error or "the engine was shut down"

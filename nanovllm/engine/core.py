@@ -1,0 +1,402 @@
+"""The engine: scheduler, memory and runner in one loop. It knows token ids, not text, and nothing of HTTP.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput, EngineRequest, Request
+from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.executor.base import create_executor, with_expert_settings
+from nanovllm.kv.block_pool import InvariantError
+from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv_transfer.factory import create_scheduler_connector
+from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
+from nanovllm.models.config import ModelConfig
+from nanovllm.scheduler.data_parallel import Waves
+from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.text.processor import EngineLimits
+from nanovllm.trace.recorder import RecordSink, StepRecorder, trace_settings
+from nanovllm.trace.trace import StepRecord, Trace
+
+if TYPE_CHECKING:
+    from nanovllm.runner.runner import ModelRunner
+
+
+@dataclass
+class StepUnderWay:
+    """A step that was launched: its plan, what waits for its results, its record if anybody watches, and its wave."""
+
+    plan: Schedule
+    wait: Callable[[], StepResult]
+    record: StepRecord | None
+    start: float
+    wave: int
+
+
+class EngineCore:
+    """Owns one model and its memory, and moves all requests forward, a step at a time.
+
+    Args:
+        config: the settings; what they leave open is filled in here.
+        trace: where every step is recorded; by default a file if `config.trace` names one, else nowhere.
+
+    Attributes:
+        waves: when to compute, if this engine is in lock-step with others; see `Waves`.
+    """
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        self.config = config
+        folder = resolve_model(config.model, config.revision)
+        self.model_config = with_expert_settings(ModelConfig.from_pretrained(folder), config)
+        self.executor = create_executor(config, self.model_config, folder)
+        try:
+            num_blocks, num_host_blocks = self._allocate()
+            self.connector = self._connect(folder)
+        except BaseException:
+            self.executor.close()
+            raise
+        self.trace = trace
+        if trace is None and config.trace is not None:
+            self.trace = Trace(config.trace)
+        if self.trace is not None:
+            self.trace.settings["model"] = config.served_model_name or config.model
+        self._open_books(num_blocks, num_host_blocks)
+        self.waves = Waves()
+        self._under_way: deque[StepUnderWay] = deque()
+        # Steps that may be under way when `step` returns: those that the next one has to be planned without.
+        self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
+        self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
+        if self.trace is not None:
+            self.trace.settings |= self.trace_settings
+        self.num_steps = 0
+        self._num_idle_steps = 0  # since something was computed last
+        self._num_added = 0
+        self._started = time.perf_counter()
+        self._last_results = 0.0  # when the last step's results came, in seconds since then
+
+    def _allocate(self) -> tuple[int, int]:
+        """Have the ranks make their caches; returns how many KV blocks there are on the device and in host memory."""
+        config, executor = self.config, self.executor
+        num_blocks = executor.num_blocks_that_fit()
+        config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
+        num_host_blocks = 0
+        if config.preemption_mode == "swap":
+            num_host_blocks = int(config.swap_space * 2**30) // executor.bytes_per_block
+            if num_host_blocks == 0:
+                raise ValueError(
+                    f"swap_space ({config.swap_space} GiB) is smaller than one KV block of "
+                    f"{executor.bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
+                )
+        executor.allocate(num_blocks, num_host_blocks)
+        return num_blocks, num_host_blocks
+
+    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler | None:
+        """The scheduler's half of the connector, if KV is shared with others; the ranks have theirs by now."""
+        if self.config.kv_transfer is None:
+            return None
+        if self.config.in_lock_step:
+            raise ValueError(
+                "kv_role and kv_connector do not go with experts that several engines share: leave enable_expert_parallel out, "
+                "or use data_parallel_size 1"
+            )
+        ranks = self.executor.handshake_metadata()
+        return create_scheduler_connector(self.config, self.model_config, folder, ranks)
+
+    def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Start with empty queues and an empty pool."""
+        self.manager = KVCacheManager(
+            num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
+        )
+        self.scheduler: Scheduler = Scheduler(self.config, self.manager)
+        if self.connector is not None:
+            self.scheduler = TransferScheduler(self.config, self.manager, self.connector)
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The only rank's runner, if it is in this process.
+
+        Raises:
+            AttributeError: the ranks run in other processes.
+        """
+        return self.executor.runner  # type: ignore[attr-defined]
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What a front end checks requests against."""
+        config, model = self.config, self.model_config
+        assert config.max_model_len is not None
+        return EngineLimits(
+            config.max_model_len,
+            config.max_request_tokens,
+            model.vocab_size,
+            model.eos_token_ids,
+            model.generation_defaults,
+            [self.connector.information] if self.connector is not None else [],
+            config.scheduling_policy,
+        )
+
+    @property
+    def stats(self) -> EngineStats:
+        """Queue lengths, memory and counters."""
+        s = self.scheduler
+        return EngineStats(
+            len(s.running),
+            len(s.waiting) + s.transfer_counts[0],
+            len(s.swapped),
+            self.manager.pool.usage,
+            s.num_preemptions,
+            s.num_queried_tokens,
+            s.num_hit_tokens,
+            self.num_steps,
+            self.waves.ended,
+            *self.scheduler.transfer_counts,
+        )
+
+    @property
+    def trace_settings(self) -> dict[str, Any]:
+        """What those need to know who draw the engine's steps: sizes and policies, and which of several engines it is."""
+        config = self.config
+        several = {"data_rank": config.data_parallel_rank, "data_parallel_size": config.data_parallel_size}
+        return trace_settings(self.scheduler) | (several if config.data_parallel_size > 1 else {})
+
+    @property
+    def engines(self) -> list[EngineCore]:
+        """The engines that one can `watch`: this one. See `DataParallelCore.engines`."""
+        return [self]
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return self.scheduler.has_unfinished
+
+    @property
+    def has_work(self) -> bool:
+        """True if there is a step to make: for requests of its own or, in lock-step, for those of any engine."""
+        if self.config.in_lock_step:
+            return self.waves.running
+        return self.has_unfinished or (self.connector is not None and self.connector.has_work)
+
+    def start_wave(self, wave: int) -> None:
+        """In lock-step: make steps with the other engines until this wave has ended."""
+        self.waves.start(wave)
+
+    @property
+    def is_in_process(self) -> bool:
+        """True if there is no other process that could die."""
+        return self.executor.is_in_process
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """Sockets on which something may come that `step` should see to."""
+        return [*self.connector.sources, *self.executor.sources] if self.connector is not None else ()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the next step can wait for a request, for something on `sources`, or until `idle_seconds` have passed: it has
+        nothing to compute, at most transfers to wait for."""
+        waits = self._num_idle_steps > 0 and not self._under_way and not self.executor.transfer_has_ended
+        return not self.has_work or (waits and self.connector is not None and not self.connector.has_news)
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long an idle engine may sleep if nothing comes; None: as long as it takes."""
+        if self.connector is None or not self.has_work:
+            return self.connector.idle_seconds if self.connector is not None else None
+        return patience(self._num_idle_steps, bool(self.executor.sources))
+
+    def check_health(self) -> None:
+        """See that every rank is alive.
+
+        Raises:
+            ExecutorError: one is not.
+        """
+        self.executor.check_health()
+
+    def add_request(self, source: EngineRequest) -> None:
+        """Queue a sequence.
+
+        Raises:
+            ValueError: it could never run here; see `Scheduler.add`.
+        """
+        request = Request(source, self._num_added)
+        if self.config.scheduling_policy == "fcfs":
+            request.order = (0, self._num_added)
+        self.scheduler.add(request)
+        self._num_added += 1
+        if self._recorder is not None:
+            self._recorder.arrived(source.request_id, request.num_prompt_tokens)
+
+    def abort_request(self, request_id: str, reason: str = "abort") -> bool:
+        """End a sequence between two steps and free its blocks. False if it has ended already."""
+        aborted = self.scheduler.abort(request_id)
+        if aborted and self._recorder is not None:
+            self._recorder.ended(request_id, reason)
+        with self._all_or_nothing():
+            self._wind_up()
+        return aborted
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step from now on; the first one carries a snapshot, and comes at once if there is
+        nothing to compute. A sink that watches already gets a fresh snapshot. Nothing is recorded while nobody looks."""
+        if self._recorder is None:
+            self._recorder = StepRecorder(None, self.scheduler)
+        self._recorder.watch(sink)
+        self._wind_up()
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        if self._recorder is not None:
+            self._recorder.unwatch(sink)
+            if not self._recorder.has_readers:
+                self._recorder = None
+                for step in self._under_way:
+                    step.record = None
+
+    def step(self) -> list[EngineOutput]:
+        """Launch one step for the requests that the scheduler picks; returns the news. Without work: nothing.
+
+        With `async_scheduling` the news are those of the step before: a GPU computes the new one meanwhile, and while the
+        caller deals with the news. A request that has ended may then be computed once more, for nothing.
+
+        Whatever breaks a step off (an error, Ctrl-C) is raised. What the step had written by then is anybody's guess,
+        so all requests are lost and no cached prefix is trusted; new requests can be added as before.
+        """
+        if not self.has_work:
+            self.executor.forget_ends()
+            return []
+        with self._all_or_nothing():
+            return self._step() + self._wind_up()
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._start_over()
+            raise
+
+    def _step(self) -> list[EngineOutput]:
+        start, outputs = self._now(), self._take_transfers()
+        waits = self._under_way and self.scheduler.waits_for_tokens
+        plan = self.scheduler.schedule() if not waits else Schedule()
+        waits_for_transfers = self.scheduler.waits_for_transfers
+        self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._under_way else 0
+        if plan.empty and self.has_unfinished and not self._under_way and not waits_for_transfers:
+            raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+        if plan.empty and not self.config.in_lock_step and plan.connector_metadata is None:
+            if waits_for_transfers and not self._under_way:
+                self.executor.forget_ends()  # the ranks have no transfer in flight
+                with waiting_for_others():
+                    time.sleep(IDLE_SECONDS)
+            return outputs + self._take_results()  # it is their turn, or they need what is under way
+        if plan.empty:
+            # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed. Or there
+            # is nothing to compute, and something to move.
+            plan = Schedule(connector_metadata=plan.connector_metadata)
+        plan.unfinished = self.has_unfinished
+        record = None
+        if self._recorder is not None and (self.config.in_lock_step or not plan.empty):
+            record = self._recorder.begin(plan, self.num_steps, start)
+        self._under_way.append(StepUnderWay(plan, self.executor.launch(plan), record, start, self.waves.ended))
+        self.num_steps += self.config.in_lock_step or not plan.empty
+        outputs += self._take_results(keep=self._steps_ahead)
+        while self.connector is not None and self._under_way and all(s.plan.empty for s in self._under_way):
+            outputs += self._take_results()
+        return outputs
+
+    def _take_transfers(self) -> list[EngineOutput]:
+        """See to what others have sent: ends of transfers, and requests of other engines."""
+        if self.connector is None or not isinstance(self.scheduler, TransferScheduler):
+            return []
+        for request in self.connector.take_requests():
+            try:
+                self.add_request(request)
+            except ValueError as error:
+                self.connector.refuse(request.request_id, str(error))
+        for request_id in self.connector.take_aborts():
+            self.abort_request(request_id)
+        news = self.scheduler.take_transfers()
+        if self._recorder is not None:
+            for output in news:
+                self._recorder.ended(output.request_id, output.finish_reason or "")
+        return news
+
+    def _now(self) -> float:
+        """Seconds since the engine started. A trace is written in microseconds."""
+        return round(time.perf_counter() - self._started, 6)
+
+    def _wind_up(self) -> list[EngineOutput]:
+        """If there is nothing to do, no step may ever come, to take the results of the last one or to tell of the ends."""
+        outputs = []
+        if not self.has_work:
+            while self._under_way:
+                outputs += self._take_results()
+        if self._recorder is not None and not self._under_way:
+            self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
+        return outputs
+
+    def _take_results(self, keep: int | None = None) -> list[EngineOutput]:
+        """Wait for the oldest step under way, unless no more than `keep` are, and take over what it sampled."""
+        if len(self._under_way) <= (keep or 0):
+            return []
+        step = self._under_way.popleft()
+        result = step.wait()
+        outputs = self.scheduler.update(step.plan, result)
+        if not result.anyone_unfinished:
+            self.waves.end(step.wave)
+        if self._recorder is not None:
+            # A step that was launched early began when the device was done with the one before it; in a pipeline, at once,
+            # as the first stage was free.
+            before = self._last_results if self.config.async_scheduling else 0.0
+            start, self._last_results = max(step.start, before), self._now()
+            if step.record is not None:
+                step.record.start = start
+            self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+        if self.config.check_invariants:
+            self.scheduler.check_invariants()
+        return outputs
+
+    def _start_over(self) -> None:
+        self._under_way.clear()
+        lost = list(self.scheduler.requests)
+        abandoned = self.executor.forget_requests()
+        if self.connector is not None:
+            self.connector.forget_requests()
+            self.connector.abandon(abandoned)
+        host_pool = self.manager.host_pool
+        self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
+        for transfer_id, block_ids in abandoned.items():  # peers may still write to these
+            self.manager.pool.acquire(block_ids)
+            self.manager.held[transfer_id] = block_ids
+        if self._recorder is not None:
+            self._recorder.start_over(self.scheduler, lost)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.manager.pool.reset_cache()
+        if self._recorder is not None:
+            self._recorder.ask_for_snapshot()
+            self._wind_up()
+
+    def close(self) -> None:
+        """Finish the trace file, if there is one, and end the ranks that run in other processes."""
+        if self.connector is not None:
+            self.connector.close()
+        self.executor.close()
+        if self._recorder is not None:
+            self._recorder.flush(self.num_steps, self._now())
+        if self.trace is not None:
+            self.trace.close()

@@ -1,0 +1,323 @@
+"""Data parallelism: several engines, each in a process of its own, behind the interface of one.
+
+Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import zmq
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.distributed.life_signs import LOOK_SECONDS, Watch
+from nanovllm.engine.data_rank import DataRank, WatchedRank, rank_environments
+from nanovllm.engine.process import Command, Report
+from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.multiprocess import clean_up
+from nanovllm.executor.remote import START_SECONDS, uninterrupted
+from nanovllm.models.config import ModelConfig
+from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
+from nanovllm.text.processor import EngineLimits
+from nanovllm.trace.recorder import RecordSink
+from nanovllm.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from nanovllm.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+
+class DataParallelCore:
+    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects what they say.
+
+    Engines of a model whose experts they share (`enable_expert_parallel`) can only step together; the coordinator starts
+    the waves of these steps, see `Waves`.
+
+    Args:
+        config: the settings of all engines.
+        trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file, see `trace_path`.)
+        blocking: `step` waits for a report. Else it takes what is there, for those who poll `sources`.
+
+    Attributes:
+        engines: each of them, for those who `watch`.
+
+    Raises:
+        ValueError: settings that do not fit; no process is left.
+        ExecutorError: an engine could not start.
+    """
+
+    has_work, is_idle = False, True  # it only reacts
+    idle_seconds = None
+    is_in_process = False
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
+        self.config, self.trace, self._blocking = config, trace, blocking
+        folder = resolve_model(config.model, config.revision)
+        name = config.served_model_name or config.model
+        has_experts = ModelConfig.from_pretrained(folder).moe is not None
+        self.waves = Waves() if config.enable_expert_parallel and has_experts else None
+        self.ranks: list[DataRank] = []
+        self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
+        self._reason = ""  # why there are no engines any more
+        self._watch = Watch(self.ranks)
+        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
+        self.engines = [WatchedRank(rank) for rank in self.ranks]
+        blocks = min(engine.trace_settings["num_blocks"] for engine in self.engines)
+        capacity = blocks if config.enable_prefix_caching else 0
+        self.router = Router(len(self.ranks), config.block_size, capacity)
+        if trace is not None:
+            trace.settings |= self.trace_settings | {"model": name}
+            self.watch(trace.record)
+
+    def _start(self, config: EngineConfig) -> None:
+        environments = rank_environments(config)
+        names = self._names = tempfile.mkdtemp(prefix="nanovllm-")  # of sockets, for this user alone
+        address = f"file://{names}/rendezvous" if self.waves is not None else ""
+        try:
+            for rank, environment in enumerate(environments):
+                settings = rank_config(config, rank, address)
+                self.ranks.append(DataRank(self._context, names, rank, settings, environment))
+                self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
+            self._finalizer = weakref.finalize(self, clean_up, [rank.process for rank in self.ranks], names)
+            self._wait_until_ready()
+            if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
+                shutil.rmtree(names)  # they are all connected; but NCCL meets when two ranks first talk
+        except BaseException:
+            self._end("the engines could not start")
+            raise
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while any(rank.ready is None for rank in self.ranks):
+            self._poller.poll(100)
+            for rank in self.ranks:
+                rank.receive()
+            self.check_health()
+            if time.monotonic() > deadline:
+                late = next(rank for rank in self.ranks if rank.ready is None)
+                self._fail(f"{late.name} has not started after {START_SECONDS:g} seconds")
+
+    # ---------------------------------------------------------------- what a front end asks for
+
+    @property
+    def limits(self) -> EngineLimits:
+        """What every engine can take."""
+        limits = [cast(EngineLimits, cast(Report, rank.ready).limits) for rank in self.ranks]
+        least = min(limits, key=lambda each: each.max_request_tokens)
+        kv_transfer = [information for each in limits for information in each.kv_transfer]
+        return dataclasses.replace(least, kv_transfer=kv_transfer)
+
+    @property
+    def stats(self) -> EngineStats:
+        """All engines together, and each of them. Requests on their way to one wait there already."""
+        return EngineStats.together(
+            [
+                dataclasses.replace(rank.stats, num_waiting=rank.num_waiting - rank.stats.num_swapped)
+                for rank in self.ranks
+            ]
+        )
+
+    @property
+    def trace_settings(self) -> dict[str, Any]:
+        """Those of the first engine; see `engines` for the others."""
+        return self.engines[0].trace_settings
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return bool(self._rank_of)
+
+    @property
+    def sources(self) -> Sequence[zmq.Socket[Any]]:
+        """Sockets on which reports come that `step` should see to."""
+        return [rank.reports for rank in self.ranks]
+
+    def add_request(self, source: EngineRequest) -> None:
+        """Hand a sequence to one of the engines.
+
+        Raises:
+            ValueError: no engine could ever run it, or its id is in use.
+            ExecutorError: an engine has died.
+        """
+        self._check()
+        limit = self.limits.max_request_tokens
+        if source.request_id in self._rank_of:
+            raise ValueError(f"request id {source.request_id!r} is in use")
+        if not 0 < len(source.prompt_token_ids) < limit:
+            raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {len(source.prompt_token_ids)}")
+        rank = self.ranks[self.router.choose(source, [rank.load for rank in self.ranks])]
+        with uninterrupted():
+            self._rank_of[source.request_id] = rank
+            rank.send(Command(add=[source]))
+            self._start_wave()
+
+    def abort_request(self, request_id: str, reason: str = "abort") -> bool:
+        """End a sequence within a step. False if it has ended already."""
+        rank = self._rank_of.pop(request_id, None)
+        # An engine may still hold the KV of a request that has ended.
+        for each in [rank] if rank is not None else self.ranks:
+            if not self._reason:
+                each.send(Command(abort={request_id: reason}))
+        return rank is not None
+
+    def step(self) -> list[EngineOutput]:
+        """What the engines have reported; if `blocking`, wait for something.
+
+        Raises:
+            ExecutorError: an engine has died, hangs, or failed; all others have been ended.
+        """
+        self._check()
+        outputs: list[EngineOutput] = []
+        seen = False
+        while not seen:
+            if self._blocking and self.has_unfinished:
+                self._poller.poll(int(LOOK_SECONDS * 1000))
+            with uninterrupted():
+                for rank in self.ranks:
+                    for report in rank.receive():
+                        seen = True
+                        outputs += self._take(rank, report)
+            self.check_health()
+            seen = seen or not (self._blocking and self.has_unfinished)
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, here and there."""
+        self._check()
+        self.router.forget()
+        for rank in self.ranks:
+            rank.send(Command(order="reset_prefix_cache"))
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step of the first engine. See `EngineCore.watch`, and `engines` for the others."""
+        self._check()
+        self.engines[0].watch(sink)
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        if not self._reason:
+            self.engines[0].unwatch(sink)
+
+    # ---------------------------------------------------------------- reports
+
+    def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
+        refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
+        for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params make no sense
+            logger.error("%s has refused request %s: %s", rank.name, request_id, reason)
+        # What comes of requests that were aborted meanwhile is passed over.
+        news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
+        for output in news:
+            output.engine = rank.rank
+            if output.finish_reason is not None:
+                del self._rank_of[output.request_id]
+        if self.waves is not None and report.stats.num_waves > self.waves.ended:
+            # The first to say so: the others will, or have a request and do not know yet that they wait for a start.
+            self.waves.end(report.stats.num_waves - 1)
+            self._start_wave()
+        self.engines[rank.rank].show(report)
+        return news
+
+    def _start_wave(self) -> None:
+        """If there is something to do, and no wave runs, have all engines start one."""
+        if self.waves is None or self.waves.running or not self._rank_of:
+            return
+        self.waves.start(self.waves.ended)
+        for rank in self.ranks:
+            rank.send(Command(order="start_wave", wave=self.waves.ended))
+
+    # ---------------------------------------------------------------- life and death
+
+    def check_health(self) -> None:
+        """See that every engine is alive.
+
+        Raises:
+            ValueError: one refuses what the user has asked for.
+            ExecutorError: one has died, hangs, or has failed.
+        """
+        self._check()
+        verdict = self._watch.look(self._feel_pulses, last_words=self._hear_last_words)
+        if verdict is not None:
+            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
+
+    def _feel_pulses(self, timeout: float) -> None:
+        for rank in self.ranks:
+            rank.feel_pulse()
+
+    def _hear_last_words(self, timeout: float) -> None:
+        """Their reports, too, of which only the one that says why an engine ends matters now."""
+        time.sleep(timeout)
+        for rank in self.ranks:
+            rank.feel_pulse()
+            rank.receive()
+
+    def _check(self) -> None:
+        if self._reason:
+            raise ExecutorError(self._reason)
+
+    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
+        self._end(reason)
+        raise kind(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._reason:
+            return
+        self._reason = reason
+        self._rank_of.clear()
+        clean_up([rank.process for rank in self.ranks], self._names)
+        for rank in self.ranks:
+            rank.close()
+        self._context.term()
+
+    def close(self) -> None:
+        """End all engines; those that do not in a second are killed."""
+        if not self._reason:
+            # One that left a wave in its middle would leave the others waiting.
+            for request_id in list(self._rank_of):
+                self.abort_request(request_id)
+            self._listen_until(self._all_pause)
+            for rank in self.ranks:
+                rank.send(Command(order="shutdown"))
+            self._listen_until(lambda: all(rank.end() for rank in self.ranks))
+            self._end("the engines have been shut down")
+        if self.trace is not None:
+            self.trace.close()
+
+    def _all_pause(self) -> bool:
+        """True if every engine that is in lock-step has seen the end of the last wave that was ordered."""
+        waves = self.waves
+        return waves is None or all(r.stats.num_waves == waves.ended + waves.running for r in self.ranks)
+
+    def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:
+        """Take in reports until the condition holds; not longer than so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            self._poller.poll(10)
+            for rank in self.ranks:
+                for report in rank.receive():
+                    self._take(rank, report)
+
+
+def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
+    """The engine that the settings ask for; or several, which answer to the same names.
+
+    Raises:
+        ValueError: settings that do not fit.
+        ExecutorError: a process could not start.
+    """
+    if config.is_divided:
+        return cast("EngineCore", DataParallelCore(config, trace, blocking))
+    from nanovllm.engine.core import EngineCore
+
+    return EngineCore(config, trace)

@@ -1,0 +1,228 @@
+"""Offline use: `LLM(model).generate(prompts)`, the whole engine in this process.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+from tqdm import tqdm
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import OutputCollector, RequestOutput
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.engine.group import create_core
+from nanovllm.executor.base import is_follower
+from nanovllm.text.processor import InputProcessor, OutputProcessor, Prompt
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.trace.trace import Trace
+
+Message = dict[str, Any]
+
+
+class LLMEngine:
+    """The engine with text on both ends, one step at a time."""
+
+    def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
+        self.config = config
+        self.core = create_core(config, trace)
+        if config.tokenizer is None:
+            folder = resolve_model(config.model, config.revision)
+        else:  # in a repository of its own, where the model's revision means nothing
+            folder = resolve_model(config.tokenizer)
+        self.tokenizer = Tokenizer.from_pretrained(folder)
+        self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
+        self.output_processor = OutputProcessor(self.tokenizer)
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: a bad prompt, or an id in use; nothing is queued then.
+        """
+        text, requests = self.input_processor.process(request_id, prompt, params, priority)
+        self.output_processor.add(request_id, text, requests)
+        try:
+            for request in requests:
+                self.core.add_request(request)
+        except ValueError:
+            self.abort_request(request_id)
+            raise
+
+    def abort_request(self, request_id: str) -> None:
+        """End a request; no further output comes for it."""
+        for sequence_id in self.output_processor.remove(request_id):
+            self.core.abort_request(sequence_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return self.core.has_unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; returns what is new: each output carries the new text and tokens of one completion.
+
+        After an error in mid-step no request is left; see `EngineCore.step`.
+        """
+        try:
+            news, stopped = self.output_processor.process(self.core.step())
+        except BaseException:
+            for request_id in list(self.output_processor.requests):
+                self.abort_request(request_id)
+            raise
+        for sequence_id in stopped:
+            self.core.abort_request(sequence_id, reason="stop")
+        return news
+
+
+class LLM:
+    """A model, ready to generate.
+
+    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 goes on with the
+    program. On the other ranks the constructor does not return: they compute for rank 0, and exit with 0 when it ends.
+
+    Args:
+        model: course model, local folder, or hub id.
+        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. Of several engines
+            (`data_parallel_size`), `self.trace` has the first one's steps, and each writes its own file, see `trace_path`.
+        **options: any field of `EngineConfig`.
+    """
+
+    def __init__(
+        self, model: str = EngineConfig.model, trace: bool | str | os.PathLike[str] = False, **options: Any
+    ) -> None:
+        config = EngineConfig(model=model, **options)
+        if is_follower(config):
+            from nanovllm.executor.torchrun import follow_to_the_end
+
+            follow_to_the_end(config)
+        if config.is_divided and not isinstance(trace, bool):
+            config.trace, trace = os.fspath(trace), False  # a file for each engine
+        record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None
+        self.engine = LLMEngine(config, record)
+        self._num_requests = 0
+
+    @property
+    def trace(self) -> Trace | None:
+        """The record of all steps so far, if the model was made with `trace`."""
+        return self.engine.core.trace
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return SamplingParams(**self.engine.core.limits.generation_defaults)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts.
+
+        Args:
+            prompts: one prompt or a list: text, token ids, or `{"prompt_token_ids": [...]}`.
+            sampling_params: for all prompts, or one for each; default: what the checkpoint recommends.
+
+        Returns:
+            Finished outputs, in the order of the prompts.
+
+        Raises:
+            ValueError: a bad prompt, or lists of different lengths. No request is left behind.
+        """
+        request_ids: list[str] = []
+        try:
+            for prompt, params, level in self._pair(prompts, sampling_params, priority):
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                self.engine.add_request(request_id, prompt, params, level)
+                request_ids.append(request_id)
+            return self._run(request_ids, use_tqdm)
+        except BaseException:
+            for request_id in request_ids:
+                self.engine.abort_request(request_id)
+            raise
+
+    def _pair(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[tuple[Prompt, SamplingParams, int]]:
+        single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch = cast(list[Prompt], [prompts] if single else list(prompts))
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(batch)
+        priorities = list(priority) if priority is not None else [0] * len(batch)
+        if not len(batch) == len(sampling_params) == len(priorities):
+            raise ValueError(
+                f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
+                f"give one for all or one for each"
+            )
+        return list(zip(batch, sampling_params, priorities, strict=True))
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
+        with tqdm(total=len(request_ids), desc="Processed prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            while self.engine.has_unfinished:
+                for output in self.engine.step():
+                    if output.request_id in gathered:
+                        gathered[output.request_id].add(output)
+                        bar.update(int(output.finished))
+        return [gathered[request_id].result() for request_id in request_ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations, one or several, through the model's chat template. See `generate`.
+
+        Args:
+            chat_template_kwargs: further variables for the template, such as `enable_thinking`.
+
+        Raises:
+            ValueError: as `generate` and `Tokenizer.apply_chat_template` do, or a variable that is an argument here.
+        """
+        variables = chat_template_kwargs or {}
+        arguments = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
+        if taken := sorted(arguments & variables.keys()):
+            raise ValueError(
+                f"chat_template_kwargs must not have {taken[0]!r}; pass it to `chat` as an argument of its own"
+            )
+        several = not (messages and isinstance(messages[0], dict))
+        conversations = cast(list[list[Message]], messages if several else [messages])
+        tokenizer = self.engine.tokenizer
+        prompts = []
+        for conversation in conversations:
+            text = tokenizer.apply_chat_template(
+                list(conversation),
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template=chat_template,
+                **variables,
+            )
+            # The template writes the special tokens itself.
+            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.engine.core.reset_prefix_cache()

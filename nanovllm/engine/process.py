@@ -1,0 +1,243 @@
+"""The engine in a process of its own: a busy loop between two sockets.
+
+The front end tokenizes, detokenizes and speaks HTTP in another process, under another interpreter lock, so none of
+that delays a step. What crosses the border is plain data: msgpack over ZMQ sockets in a private folder.
+
+Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import zmq
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import EngineStats
+from nanovllm.data.request import EngineOutput, EngineRequest
+from nanovllm.distributed.life_signs import LOOK_SECONDS, at_rest, in_step
+from nanovllm.text.processor import EngineLimits
+from nanovllm.trace.format import TraceEncoder
+from nanovllm.trace.record import StepRecord
+from nanovllm.trace.recorder import RecordSink
+
+if TYPE_CHECKING:
+    from nanovllm.engine.core import EngineCore
+
+logger = logging.getLogger("nanovllm.engine")
+
+HEALTH_SECONDS = LOOK_SECONDS
+
+
+@dataclass
+class Command:
+    """What the front end tells the engine: queue these, end those (id to reason), or another order.
+
+    Attributes:
+        order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
+            "start_wave" has an engine in lock-step make steps with the others.
+        engine: with "watch" and "unwatch", which of several engines.
+        show_tokens: with "watch", whether sampled token ids may leave the engine's process.
+        wave: with "start_wave", its number.
+    """
+
+    add: list[EngineRequest] = field(default_factory=list)
+    abort: dict[str, str] = field(default_factory=dict)
+    order: Literal["", "reset_prefix_cache", "watch", "unwatch", "start_wave", "shutdown"] = ""
+    engine: int = 0
+    show_tokens: bool = False
+    wave: int = 0
+
+
+@dataclass
+class Report:
+    """What the engine tells the front end after each step that has changed something.
+
+    Attributes:
+        time: when the step ended, in seconds of the system's monotonic clock.
+        num_taken: sequences that the engine has taken over or refused since it started.
+        refused: sequence id to reason, for what the engine could not take.
+        steps: by engine, lines of its trace (see `trace_format`) while somebody watches it, each with whether one can start to
+            read there.
+        limits: in the first report only: the engine is ready.
+        trace_settings: in the first report only: what the trace's header says, of each engine.
+        fatal: why the engine is about to end; empty while it lives.
+        user_error: the fatal error is one that the user can mend, such as an unknown model.
+    """
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    time: float = 0.0
+    num_taken: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    steps: dict[int, list[tuple[bytes, bool]]] = field(default_factory=dict)
+    limits: EngineLimits | None = None
+    trace_settings: list[dict[str, Any]] = field(default_factory=list)
+    fatal: str = ""
+    user_error: bool = False
+
+
+class EngineLoop:
+    """Runs an engine core until it is told to stop, its parent is gone, or a step fails.
+
+    Args:
+        core: the engine.
+        commands: a PULL socket with encoded `Command`s.
+        reports: a PUSH socket for encoded `Report`s.
+        parent_sentinel: a file descriptor that becomes readable when the parent process has ended.
+    """
+
+    def __init__(
+        self, core: EngineCore, commands: zmq.Socket, reports: zmq.Socket, parent_sentinel: int | None = None
+    ) -> None:
+        self.core = core
+        self.commands = commands
+        self.reports = reports
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._num_taken = 0
+        self._refused: dict[str, str] = {}
+        self._stats = EngineStats()  # as last reported
+        self._has_news = False  # something else has to be reported
+        self._steps: dict[int, list[tuple[bytes, bool]]] = {}
+        self._sinks: dict[int, RecordSink] = {}  # of the engines that somebody watches
+        self._parent_sentinel = parent_sentinel
+        self._poller = zmq.Poller()
+        for source in (commands, *core.sources):
+            self._poller.register(source, zmq.POLLIN)
+        if parent_sentinel is not None:
+            self._poller.register(parent_sentinel, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Take commands, compute a step, report; sleep while there is nothing to compute."""
+        settings = [engine.trace_settings for engine in self.core.engines]
+        self.report(Report(limits=self.core.limits, trace_settings=settings))
+        while self._take_commands(wait=self.core.is_idle):
+            # Without work this step computes nothing; the report then says what an abort has freed.
+            with in_step():
+                report = Report(self.core.step(), self.core.stats)
+            if report.outputs or self._has_news or report.stats != self._stats:
+                self.report(report)
+
+    def report(self, report: Report) -> None:
+        """Hand a report to the front end."""
+        report.stats = self._stats = self.core.stats
+        self._has_news = False
+        report.time = time.monotonic()
+        report.num_taken = self._num_taken
+        report.refused, self._refused = self._refused, {}
+        report.steps, self._steps = self._steps, {}
+        self.reports.send(msgspec.msgpack.encode(report))
+
+    def _take_commands(self, wait: bool) -> bool:
+        """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
+        events = self._poll(self._patience() if wait else 0)
+        if wait:  # ranks in other processes may die while nothing is computed, and give signs of life
+            self.core.check_health()
+        if self._parent_sentinel in events:
+            return False  # orphaned: nobody will ever ask for anything again
+        while self.commands.poll(0):
+            self._has_news = True
+            with in_step():  # an abort may wait for the results of a step
+                goes_on = self._obey(self._decoder.decode(self.commands.recv()))
+            if not goes_on:
+                return False
+        return True
+
+    def _poll(self, milliseconds: int | None) -> dict[Any, int]:
+        """Which sources have something; wait for so long."""
+        with at_rest():
+            return dict(self._poller.poll(milliseconds))
+
+    def _patience(self) -> int | None:
+        """Milliseconds to sleep at a time while nothing comes."""
+        pulse = None if self.core.is_in_process else HEALTH_SECONDS
+        seconds = [s for s in (pulse, self.core.idle_seconds) if s is not None]
+        return int(min(seconds) * 1000) + 1 if seconds else None
+
+    def _obey(self, command: Command) -> bool:
+        for request in command.add:
+            self._num_taken += 1
+            try:
+                self.core.add_request(request)
+            except ValueError as error:
+                self._refused[request.request_id] = str(error)
+        for sequence_id, reason in command.abort.items():
+            self.core.abort_request(sequence_id, reason)
+        if command.order == "reset_prefix_cache":
+            self.core.reset_prefix_cache()
+        elif command.order == "watch":
+            if command.engine not in self._sinks:
+                self._sinks[command.engine] = self._sink(command.engine, hide_tokens=not command.show_tokens)
+            self.core.engines[command.engine].watch(self._sinks[command.engine])
+        elif command.order == "start_wave":
+            self.core.start_wave(command.wave)
+        elif command.order == "unwatch" and (sink := self._sinks.pop(command.engine, None)) is not None:
+            self.core.engines[command.engine].unwatch(sink)
+        return command.order != "shutdown"
+
+    def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:
+        """Takes the records of an engine's steps, whose lines go out with the next report."""
+        encoder = TraceEncoder(self.core.engines[engine].trace_settings, hide_tokens)
+
+        def note(record: StepRecord) -> None:
+            self._has_news = True
+            line = encoder.encode(record), record.snapshot is not None
+            self._steps.setdefault(engine, []).append(line)
+
+        return note
+
+
+def run_engine(
+    config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int | None = None
+) -> None:
+    """What the engine's process does from beginning to end. It ends with its parent, however that dies.
+
+    Args:
+        parent_sentinel: see `EngineLoop`; by default what `multiprocessing` offers.
+    """
+    # Ctrl-C in a terminal reaches every process in it, and what ends a service (systemd, torchrun) signals all its processes;
+    # only the parent decides when the engine ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    reports.set_hwm(0)  # a step never waits for the front end
+    reports.setsockopt(zmq.LINGER, 2000)
+    commands.connect(command_address)
+    reports.connect(report_address)
+    core = None
+    try:
+        from nanovllm.engine.group import create_core  # imports torch, which the parent never needs
+
+        core = create_core(config, blocking=False)
+        gc.freeze()  # the model stays for good: the garbage collector need not walk over it between steps
+        parent = multiprocessing.parent_process()
+        if parent_sentinel is None and parent is not None:
+            parent_sentinel = parent.sentinel
+        EngineLoop(core, commands, reports, parent_sentinel).run()
+    except Exception as error:
+        # Whatever went wrong, the parent has to hear of it before this process is gone. What a user can mend needs
+        # no traceback.
+        user_error = core is None and isinstance(error, ValueError | OSError)
+        if not user_error:
+            logger.exception("the engine failed")
+        reason = str(error) if user_error else f"{type(error).__name__}: {error}"
+        fatal = Report(time=time.monotonic(), fatal=reason, user_error=user_error)
+        reports.send(msgspec.msgpack.encode(fatal))
+        sys.exit(1)
+    finally:
+        gc.unfreeze()  # else libraries see objects that nobody will free, and complain
+        if core is not None:
+            core.close()
+        commands.close()
+        reports.close()
+        context.term()

@@ -1,0 +1,325 @@
+"""CacheBlend (Yao et al. 2025, arXiv 2405.16444): keys and values of a text are used again behind another prefix.
+
+A prefix cache finds a document only where everything before it is the same. But documents that were retrieved for a
+question come in any order, behind anything. Their keys and values are wrong there in two ways:
+
+1. The keys were rotated for other positions. That can be put right exactly: a rotation by the difference.
+2. The document's tokens have not seen what stands before them now. That can be put right by computing them, and only by
+   that; but most tokens hardly change. So the first two layers are computed for all tokens, the tokens whose keys and
+   values then differ most from the reused ones go on through the other layers, and all the rest stay as they are.
+
+What comes out is an approximation. From the first reused token on, no block may be found as the prefix that it is not: whoever
+keeps a prefix cache has to see to that.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.attention.base import AttentionBackend, AttentionMetadata, ForwardContext, Rotary, forward_context
+from nanovllm.attention.torch import gather_kv
+from nanovllm.distributed.groups import get_tp_group
+from nanovllm.models.llama import LlamaForCausalLM
+
+Caches = Sequence[Tensor] | Mapping[int, Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------- rotation
+
+
+def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) -> Tensor:
+    """Keys as if they had been computed at other positions: RoPE turns channel pair i by `position * frequency_i`, and
+    rotations add up (Su et al. 2021).
+
+    The difference is taken between the table's own entries, in float64, and not looked up as an entry of its own: the
+    table's angles are rounded, by 1e-4 at position 2000; but what one of its entries did is undone to the last digit.
+
+    Args:
+        keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
+        before, after: `[num_tokens]` int64.
+        cos_sin: `[max_positions, head_dim]`, as in `Rotary`.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+    """
+    cos, sin = cos_sin[before].double().unsqueeze(1).chunk(2, dim=-1)
+    new_cos, new_sin = cos_sin[after].double().unsqueeze(1).chunk(2, dim=-1)
+    length = cos.square() + sin.square()  # 1, but for rounding
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    turn_cos = ((new_cos * cos + new_sin * sin) / length).to(wide)
+    turn_sin = ((new_sin * cos - new_cos * sin) / length).to(wide)
+    first, second = keys.to(wide).chunk(2, dim=-1)
+    turned = torch.cat((first * turn_cos - second * turn_sin, second * turn_cos + first * turn_sin), dim=-1)
+    return turned.to(keys.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------ chunks
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive tokens with the keys and values that they once got, on this rank.
+
+    Attributes:
+        token_ids: the tokens.
+        start: position that the first of them had. At 0 nothing stood before it: as a prefix, the chunk is exact.
+        kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those positions, and values.
+    """
+
+    token_ids: tuple[int, ...]
+    start: int
+    kv: Tensor
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def _layers(kv_caches: Caches) -> list[int]:
+    return sorted(kv_caches) if isinstance(kv_caches, Mapping) else list(range(len(kv_caches)))
+
+
+def save_chunk(kv_caches: Caches, block_table: Tensor, token_ids: Sequence[int], start: int) -> Chunk:
+    """Copy the keys and values of `token_ids`, which have the positions from `start` on, out of a sequence's blocks.
+
+    Args:
+        kv_caches: by layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
+        block_table: `[max_blocks]` int32, the sequence's.
+    """
+    end = start + len(token_ids)
+    layers = [
+        torch.stack(gather_kv(kv_caches[layer], block_table, end))[:, :, start:].transpose(1, 2)
+        for layer in _layers(kv_caches)
+    ]
+    return Chunk(tuple(token_ids), start, torch.stack(layers))
+
+
+def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
+    """Where positions of a sequence lie in the cache, `[num_positions]` int64."""
+    return block_table[positions // block_size].long() * block_size + positions % block_size
+
+
+def place_chunk(
+    chunk: Chunk, start: int, kv_caches: Caches, block_table: Tensor, cos_sin: Tensor, first: int = 0
+) -> None:
+    """Write a chunk into a sequence's blocks, at the positions from `start` on, to which its keys are turned; but nothing
+    before position `first`."""
+    skipped = min(max(first - start, 0), len(chunk))
+    positions = torch.arange(start + skipped, start + len(chunk), device=block_table.device)
+    keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)
+    if start != chunk.start:
+        keys = rotate_keys(keys, positions - start + chunk.start, positions, cos_sin)
+    layers = _layers(kv_caches)
+    slots = slots_of(positions, block_table, kv_caches[layers[0]].shape[3])
+    for i, layer in enumerate(layers):
+        ops.write_kv_cache(keys[i], values[i], kv_caches[layer], slots)
+
+
+# ---------------------------------------------------------------------------------------------- scattered rows
+
+
+def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) -> AttentionMetadata:
+    """What attention is told when only some tokens of one sequence are computed, here and there.
+
+    Every backend takes a sequence's new tokens to be its last ones. So each run of neighbours becomes a sequence of its
+    own, which ends with the run, and all of them have the same blocks. That two of them write to the same block is no
+    harm: all writes of a layer come before its reads.
+
+    Args:
+        positions: `[num_tokens]` int64, ascending.
+        block_table: `[max_blocks]` int32.
+    """
+    host = positions.cpu().numpy()
+    last = np.flatnonzero(np.append(np.diff(host) != 1, True))  # of each run
+    starts, seq_lens = np.append(0, last + 1), host[last] + 1
+    device = positions.device
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=block_table.expand(len(last), -1).contiguous(),
+        slot_mapping=slots_of(positions, block_table, block_size),
+        max_query_len=int(np.diff(starts).max()),
+        max_seq_len=int(seq_lens[-1]),
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- blend
+
+
+@dataclass
+class BlendRows:
+    """What a selection may look at, for the tokens that could be dropped now.
+
+    Attributes:
+        positions: `[num_rows]` int64.
+        offsets: `[num_rows]` int64, of each in its chunk.
+        reused, fresh: `[num_rows, 2, num_kv_heads, head_dim]`: keys and values of this layer, as they came with the
+            chunk and as they were just computed; of this rank's heads.
+    """
+
+    positions: Tensor
+    offsets: Tensor
+    reused: Tensor
+    fresh: Tensor
+
+
+def kv_deviation(rows: BlendRows) -> Tensor:
+    """How far the reused keys and values are from the fresh ones: squared distance, `[num_rows]` float32."""
+    return get_tp_group().all_reduce((rows.fresh.float() - rows.reused.float()).square().flatten(1).sum(1))
+
+
+@dataclass
+class BlendOutput:
+    """What a prompt has become.
+
+    Attributes:
+        hidden: `[1, hidden_size]` of the last token.
+        num_rows: tokens that were computed, by layer.
+        selected: positions of the reused tokens that were computed in all layers, ascending.
+    """
+
+    hidden: Tensor
+    num_rows: list[int]
+    selected: list[int]
+
+
+class _Rows:
+    """The tokens of a prompt that are still computed, on their way from layer to layer.
+
+    Args:
+        positions, offsets: `[num_rows]` int64: in the prompt, ascending; and in the token's chunk, -1 if it is in none.
+        x: `[num_rows, hidden_size]`, their embeddings.
+        max_rows: how many are computed at a time.
+    """
+
+    def __init__(
+        self, positions: Tensor, offsets: Tensor, x: Tensor, block_table: Tensor, block_size: int, max_rows: int
+    ) -> None:
+        self.positions, self.offsets = positions, offsets
+        self.x, self.residual = x, torch.zeros_like(x)
+        self.block_table, self.block_size, self.max_rows = block_table, block_size, max_rows
+        self._find_places()
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def _find_places(self) -> None:
+        pieces = self.positions.split(self.max_rows)
+        self._metadata = [scattered_metadata(piece, self.block_table, self.block_size) for piece in pieces]
+
+    def compute(self, layer: nn.Module, backend: AttentionBackend, kv_caches: Caches, cos_sin: Tensor) -> None:
+        """One layer, piece by piece: each finds the keys and values of those before it."""
+        pieces = zip(
+            self._metadata, *(t.split(self.max_rows) for t in (self.x, self.residual, self.positions)), strict=True
+        )
+        out = []
+        for metadata, x, residual, positions in pieces:
+            with forward_context(ForwardContext(backend, kv_caches, metadata)):  # type: ignore[arg-type]
+                out.append(layer(x, residual, Rotary(positions, cos_sin)))
+        self.x, self.residual = (torch.cat(parts) for parts in zip(*out, strict=True))
+
+    def kv(self, kv_cache: Tensor) -> Tensor:
+        """What a layer's cache holds for them, `[num_rows, 2, num_kv_heads, head_dim]`."""
+        slots = slots_of(self.positions, self.block_table, self.block_size)
+        return kv_cache[slots // self.block_size, :, :, slots % self.block_size]
+
+    def keep(self, count: int, score: Tensor) -> None:
+        """Drop all but those that are in no chunk, and the `count` others that score highest (`[num_rows]`)."""
+        kept = self.offsets < 0
+        kept[score.masked_fill(kept, -math.inf).topk(count).indices] = True
+        self.positions, self.offsets = self.positions[kept], self.offsets[kept]
+        self.x, self.residual = self.x[kept], self.residual[kept]
+        self._find_places()
+
+
+def _offsets(token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
+    """For each token of the prompt its offset in its chunk, or -1 if it is in none; `[num_tokens]` int64.
+
+    Raises:
+        ValueError: chunks that overlap, are not in order, or have other tokens than the prompt.
+    """
+    offsets, end = torch.full((len(token_ids),), -1), 0
+    for start, chunk in chunks:
+        if start < end:
+            raise ValueError(f"a chunk begins at {start}, inside the one before it, which ends at {end}")
+        end = start + len(chunk)
+        if tuple(token_ids[start:end]) != chunk.token_ids:
+            raise ValueError(f"the chunk at {start} has other tokens than the prompt at {start} to {end - 1}")
+        offsets[start:end] = torch.arange(len(chunk))
+    offsets[-1] = -1  # somebody has to say what comes next
+    return offsets.to(device)
+
+
+def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
+    """Tokens at the beginning that are just what they would be if they were computed."""
+    is_prefix = chunks and chunks[0][0] == chunks[0][1].start == 0
+    return len(chunks[0][1]) if is_prefix else 0
+
+
+@torch.inference_mode()
+def blend(
+    model: LlamaForCausalLM,
+    backend: AttentionBackend,
+    kv_caches: Caches,
+    block_table: Tensor,
+    token_ids: Sequence[int],
+    chunks: Sequence[tuple[int, Chunk]],
+    recompute_ratio: float = 0.15,
+    num_computed_tokens: int = 0,
+    check_layers: Sequence[int] = (1,),
+    score: Callable[[BlendRows], Tensor] = kv_deviation,
+    max_rows: int | None = None,
+) -> BlendOutput:
+    """Prefill a prompt of which some chunks have been computed before, behind something else.
+
+    All tokens that are in no chunk are computed, and of the others those that score highest: after each of the check
+    layers the same share of them stays, so that `recompute_ratio` is left after the last one. Until the first
+    check layer, that one included, all are computed. Attention always runs over the whole sequence. At ratio 0
+    nothing but the rotation is done for a chunk; at ratio 1 everything is computed.
+
+    Args:
+        block_table: `[max_blocks]` int32, blocks with room for all tokens, which are written.
+        token_ids: the prompt's, at least one.
+        chunks: with the position at which each begins in the prompt, in order.
+        num_computed_tokens: how many tokens, from the first on, are in the blocks already, exact. They stay as they are.
+        score: which tokens are worth computing; the highest values are.
+        max_rows: tokens that go through a layer at a time, which bounds the memory that activations take; None: all.
+
+    Raises:
+        ValueError: a ratio outside of 0 to 1, a layer that there is not, or chunks that do not fit the prompt.
+    """
+    device, layers = block_table.device, _layers(kv_caches)
+    if not 0 <= recompute_ratio <= 1:
+        raise ValueError(f"recompute_ratio is a share from 0 to 1, got {recompute_ratio}")
+    if not set(check_layers) <= set(layers):
+        raise ValueError(f"check_layers must be among {layers[0]} to {layers[-1]}, got {list(check_layers)}")
+    offsets = _offsets(token_ids, chunks, device)
+    for start, chunk in chunks:
+        place_chunk(chunk, start, kv_caches, block_table, model.model.cos_sin, num_computed_tokens)
+    first = min(max(num_computed_tokens, _num_exact(chunks)), len(token_ids) - 1)
+    positions = torch.arange(first, len(token_ids), device=device)
+    positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions
+    x = model.model.embed_tokens(torch.tensor(token_ids, device=device)[positions])
+    block_size = kv_caches[layers[0]].shape[3]
+    rows = _Rows(positions, offsets[positions], x, block_table, block_size, max_rows or len(token_ids))
+    num_reused = int((rows.offsets >= 0).sum())
+    num_rows, checks = [], 0
+    for layer in layers:
+        reused = rows.kv(kv_caches[layer]) if layer in check_layers else None
+        rows.compute(model.model.layers[layer], backend, kv_caches, model.model.cos_sin)
+        num_rows.append(len(rows))
+        if reused is not None and num_reused and recompute_ratio < 1:
+            checks += 1
+            count = math.ceil(num_reused * recompute_ratio ** (checks / len(check_layers)))
+            fresh = rows.kv(kv_caches[layer])
+            rows.keep(count, score(BlendRows(rows.positions, rows.offsets, reused, fresh)))
+    hidden = model.model.norm.add(rows.x[-1:], rows.residual[-1:])[0]
+    return BlendOutput(hidden, num_rows, rows.positions[rows.offsets >= 0].tolist())

@@ -1,0 +1,287 @@
+"""CacheBlend in an engine, as a connector: parts of a prompt that were computed before, behind something else, are blended in.
+
+A prompt's parts are marked by a separator, as in LMCache: `system SEP document SEP document SEP question`. Each part in the middle
+is a chunk: when it has been computed for the first time, its keys and values are copied aside. A later prompt with the same
+chunk anywhere gets them at its own place, with the tokens that differ most computed anew; see `blend`. For the scheduler, that
+is KV that comes from elsewhere, and the step after computes the question as ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
+from nanovllm.kv.manager import hash_block
+from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
+from nanovllm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from nanovllm.attention.base import AttentionBackend
+    from nanovllm.data.request import Request
+    from nanovllm.models.llama import LlamaForCausalLM
+    from nanovllm.scheduler.scheduler import Schedule, ScheduledRequest
+
+RATIO = 0.15
+SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens `start : end` of a prompt, and the key under which their keys and values are kept."""
+
+    start: int
+    end: int
+    key: bytes
+
+
+@dataclass
+class BlendJob:
+    """Fill a request's blocks with the keys and values of `token_ids`; the first `num_computed_tokens` are there."""
+
+    request_id: str
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int
+    parts: list[Part]
+
+
+@dataclass
+class SaveJob:
+    """Keep the keys and values of a part: `token_ids`, at `start` in these blocks."""
+
+    key: bytes
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+
+
+@dataclass
+class BlendMetadata:
+    """What the ranks do once the step's own tokens are computed, in this order."""
+
+    saves: list[SaveJob] = field(default_factory=list)
+    blend: BlendJob | None = None
+    drops: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class _Prompt:
+    """A request's parts, those of them that it may still give, and its tokens and blocks as the ranks know them."""
+
+    parts: list[Part]
+    unsaved: list[Part]
+    token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+class BlendScheduler(KVConnectorScheduler):
+    """Cuts prompts into parts, knows which of them are kept, and who gets them.
+
+    kv_connector_extra_config: `blend_special_str`, the separator, best a special token, which cannot merge with its
+    neighbours; `blend_recompute_ratio`; `blend_check_layer`; `blend_min_tokens`, which a part must have to be kept;
+    `blend_gib`, memory for them on each rank.
+
+    Raises:
+        ValueError: a setting that makes no sense, or a model or a grid of ranks that cannot be blended.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
+        super().__init__(config, kv_transfer, identity, ranks)
+        if config.pipeline_parallel_size > 1:
+            raise ValueError("kv_connector blend needs all layers on each rank: use pipeline_parallel_size 1")
+        if identity["num_kv_heads"] == 0:
+            raise ValueError("kv_connector blend cannot move latent keys: use another connector for this model")
+        kv_transfer.check_extra(*SETTINGS)
+        ratio, check = (kv_transfer.extra("blend_recompute_ratio", RATIO), kv_transfer.extra("blend_check_layer", 1))
+        if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
+            raise ValueError(
+                f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
+                f"{identity['num_layers']} layers, counted from 0; got {ratio} and {check}"
+            )
+        self.min_tokens = max(1, kv_transfer.extra("blend_min_tokens", 64))
+        self.max_kept_tokens = int(kv_transfer.extra("blend_gib", 1.0) * 2**30) // max(ranks)
+        self.separator = self._separator(kv_transfer.extra("blend_special_str", "<file_sep>"))
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
+        self._prompts: dict[str, _Prompt] = {}
+        self._jobs: deque[BlendJob] = deque()
+
+    def _separator(self, text: str) -> list[int]:
+        given = self.config.tokenizer
+        folder = resolve_model(given) if given else resolve_model(self.config.model, self.config.revision)
+        tokenizer = Tokenizer.from_pretrained(folder)
+        if not (ids := tokenizer.encode(text, add_special_tokens=False)):
+            raise ValueError("blend_special_str is what stands between the parts of a prompt; it must not be empty")
+        return ids
+
+    # ---------------------------------------------------------------- a prompt's parts
+
+    def _parts(self, request: Request) -> list[Part]:
+        """What lies between two separators of the prompt, where that is long enough."""
+        token_ids, width = request.token_ids[: request.num_prompt_tokens], len(self.separator)
+        cuts = [i for i in range(len(token_ids)) if token_ids[i : i + width] == self.separator]
+        salt = hashlib.sha256((request.cache_salt or "").encode()).digest()
+        return [
+            Part(before + width, end, hash_block(salt, token_ids[before + width : end]))
+            for before, end in pairwise(cuts)
+            if end - before - width >= self.min_tokens
+        ]
+
+    def _reusable(self, request: Request, num_computed_tokens: int) -> list[Part]:
+        parts = self._prompts[request.request_id].parts
+        return [part for part in parts if part.end > num_computed_tokens and part.key in self._kept]
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """All up to the end of the last part that is kept, if enough of that lies behind what is computed."""
+        if request.request_id not in self._prompts:
+            parts = self._parts(request)
+            self._prompts[request.request_id] = _Prompt(parts, list(parts))
+        request.num_exact_tokens = None
+        reused = self._reusable(request, num_computed_tokens)
+        gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
+        return reused[-1].end - num_computed_tokens if gain >= self.min_tokens else 0, True
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Queue the request. From its first reused token on it is approximate: none of that may be found as a prefix."""
+        before, prompt = request.num_computed_tokens, self._prompts[request.request_id]
+        reused = self._reusable(request, before)
+        for part in reused:
+            self._kept.move_to_end(part.key)
+            if part in prompt.unsaved:
+                prompt.unsaved.remove(part)
+        request.num_exact_tokens = max(before, reused[0].start)
+        token_ids = request.token_ids[: before + num_external_tokens]
+        self._jobs.append(BlendJob(request.request_id, token_ids, list(block_ids), before, reused))
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget it; if nobody writes to its blocks yet, nobody will."""
+        self._prompts.pop(request.request_id, None)
+        for job in [job for job in self._jobs if job.request_id == request.request_id]:
+            self._jobs.remove(job)
+            self._output.finished_recving.add(request.request_id)
+        return False, None
+
+    # ---------------------------------------------------------------- every step
+
+    def build_connector_meta(self, schedule: Schedule) -> BlendMetadata | None:
+        """One blend a step, and the parts that are computed to their end with it."""
+        metadata = BlendMetadata(blend=self._jobs.popleft() if self._jobs else None)
+        for scheduled in schedule.requests:
+            if (prompt := self._prompts.get(scheduled.request_id)) is not None:
+                metadata.saves += self._saves(prompt, scheduled)
+        if metadata.saves:
+            metadata.drops = self._drop()
+        return metadata if metadata.saves or metadata.blend else None
+
+    def _saves(self, prompt: _Prompt, scheduled: ScheduledRequest) -> list[SaveJob]:
+        """The parts of a prompt that this step ends, and that nobody has given yet."""
+        if scheduled.sampling_params is not None:  # the ranks have not heard of it, or have forgotten it
+            prompt.token_ids, prompt.block_ids = [], []
+        prompt.token_ids += scheduled.new_token_ids
+        prompt.block_ids += scheduled.new_block_ids
+        saves, computed = [], scheduled.start + scheduled.num_tokens
+        while prompt.unsaved and prompt.unsaved[0].end <= computed:
+            part = prompt.unsaved.pop(0)
+            if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
+                self._kept[part.key] = part.end - part.start
+                token_ids = prompt.token_ids[part.start : part.end]
+                saves.append(SaveJob(part.key, token_ids, part.start, list(prompt.block_ids)))
+        return saves
+
+    def _drop(self) -> list[bytes]:
+        """Make room. What somebody waits for stays a little longer."""
+        needed = {part.key for job in self._jobs for part in job.parts}
+        too_many, drops = sum(self._kept.values()) - self.max_kept_tokens, []
+        for key in [key for key in self._kept if key not in needed]:
+            if too_many <= 0:
+                break
+            too_many -= self._kept.pop(key)
+            drops.append(key)
+        return drops
+
+    def forget_requests(self) -> None:
+        """See the base class. Nobody knows which parts the ranks have kept: none."""
+        super().forget_requests()
+        self._kept.clear()
+        self._prompts.clear()
+        self._jobs.clear()
+
+    @property
+    def has_work(self) -> bool:
+        """See the base class."""
+        return bool(self._jobs) or super().has_work
+
+
+class BlendWorker(KVConnectorWorker):
+    """Keeps the parts' keys and values of this rank's heads in host memory, and blends."""
+
+    metadata: BlendMetadata | None
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.chunks: dict[bytes, Chunk] = {}
+        self._finished: set[str] = set()
+        self._ratio = self.kv_transfer.extra("blend_recompute_ratio", RATIO)
+        self._check_layer = self.kv_transfer.extra("blend_check_layer", 1)
+
+    def get_handshake_metadata(self) -> int:
+        """Bytes of a token on this rank."""
+        return sum(cache[0].nbytes // self.config.block_size for cache in self.kv_caches.values())
+
+    def register_model(self, model: LlamaForCausalLM, backend: AttentionBackend) -> None:
+        """See the base class."""
+        self.model, self.backend = model, backend
+
+    def wait_for_save(self) -> None:
+        """Save, blend and drop, once the step's own tokens are computed: a blend may build on them."""
+        metadata = self.metadata
+        assert metadata is not None
+        for save in metadata.saves:
+            chunk = save_chunk(self.kv_caches, self._table(save.block_ids), save.token_ids, save.start)
+            self.chunks[save.key] = replace(chunk, kv=chunk.kv.cpu())
+        if metadata.blend is not None:
+            self._blend(metadata.blend)
+        for key in metadata.drops:
+            del self.chunks[key]
+
+    def _blend(self, job: BlendJob) -> None:
+        blend(
+            self.model,
+            self.backend,
+            self.kv_caches,
+            self._table(job.block_ids),
+            job.token_ids,
+            [(part.start, self.chunks[part.key]) for part in job.parts],
+            self._ratio,
+            job.num_computed_tokens,
+            (self._check_layer,),
+            max_rows=self.config.token_budget,
+        )
+        self._finished.add(job.request_id)
+
+    def _table(self, block_ids: list[int]) -> Tensor:
+        device = next(iter(self.kv_caches.values())).device
+        return torch.tensor(block_ids, dtype=torch.int32, device=device)
+
+    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """See the base class."""
+        finished, self._finished = self._finished, set()
+        return set(), finished
+
+    def forget_requests(self) -> dict[str, list[int]]:
+        """See the base class."""
+        self.chunks.clear()
+        self._finished.clear()
+        return {}

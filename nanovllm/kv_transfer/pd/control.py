@@ -1,0 +1,382 @@
+"""What engines tell each other about KV, and the books that they keep of it: mail, leases, and connections.
+
+Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this module receive them; what concerns
+the scheduler waits in a mailbox until its next step, and what must not wait for a step, the end of a lease, is answered at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect, secret
+
+logger = logging.getLogger(__name__)
+
+PURPOSE = "kv-control"
+# Who does not take a control message for so long is lost: an engine's thread sends them between two steps.
+PATIENCE = 2.0
+# Who has claimed blocks, and has not read them after so long, has stopped without losing its connection. Should it go on, it is
+# told that what it has read is worth nothing.
+CLAIM_SECONDS = 300.0
+
+
+class Introduction(msgspec.Struct, tag="introduction"):
+    """What both ends say first: who they are, and how each of their ranks is reached."""
+
+    engine_id: str
+    ranks: list[dict[str, Any]]
+
+
+class Prefill(msgspec.Struct, tag="prefill"):
+    """A consumer asks: compute the KV of these tokens.
+
+    Attributes:
+        transfer_id: unique among all engines.
+        num_computed_tokens: so many at the beginning are not needed; a whole number of blocks.
+        push: the consumer's blocks, from the first token on, into which KV is to be written; None: it will read.
+    """
+
+    transfer_id: str
+    token_ids: list[int]
+    num_computed_tokens: int
+    cache_salt: str | None = None
+    priority: int = 0
+    push: list[int] | None = None
+
+
+class Prefilled(msgspec.Struct, tag="prefilled"):
+    """A producer's answer: the blocks in which the KV is, and which stay as they are until `Release`; or why there are none."""
+
+    transfer_id: str
+    block_ids: list[int] = []
+    error: str = ""
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """A consumer does not want any more what it has asked for."""
+
+    transfer_id: str
+
+
+class Claim(msgspec.Struct, tag="claim"):
+    """A consumer is about to read these blocks: the lease does not end as long as the consumer is there.
+
+    Attributes:
+        seal: of what it believes to find where (`seal`): its client has told it, and may be wrong.
+    """
+
+    request_id: str
+    seal: bytes
+
+
+class Release(msgspec.Struct, tag="release"):
+    """A consumer has read what it has claimed, or does not want to."""
+
+    request_id: str
+
+
+class Released(msgspec.Struct, tag="released"):
+    """The answer: whether these blocks were held for it until now. If not, what was read is worth nothing."""
+
+    request_id: str
+    was_held: bool
+
+
+FromConsumer = Introduction | Prefill | Cancel | Claim | Release
+FromProducer = Introduction | Prefilled | Released
+
+encode = msgspec.msgpack.Encoder().encode
+_decode_consumer = msgspec.msgpack.Decoder(FromConsumer).decode
+_decode_producer = msgspec.msgpack.Decoder(FromProducer).decode
+
+
+def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
+    """A digest of tokens, and of the blocks that hold their keys and values."""
+    return hashlib.sha256(encode([list(token_ids), list(block_ids)])).digest()
+
+
+class Mailbox:
+    """Messages from many threads to one, which can also wait for them with others: `fileno` is readable if, and only if, there
+    are any."""
+
+    def __init__(self) -> None:
+        self._messages: list[Any] = []
+        self._lock, self._closed = threading.Lock(), False
+        self._readable, self._writable = os.pipe()
+
+    def fileno(self) -> int:
+        """To be polled."""
+        return self._readable
+
+    def put(self, message: Any) -> None:
+        """From any thread."""
+        with self._lock:
+            if self._closed:
+                return
+            if not self._messages:
+                os.write(self._writable, b"!")
+            self._messages.append(message)
+
+    def take(self) -> list[Any]:
+        """All that are there."""
+        with self._lock:
+            if self._messages:
+                os.read(self._readable, 1)
+            messages, self._messages = self._messages, []
+            return messages
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to take."""
+        return not self._messages
+
+    def close(self) -> None:
+        """Nobody takes any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, self._messages = True, []
+            os.close(self._readable)
+            os.close(self._writable)
+
+
+@dataclass
+class _Lease:
+    deadline: float
+    seal: bytes
+    claims: dict[Connection, int] = field(default_factory=dict)
+
+
+class Leases:
+    """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
+
+    One that nobody claims ends at its deadline; one that is claimed ends when all who have claimed it have released it or are
+    gone, or `CLAIM_SECONDS` after the last claim. Threads of readers and the scheduler's all use this book.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[str, _Lease] = {}
+        self._ended: set[str] = set()
+
+    def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
+        """Hold a request's blocks for whoever claims them within so many seconds."""
+        with self._lock:
+            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal)
+
+    def grant_to(self, request_id: str, reader: Connection) -> None:
+        """Hold a request's blocks for this reader, which has asked for them."""
+        with self._lock:
+            self._leases[request_id] = _Lease(time.monotonic() + CLAIM_SECONDS, b"", {reader: 1})
+
+    def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
+        """Somebody is about to read; nothing happens if it is mistaken about what there is."""
+        with self._lock:
+            if (lease := self._leases.get(request_id)) is not None and lease.seal == seal:
+                lease.deadline = time.monotonic() + CLAIM_SECONDS
+                lease.claims[reader] = lease.claims.get(reader, 0) + 1
+
+    def release(self, request_id: str, reader: Connection) -> bool:
+        """Somebody has read; returns whether the blocks were held for it until now."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is None or reader not in lease.claims:
+                return False
+            lease.claims[reader] -= 1
+            if not lease.claims[reader]:
+                self._forget_claims(request_id, lease, reader)
+            return True
+
+    def revoke(self, request_id: str) -> None:
+        """End a lease that no reader has claimed."""
+        with self._lock:
+            lease = self._leases.get(request_id)
+            if lease is not None and not lease.claims:
+                del self._leases[request_id]
+                self._ended.add(request_id)
+
+    def drop(self, reader: Connection) -> None:
+        """A reader is gone, and with it what it has claimed."""
+        with self._lock:
+            for request_id, lease in list(self._leases.items()):
+                if reader in lease.claims:
+                    self._forget_claims(request_id, lease, reader)
+
+    def _forget_claims(self, request_id: str, lease: _Lease, reader: Connection) -> None:
+        del lease.claims[reader]
+        if not lease.claims:
+            del self._leases[request_id]
+            self._ended.add(request_id)
+
+    def take_ended(self) -> set[str]:
+        """Requests whose blocks nobody needs any more."""
+        with self._lock:
+            now = time.monotonic()
+            for request_id in [key for key, lease in self._leases.items() if lease.deadline <= now]:
+                logger.warning("nobody has read the KV of %s in time: its blocks are given up", request_id)
+                del self._leases[request_id]
+                self._ended.add(request_id)
+            ended, self._ended = self._ended, set()
+            return ended
+
+    def clear(self) -> None:
+        """Forget all; nobody's reading counts any more."""
+        with self._lock:
+            self._leases.clear()
+            self._ended.clear()
+
+    @property
+    def next_end(self) -> float:
+        """When the scheduler should look, in seconds of the monotonic clock."""
+        with self._lock:
+            return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
+
+    @property
+    def has_ended(self) -> bool:
+        """True if `take_ended` has something to tell."""
+        return bool(self._ended) or self.next_end <= time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+
+class ConsumerListener:
+    """Listens for consumers.
+
+    Args:
+        mailbox: gets pairs of a `Consumer` and what it says (`Prefill`, `Cancel`, or None at its end).
+    """
+
+    def __init__(
+        self, host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox
+    ) -> None:
+        self.leases = Leases()
+        self._introduction, self._mailbox = introduction, mailbox
+        self._listener = Listener(host, port, secret(), identity, self._serve, PURPOSE, patience=PATIENCE)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it listens."""
+        return self._listener.address
+
+    def _serve(self, connection: Connection) -> None:
+        connection.send(encode(self._introduction))
+        introduction = _decode_consumer(connection.receive(PATIENCE))
+        if not isinstance(introduction, Introduction):
+            raise PeerLost(f"{connection.peer} does not say who it is")
+        consumer = Consumer(connection, introduction)
+        try:
+            while True:
+                message = _decode_consumer(connection.receive())
+                if isinstance(message, Release):
+                    was_held = self.leases.release(message.request_id, connection)
+                    connection.send(encode(Released(message.request_id, was_held)))
+                    self._mailbox.put((consumer, message))
+                elif isinstance(message, Claim):
+                    self.leases.claim(message.request_id, message.seal, connection)
+                else:
+                    self._mailbox.put((consumer, message))
+        except msgspec.MsgspecError as error:
+            raise PeerLost(f"{connection.peer} says what nobody understands: {error}") from error
+        finally:
+            consumer.is_gone = True
+            self.leases.drop(connection)
+            self._mailbox.put((consumer, None))
+
+    def close(self) -> None:
+        """Listen no more; all consumers lose their connection."""
+        self._listener.close()
+
+
+@dataclass(eq=False)
+class Consumer:
+    """An engine that asks this one for KV."""
+
+    connection: Connection
+    introduction: Introduction
+    is_gone: bool = False
+
+    def tell(self, message: Prefilled) -> None:
+        """Answer; nothing happens if it is gone."""
+        try:
+            with waiting_for_others():  # up to PATIENCE if it does not read
+                self.connection.send(encode(message))
+        except PeerLost as error:
+            logger.info("an answer found nobody: %s", error)
+
+
+@dataclass(eq=False)
+class Producer:
+    """An engine that this one asks for KV: a connection that is made, and read, by a thread of its own.
+
+    Attributes:
+        introduction: what it has said of itself; None before.
+        error: why the connection is lost; "" while it is not.
+    """
+
+    host: str
+    port: int
+    identity: dict[str, str | int]
+    own: Introduction
+    on_message: Callable[[Producer, Any], None]
+    introduction: Introduction | None = None
+    error: str = ""
+    _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
+    _connection: Connection | None = None
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        name = f"{PURPOSE}-{self.host}:{self.port}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def tell(self, message: Prefill | Cancel | Claim | Release) -> None:
+        """Send a message, as soon as there is a connection."""
+        self._outbox.put(encode(message))
+
+    def _run(self) -> None:
+        try:
+            connection = connect(self.host, self.port, secret(), self.identity, purpose=PURPOSE, patience=PATIENCE)
+            self._connection = connection
+            if self._closed:  # meanwhile
+                raise PeerLost("closed")
+            connection.send(encode(self.own))
+            introduction = _decode_producer(connection.receive(PATIENCE))
+            if not isinstance(introduction, Introduction):
+                raise PeerLost(f"{connection.peer} does not say who it is")
+            self.introduction = introduction
+            sender = threading.Thread(target=self._send, args=(connection,), name="kv-sender", daemon=True)
+            sender.start()
+            self.on_message(self, introduction)
+            while True:
+                self.on_message(self, _decode_producer(connection.receive()))
+        except (OSError, msgspec.MsgspecError, ValueError) as error:  # PeerLost and HandshakeError are OSErrors
+            self.error = f"the engine at {self.host}:{self.port}: {error}"
+            if self._connection is not None:
+                self._connection.close()
+            self._outbox.put(None)
+            self.on_message(self, None)
+
+    def _send(self, connection: Connection) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                connection.send(message)
+        except PeerLost:
+            connection.close()  # the thread that receives says so
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed = True
+        self._outbox.put(None)
+        if self._connection is not None:
+            self._connection.close()

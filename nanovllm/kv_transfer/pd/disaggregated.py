@@ -1,0 +1,336 @@
+"""Prefill on one engine, decode on another (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024): the connector.
+
+A request's KV is computed by a *producer* and taken over by a *consumer*. Two orders:
+
+    prefill first   the producer computes the prompt and one token; its answer (`kv_transfer_params`) says where the KV is, and
+                    whoever routes the request gives that to a consumer, which reads the blocks (pull).
+    decode first    the consumer looks at its own cache, and asks a producer for what is missing: the producer then says where
+                    it is (pull), or writes it into the consumer's blocks, layer by layer while it computes (push).
+
+A producer's blocks are held until the consumer has read them: for so long they are leased, and a lease ends in any case, with its
+reader or with its time. What was read under a lease that had ended is thrown away.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.data.request import EngineRequest, Request
+from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.kv.connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
+from nanovllm.kv_transfer.pd.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
+from nanovllm.kv_transfer.pd.control import Consumer, Introduction, Mailbox
+from nanovllm.kv_transfer.pd.plan import Books, TransferMetadata, TransferParams
+from nanovllm.kv_transfer.pd.producer import ProducerSide
+from nanovllm.kv_transfer.transport.handshake import secret
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from nanovllm.data.config import EngineConfig
+    from nanovllm.data.kv_transfer_config import KVTransferConfig
+    from nanovllm.kv_transfer.transport.base import Transport
+    from nanovllm.kv_transfer.transport.layout import KVLayout
+    from nanovllm.scheduler.scheduler import Schedule
+
+logger = logging.getLogger(__name__)
+
+# How long the ranks wait, when a step has broken off, for peers that are writing to their blocks.
+STOP_SECONDS = 5.0
+
+
+class DisaggregatedScheduler(KVConnectorScheduler):
+    """The half that lives with the scheduler: a consumer, a producer, or both.
+
+    Attributes:
+        consumer, producer: its sides; None if the engine has not this role.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
+        super().__init__(config, kv_transfer, {"kv_connector": kv_transfer.kv_connector, **identity}, ranks)
+        kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
+        self._mailbox, self._books = Mailbox(), Books()
+        introduction = Introduction(kv_transfer.engine_id, self.ranks)
+        arguments = config, kv_transfer, self.identity, introduction, self._mailbox, self._books
+        self.consumer = ConsumerSide(*arguments) if kv_transfer.is_consumer else None
+        self.producer = ProducerSide(*arguments) if kv_transfer.is_producer else None
+        if self.consumer is not None and self.producer is not None:
+            self.consumer.own_address = self.producer.address
+
+    def check_request(self, request: Request) -> None:
+        """See `KVConnectorScheduler.check_request`."""
+        if request.kv_transfer_params is not None:
+            TransferParams.check(request.kv_transfer_params, self.kv_transfer.kv_role)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """All the rest of the prompt, if another engine has it or can be asked for it."""
+        if self.consumer is None:
+            return 0, True
+        return self.consumer.num_offered(request, num_computed_tokens), True
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Ask for it."""
+        assert self.consumer is not None, "it has offered nothing"
+        self.consumer.ask(request, block_ids)
+
+    def give_up(self, request: Request) -> None:
+        """See `KVConnectorScheduler.give_up`."""
+        if self.consumer is not None:
+            self.consumer.give_up(request)
+
+    def decline(self, request: Request) -> None:
+        """See `KVConnectorScheduler.decline`."""
+        if self.consumer is not None and request.request_id not in self.consumer.fetches:
+            self.consumer.stop(request)
+
+    def is_ordered(self, request: Request) -> bool:
+        """See `KVConnectorScheduler.is_ordered`."""
+        return self.producer is not None and request.request_id in self.producer.orders
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Hold the blocks of a prompt that another engine wants; stop what comes for a request that ends."""
+        if self.consumer is not None and self.consumer.stop(request):
+            return True, None
+        return self.producer.finished(request, block_ids) if self.producer is not None else (False, None)
+
+    def revoke(self, request_id: str) -> None:
+        """See `KVConnectorScheduler.revoke`."""
+        if self.producer is not None:
+            self.producer.leases.revoke(request_id)
+
+    def is_sending(self, request: Request) -> bool:
+        """See `KVConnectorScheduler.is_sending`."""
+        return self.producer is not None and self.producer.is_sending(request)
+
+    # ---------------------------------------------------------------- every step
+
+    def build_connector_meta(self, schedule: Schedule) -> TransferMetadata | None:
+        """What there is to begin; and as long as something is under way, the question whether it has ended."""
+        if self.producer is not None:
+            self.producer.note(schedule)
+        metadata, self._books.metadata = self._books.metadata, TransferMetadata()
+        return metadata if self._books.under_way or not metadata.is_empty else None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler.update_connector_output`."""
+        self._books.under_way -= output.finished_recving | output.finished_sending
+        if self.consumer is not None:
+            self.consumer.received(output)
+        self._books.output.finished_sending |= output.finished_sending
+
+    def take_output(self) -> KVConnectorOutput:
+        """See `KVConnectorScheduler.take_output`."""
+        if self.consumer is not None:
+            self.consumer.look_at_clock()
+        if self.producer is not None:
+            self._books.output.finished_sending |= self.producer.leases.take_ended()
+        output, self._books.output = self._books.output, KVConnectorOutput()
+        if self.producer is not None:
+            self.producer.pushed(output.finished_sending)
+        return output
+
+    def take_requests(self) -> list[EngineRequest]:
+        """What consumers ask for. On the way, all mail is read."""
+        for sender, message in self._mailbox.take():
+            if self.producer is not None and isinstance(sender, Consumer):
+                self.producer.hear(sender, message)
+            elif self.consumer is not None:
+                self.consumer.hear(sender, message)
+        if self.producer is None:
+            return []
+        requests, self.producer.requests = self.producer.requests, []
+        return requests
+
+    def take_aborts(self) -> list[str]:
+        """See `KVConnectorScheduler.take_aborts`."""
+        if self.producer is None:
+            return []
+        aborts, self.producer.aborts = self.producer.aborts, []
+        return aborts
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """See `KVConnectorScheduler.refuse`."""
+        assert self.producer is not None, "nobody has ordered anything"
+        self.producer.refuse(request_id, reason)
+
+    @property
+    def has_work(self) -> bool:
+        """See `KVConnectorScheduler.has_work`."""
+        return bool(self._books.under_way) or self.has_news
+
+    @property
+    def has_news(self) -> bool:
+        """See `KVConnectorScheduler.has_news`."""
+        producer = self.producer
+        ordered = producer is not None and (bool(producer.aborts) or producer.leases.has_ended)
+        return bool(self._books.output or not self._mailbox.is_empty or ordered)
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """See `KVConnectorScheduler.sources`."""
+        return [self._mailbox.fileno()]
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """Until the next lease ends."""
+        end = self.producer.leases.next_end if self.producer is not None else float("inf")
+        return max(0.0, end - time.monotonic()) if end < float("inf") else None
+
+    @property
+    def information(self) -> dict[str, Any]:
+        """With host and port where consumers can ask, if this engine is a producer."""
+        host, port = self.producer.address if self.producer is not None else (None, None)
+        own = {"kv_host": host, "kv_port": port, "block_size": self.config.block_size}
+        return super().information | own
+
+    def forget_requests(self) -> None:
+        """See `KVConnectorScheduler.forget_requests`."""
+        for side in (self.consumer, self.producer):
+            if side is not None:
+                side.forget()
+        self._books.metadata, self._books.output = TransferMetadata(), KVConnectorOutput()
+        self._books.under_way.clear()
+
+    def abandon(self, transfer_ids: Collection[str]) -> None:
+        """See `KVConnectorScheduler.abandon`."""
+        self._books.under_way.update(transfer_ids)
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        for side in (self.consumer, self.producer):
+            if side is not None:
+                side.close()
+        self._mailbox.close()
+
+
+class DisaggregatedWorker(KVConnectorWorker):
+    """Moves blocks over a transport.
+
+    Attributes:
+        transport_class: "module:class" of the transport.
+    """
+
+    transport_class = "nanovllm.kv_transfer.transport.local:LocalTransport"
+    metadata: TransferMetadata | None
+
+    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
+        super().__init__(config, kv_transfer, layout)
+        self._receiving: set[str] = set()  # transfers
+        self._invalid: dict[str, set[int]] = {}
+        self._reasons: dict[str, str] = {}
+
+    @classmethod
+    def _transport_class(cls) -> type[Transport]:
+        module, _, name = cls.transport_class.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    @classmethod
+    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See `KVConnectorWorker.empty_kv_cache`."""
+        return cls._transport_class().empty_cache(shape, dtype, device)
+
+    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
+        """See `KVConnectorWorker.register_kv_caches`."""
+        super().register_kv_caches(kv_caches)
+        timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
+        self.transport = self._transport_class()(
+            self.layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout
+        )
+        self.transport.transfers.on_ended = lambda: self.notify()
+
+    def get_handshake_metadata(self) -> dict[str, Any]:
+        """The transport's address."""
+        return self.transport.address
+
+    def start_load_kv(self) -> None:
+        """Begin what does not depend on this step."""
+        assert self.metadata is not None
+        if self.metadata.reads or self.metadata.expects:
+            self._wait_for_device()
+        for move in self.metadata.reads:
+            self._receiving.add(move.transfer_id)
+            self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
+        for move in self.metadata.expects:
+            self._receiving.add(move.transfer_id)
+            # The producer may have much to do before it begins with this one.
+            patience = float(self.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
+            self.transport.expect(move.transfer_id, move.peers, move.local_block_ids, patience)
+        for transfer_id in self.metadata.cancels:
+            self.transport.cancel(transfer_id)
+
+    def _wait_for_device(self) -> None:
+        """Blocks that are to be filled were perhaps those of a request that has ended while a GPU still computed it once more,
+        for nothing. What it writes must not come after what a transfer, on a stream of its own or on none, writes."""
+        device = next(iter(self.kv_caches.values())).device
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.current_stream(device).synchronize()
+
+    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
+        """Begin to push what this layer has just written. The blocks stay the request's until all is over."""
+        if self.metadata is not None:
+            for move in self.metadata.pushes:
+                self.transport.write(move.transfer_id, move.peers, layer, move.local_block_ids, move.remote_block_ids)
+
+    def wait_for_save(self) -> None:
+        """Nothing has to be waited for: who pushes holds its blocks, and what is pushed of them is not written again."""
+        assert self.metadata is not None
+        for move in self.metadata.pushes:
+            if move.is_last:
+                self.transport.finish_writes(move.transfer_id, move.peers)
+
+    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+        """See `KVConnectorWorker.get_finished`. The scheduler's half knows which request each transfer is for."""
+        sent, received = set(), set()
+        self._invalid, self._reasons = {}, {}
+        for ended in self.transport.poll(wait_seconds):
+            transfer_id = ended.transfer_id
+            if transfer_id not in self._receiving:
+                sent.add(transfer_id)
+                if ended.error:
+                    logger.warning("pushing %s failed: %s", transfer_id, ended.error)
+                continue
+            self._receiving.remove(transfer_id)
+            received.add(transfer_id)
+            if ended.error or ended.invalid_block_ids:
+                self._invalid[transfer_id] = set(ended.invalid_block_ids)
+                self._reasons[transfer_id] = ended.error
+        return sent, received
+
+    def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
+        """See `KVConnectorWorker.get_block_ids_with_load_errors`."""
+        return self._invalid
+
+    def get_reasons(self) -> dict[str, str]:
+        """See `KVConnectorWorker.get_reasons`."""
+        return self._reasons
+
+    def forget_requests(self) -> dict[str, list[int]]:
+        """See `KVConnectorWorker.forget_requests`. A peer that was stopped in mid-write is waited for up to `STOP_SECONDS`."""
+        self.transport.cancel_all("a step broke off")
+        deadline = time.monotonic() + STOP_SECONDS
+        with waiting_for_others():
+            while self.transport.transfers.num_open and time.monotonic() < deadline:
+                self.transport.poll(0.1)
+        self.transport.poll()
+        open_blocks = self.transport.transfers.open_blocks
+        self._receiving &= open_blocks.keys()
+        return open_blocks
+
+    def close(self) -> None:
+        """See `KVConnectorWorker.close`."""
+        self.transport.close()
+
+
+class NixlWorker(DisaggregatedWorker):
+    """Moves blocks over NIXL."""
+
+    transport_class = "nanovllm.kv_transfer.transport.nixl:NixlTransport"

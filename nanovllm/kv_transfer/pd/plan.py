@@ -1,0 +1,125 @@
+"""What a request says of its KV, and what the ranks are told to do about it: plain data of prefill/decode disaggregation.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from nanovllm.data.request import Request
+from nanovllm.kv.connector import KVConnectorOutput
+
+BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class TransferParams(msgspec.Struct, kw_only=True):
+    """`kv_transfer_params` of a request, under vLLM's names.
+
+    Attributes:
+        do_remote_decode: another engine will go on with this request: hold its KV for it.
+        do_remote_prefill: another engine has computed, or will compute, the prompt's KV.
+        remote_engine_id, remote_request_id, remote_block_ids, remote_host, remote_port, remote_num_tokens, tp_size: prefill
+            first: where the KV is, as the producer has said.
+        prefill_addresses: decode first: host and port of producers that can be asked, `KVConnectorScheduler.information`.
+        kv_direction: decode first: whether the producer writes or the consumer reads.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    remote_block_ids: list[BlockId] | None = None
+    remote_host: str | None = None
+    remote_port: Port | None = None
+    remote_num_tokens: int | None = None
+    tp_size: int | None = None
+    prefill_addresses: list[tuple[str, Port]] = []
+    kv_direction: Literal["push", "pull"] = "push"
+
+    @property
+    def is_prefill_first(self) -> bool:
+        """The KV is there already."""
+        return self.do_remote_prefill and self.remote_request_id is not None
+
+    @classmethod
+    def of(cls, request: Request) -> TransferParams | None:
+        """What came with a request; None if nothing did.
+
+        Raises:
+            msgspec.ValidationError: nonsense came.
+        """
+        given = request.kv_transfer_params
+        return msgspec.convert(given, cls) if given is not None else None
+
+    @classmethod
+    def check(cls, given: Any, kv_role: str) -> None:
+        """See whether an engine of this role can do what came with a request.
+
+        Raises:
+            ValueError: it cannot, or nonsense came; the message names the field.
+        """
+        try:
+            params = msgspec.convert(given, cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"kv_transfer_params: {error}") from error
+        for name, does, missing in (
+            ("do_remote_decode", params.do_remote_decode, "producer"),
+            ("do_remote_prefill", params.do_remote_prefill, "consumer"),
+        ):
+            if does and kv_role not in ("kv_both", f"kv_{missing}"):
+                raise ValueError(f"kv_transfer_params: {name} needs an engine with --kv-role {missing} or both")
+        place = params.remote_host, params.remote_port, params.remote_block_ids
+        if params.is_prefill_first and None in place:
+            raise ValueError(
+                "kv_transfer_params: remote_request_id needs remote_host, remote_port and remote_block_ids"
+            )
+
+
+@dataclass
+class Move:
+    """Blocks between this engine's ranks and another's.
+
+    Attributes:
+        peers: addresses of all ranks of the other engine.
+    """
+
+    transfer_id: str
+    peers: list[dict[str, Any]]
+    local_block_ids: list[int]
+    remote_block_ids: list[int] = field(default_factory=list)
+    is_last: bool = False
+
+
+@dataclass
+class TransferMetadata:
+    """What the ranks have to do: read, let others write, push what this step computes, stop."""
+
+    reads: list[Move] = field(default_factory=list)
+    expects: list[Move] = field(default_factory=list)
+    pushes: list[Move] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing."""
+        return not (self.reads or self.expects or self.pushes or self.cancels)
+
+
+@dataclass
+class Books:
+    """What the two sides of an engine, consumer and producer, have in common.
+
+    Attributes:
+        metadata: of the next step.
+        under_way: transfers of which the ranks have to tell the end.
+        output: what the scheduler shall know.
+    """
+
+    metadata: TransferMetadata = field(default_factory=TransferMetadata)
+    under_way: set[str] = field(default_factory=set)
+    output: KVConnectorOutput = field(default_factory=KVConnectorOutput)

@@ -1,0 +1,252 @@
+"""The connector that keeps KV blocks beyond the pool: in host memory and on a disk ("offloading"), or in a place that engines
+share ("pool").
+
+Every block is saved once, when it has become full, not when it leaves the pool: then nobody has to wait for it to be copied
+away before it can be overwritten, a block that is still in the pool of one engine can be used by another, and a crash costs
+nothing. What is saved in vain is written behind the engine's back.
+
+A block that is wanted and not there, or not whole, is no error: it is computed.
+
+Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.data.request import Request
+from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.kv.connector import KVConnectorOutput, KVConnectorScheduler
+from nanovllm.kv_transfer.stores.factory import open_store
+
+if TYPE_CHECKING:
+    from nanovllm.data.config import EngineConfig
+    from nanovllm.data.kv_transfer_config import KVTransferConfig
+    from nanovllm.scheduler.scheduler import Schedule
+
+
+def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
+    """Names a block's KV: by all that it is made of, and by all tokens up to its end (see `kv.manager.hash_block`)."""
+    parts = "\0".join(f"{name}={value}" for name, value in sorted(identity.items()))
+    return hashlib.sha256(hashlib.sha256(parts.encode()).digest() + block_hash).digest()
+
+
+def share_key(share: str, key: bytes) -> bytes:
+    """Names the part of a block that one rank has."""
+    return hashlib.sha256(share.encode() + b"\0" + key).digest()
+
+
+@dataclass
+class OffloadingMetadata:
+    """What the ranks have to do with a step.
+
+    Attributes:
+        evict: keys that give way in host memory, before
+        saves: (block id, key): blocks that are full when the step has been computed; what is used last comes last.
+        loads: request id, and the same of the blocks that it waits for, in their order.
+    """
+
+    evict: list[bytes] = field(default_factory=list)
+    saves: list[tuple[int, bytes]] = field(default_factory=list)
+    loads: list[tuple[str, list[tuple[int, bytes]]]] = field(default_factory=list)
+
+
+@dataclass
+class _Sequence:
+    """What the scheduler's half knows of a request.
+
+    Attributes:
+        table: its blocks, as the ranks have been told.
+        keys: of its full blocks.
+        num_saved: how many blocks from the beginning are kept, or have been handed over.
+        is_looked_up: `num_saved` has been asked for since the request was admitted last.
+    """
+
+    request: Request
+    table: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    num_saved: int = 0
+    is_looked_up: bool = False
+
+
+class OffloadingScheduler(KVConnectorScheduler):
+    """Knows which blocks are kept, and who waits for which.
+
+    It decides what lies in the ranks' host memory, so that it need not ask: all ranks have the same blocks there, each its share.
+    What lies in a place that others use too, it looks up.
+
+    Raises:
+        ValueError: settings that make no sense; the message names the fix.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
+        super().__init__(config, kv_transfer, identity, ranks)
+        if not config.enable_prefix_caching:
+            raise ValueError("blocks are kept under the prefix cache's names: leave enable_prefix_caching on")
+        if kv_transfer.kv_load_failure_policy == "fail":
+            raise ValueError(
+                f"kv_connector {kv_transfer.kv_connector!r} computes what was not kept: use kv_load_failure_policy 'recompute'"
+            )
+        self._shares = list(dict.fromkeys(rank["share"] for rank in ranks))
+        self._num_slots = min(rank["num_slots"] for rank in ranks)
+        self._shared = open_store(config, kv_transfer, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
+        self._in_host: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._pinned: Counter[bytes] = Counter()  # being loaded: they stay
+        self._sequences: dict[str, _Sequence] = {}
+        self._loading: dict[str, list[tuple[int, bytes]]] = {}
+        self._next = OffloadingMetadata()
+
+    # ---------------------------------------------------------------- what is kept
+
+    def _keys(self, sequence: _Sequence) -> list[bytes]:
+        hashes, keys = sequence.request.block_hashes, sequence.keys
+        keys += [block_key(self.identity, block_hash) for block_hash in hashes[len(keys) :]]
+        return keys
+
+    def _count_kept(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are kept, here or there; they count as used."""
+        count = 0
+        while count < len(keys):
+            if keys[count] in self._in_host:
+                count += 1
+                continue
+            end = next((i for i in range(count, len(keys)) if keys[i] in self._in_host), len(keys))
+            found = self._count_shared(keys[count:end])
+            count += found
+            if count < end:
+                break
+        for key in reversed(keys[:count]):
+            if key in self._in_host:
+                self._in_host.move_to_end(key)
+        return count
+
+    def _count_shared(self, keys: Sequence[bytes]) -> int:
+        if self._shared is None:
+            return 0
+        names = [share_key(share, key) for key in keys for share in self._shares]
+        with waiting_for_others():  # a disk or a server
+            return self._shared.contains(names) // len(self._shares)
+
+    def _keep_in_host(self, key: bytes) -> bool:
+        """Give a block a place in host memory. False if it has one already, or if there is none."""
+        if key in self._in_host or not self._num_slots:
+            return False
+        if len(self._in_host) == self._num_slots:
+            victim = next((other for other in self._in_host if not self._pinned[other]), None)
+            if victim is None:
+                return False
+            del self._in_host[victim]
+            self._next.evict.append(victim)
+        self._in_host[key] = None
+        return True
+
+    # ---------------------------------------------------------------- a request's KV comes from elsewhere
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """See `KVConnectorScheduler.get_num_new_matched_tokens`. It is asked again as long as the request waits for blocks;
+        a place that others use too is asked once."""
+        sequence = self._sequences.setdefault(request.request_id, _Sequence(request))
+        if not sequence.is_looked_up or self._shared is None:
+            sequence.is_looked_up = True
+            sequence.num_saved = self._count_kept(self._keys(sequence))
+        if not self.kv_transfer.is_consumer:
+            return 0, True
+        size = self.config.block_size
+        # The last token's logits are needed.
+        usable = min(sequence.num_saved, (request.num_tokens - 1) // size)
+        return max(0, usable * size - num_computed_tokens), True
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """See `KVConnectorScheduler.update_state_after_alloc`."""
+        size = self.config.block_size
+        first = request.num_computed_tokens // size
+        end = first + num_external_tokens // size
+        keys = self._keys(self._sequences[request.request_id])
+        blocks = list(zip(block_ids[first:end], keys[first:end], strict=True))
+        self._pinned.update(key for _, key in blocks)
+        for _, key in reversed(blocks):
+            self._keep_in_host(key)  # what comes from a disk stays in host memory
+        self._loading[request.request_id] = blocks
+        self._next.loads.append((request.request_id, blocks))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `KVConnectorScheduler.update_connector_output`. What did not come is not kept, whatever was believed."""
+        KVConnectorScheduler.update_connector_output(self, output)
+        for request_id in output.finished_recving:
+            blocks = self._loading.pop(request_id)
+            self._pinned -= Counter(key for _, key in blocks)
+            invalid = output.invalid_block_ids.get(request_id, set())
+            for _, key in (lost := [block for block in blocks if block[0] in invalid]):
+                self._in_host.pop(key, None)
+            if lost and request_id in self._sequences:
+                sequence = self._sequences[request_id]
+                sequence.num_saved = min(sequence.num_saved, sequence.keys.index(lost[0][1]))
+
+    # ---------------------------------------------------------------- a request's KV is kept
+
+    def build_connector_meta(self, schedule: Schedule) -> OffloadingMetadata | None:
+        """See `KVConnectorScheduler.build_connector_meta`: what becomes full in this step, and what is to be loaded."""
+        saves: dict[bytes, int] = {}
+        for scheduled in schedule.requests:
+            sequence = self._sequences.get(scheduled.request_id)
+            if sequence is None:
+                continue
+            if scheduled.sampling_params is not None:  # it was admitted, perhaps not for the first time
+                sequence.table.clear()
+                sequence.is_looked_up = False
+            sequence.table += scheduled.new_block_ids
+            if self.kv_transfer.is_producer:
+                saves |= self._new_blocks(sequence)
+        metadata, self._next = self._next, OffloadingMetadata()
+        # What found a place and lost it again in the same step is not touched at all.
+        metadata.saves = [
+            (block_id, key) for key, block_id in saves.items() if not self._num_slots or key in self._in_host
+        ]
+        return metadata if self._loading or metadata.saves or metadata.evict else None
+
+    def _new_blocks(self, sequence: _Sequence) -> dict[bytes, int]:
+        """Full blocks that are to be saved: the beginning comes last, and so stays longest."""
+        request = sequence.request
+        # A block whose last token is not known yet has no name; it gets one with the next step.
+        end = min(request.num_computed_tokens, request.num_tokens) // self.config.block_size
+        keys, first = self._keys(sequence), sequence.num_saved
+        sequence.num_saved = max(first, end)
+        return {
+            keys[i]: sequence.table[i]
+            for i in range(end - 1, first - 1, -1)
+            if not self._num_slots or self._keep_in_host(keys[i])
+        }
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """See `KVConnectorScheduler.request_finished`. Nobody needs its blocks: what is saved has been copied."""
+        self._sequences.pop(request.request_id, None)
+        return False, None
+
+    @property
+    def has_work(self) -> bool:
+        """True while something is being loaded, if only for a request that has been aborted: its blocks are held."""
+        return bool(self._loading or self._output)
+
+    @property
+    def has_news(self) -> bool:
+        """See `KVConnectorScheduler.has_news`."""
+        return bool(self._output)
+
+    def forget_requests(self) -> None:
+        """See `KVConnectorScheduler.forget_requests`. What is kept stays."""
+        KVConnectorScheduler.forget_requests(self)
+        self._sequences.clear()
+        self._loading.clear()
+        self._pinned.clear()
+        self._next = OffloadingMetadata()
+
+    def close(self) -> None:
+        """Close the stores."""
+        if self._shared is not None:
+            self._shared.close()

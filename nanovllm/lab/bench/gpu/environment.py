@@ -1,0 +1,56 @@
+"""Finds a Python that can run `make gpu`, and installs what it lacks, and nothing else.
+
+Run as a script, by path and before anything is installed: it needs the standard library alone. On a GPU's machine torch is
+often there already, built for its driver, and must not be replaced. Prints the interpreter to go on with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+NEEDS = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "psutil",
+    "httpx",
+    "rich",
+    "tqdm",
+    "filelock",
+    "msgspec",
+)
+ROOT = pathlib.Path(__file__).resolve().parents[4]
+
+
+def main() -> int:
+    """Prepare; returns the exit code."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    python = sys.executable
+    if missing:
+        print(f"{python} lacks {' '.join(missing)}: installing them", file=sys.stderr)
+        try:
+            if sys.prefix == sys.base_prefix:  # not a virtual environment: make one that sees what is there
+                folder = ROOT / ".venv"
+                _run(python, "-m", "venv", "--system-site-packages", str(folder))
+                python = str(folder / "bin" / "python")
+            _run(python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"), *missing)
+        except subprocess.CalledProcessError:
+            print(f"without a network, bring wheels of {' '.join(missing)} and install them", file=sys.stderr)
+            return 2
+    print(python)
+    return 0
+
+
+def _run(*command: str) -> None:
+    # What pip says must not be taken for the answer.
+    subprocess.run(command, check=True, stdout=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""How long work takes on a GPU, and the two ceilings that the results are compared with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+import nanovllm
+from nanovllm.lab.bench.gpu.setting import Row, Setting
+
+PACKAGES = ("torch", "triton", "transformers", "numpy")
+_SMI_FIELDS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,clocks.sm,power.limit,temperature.gpu"
+# More than the L2 cache of any GPU there is.
+_FLUSH_BYTES = 2**28
+_WARM_UP = 3
+
+
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """The median time of some work, each time with a cold L2 cache.
+
+    On a GPU the work is queued while the GPU still overwrites its cache, for at least as long as queueing takes:
+    events before and after then see the GPU's time alone, not Python's. On a CPU, which is a dry run, the host's clock.
+    """
+    if device.type == "cpu":
+        work()
+        return _host_seconds(work)
+    for _ in range(_WARM_UP):
+        work()
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    queueing = max(_host_seconds(work) for _ in range(_WARM_UP))
+    torch.cuda.synchronize()
+    flushing = _event_seconds([functools.partial(flush.fill_, 1)] * 4) / 4
+    rounds = max(1, round(2 * queueing / flushing))
+    pairs = []
+    for _ in range(repeats):
+        for _ in range(rounds):
+            flush.fill_(0)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        pairs.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1000
+
+
+def _host_seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _event_seconds(works: list[Callable[[], object]]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for work in works:
+        work()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
+    """Bytes a second of a copy within the device's memory, read and written ones together."""
+    source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * num_bytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def matrix_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
+    """FLOPs a second of a product of two square matrices of random numbers (zeros would be faster)."""
+    first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / median_seconds(lambda: first @ second, device)
+
+
+def machine(setting: Setting) -> Iterator[Row]:
+    """What was found, and the ceilings of this very run."""
+    device = setting.device
+    for name, value in _facts(device):
+        yield {"table": "facts", "name": name, "value": value}
+    sizes = (2**24, 256) if setting.dry_run else (2**32, 8192)
+    if device.type == "cuda":  # two buffers, and half of the memory left over
+        sizes = (min(sizes[0], torch.cuda.mem_get_info()[0] // 4), sizes[1])
+    yield {"table": "limits", "name": "bytes_per_second", "value": copy_bandwidth(device, sizes[0])}
+    yield {"table": "limits", "name": "flops_per_second", "value": matrix_peak(device, torch.bfloat16, sizes[1])}
+
+
+def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        yield "GPU", properties.name
+        yield "compute capability", f"{properties.major}.{properties.minor}"
+        yield "multiprocessors", str(properties.multi_processor_count)
+        yield "memory", f"{properties.total_memory / 2**30:.1f} GiB"
+        yield "CUDA of torch", str(torch.version.cuda)
+        if smi := shutil.which("nvidia-smi"):
+            command = [smi, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"]
+            answer = subprocess.run(command, capture_output=True, text=True)
+            values = answer.stdout.splitlines()[0].split(", ") if answer.stdout else []
+            yield from zip(_SMI_FIELDS.split(","), values, strict=False)
+    yield "python", platform.python_version()
+    yield "nanovllm", nanovllm.__version__
+    for name in PACKAGES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"

@@ -1,0 +1,195 @@
+"""How fast KV blocks get from one rank's cache into another's, beside a plain copy of the same bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import mmap
+import random
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.groups import Grid, get_world_group
+from nanovllm.kv_transfer.transport.base import Transport
+from nanovllm.kv_transfer.transport.layout import KVLayout
+from nanovllm.kv_transfer.transport.local import LocalTransport
+from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
+from nanovllm.lab.bench.parallel.setting import Setting
+from nanovllm.lab.bench.ranks import run_ranks
+from nanovllm.lab.bench.report import Table
+from nanovllm.models.config import ModelConfig
+from nanovllm.ops.device import choose_dtype
+
+COPY, READ, WRITE, TCP, NIXL = "plain copy", "local, read", "local, write", "TCP, read", "nixl, read"
+GOAL = 0.6
+NUM_BYTES = 64 << 20
+_SECRET = b"both ranks are children of this benchmark"
+
+Seconds = dict[str, list[float]]
+
+
+def layout_of(model: ModelConfig, dtype: torch.dtype, num_bytes: int) -> KVLayout:
+    """The cache of a rank that has the whole model, in which blocks of so many bytes are half of all."""
+    is_latent = bool(model.kv_lora_rank)
+    block = KVLayout(
+        num_layers=model.num_layers,
+        num_kv_heads=0 if is_latent else model.num_kv_heads,
+        block_size=EngineConfig().block_size,
+        width=model.latent_width if is_latent else model.head_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        num_blocks=1,
+        first_layer=0,
+        end_layer=model.num_layers,
+    )
+    count = max(1, num_bytes // (block.block_bytes * block.num_layers))
+    return KVLayout(**vars(block) | {"num_blocks": 2 * count})
+
+
+def transports() -> dict[str, Callable[..., Transport]]:
+    """Those that this machine has, by the way that is measured with them."""
+    found: dict[str, Callable[..., Transport]] = {
+        READ: LocalTransport,
+        WRITE: LocalTransport,
+        TCP: partial(LocalTransport, share_memory=False),
+    }
+    if importlib.util.find_spec("nixl_cu12") is not None:
+        from nanovllm.kv_transfer.transport.nixl import NixlTransport
+
+        found[NIXL] = NixlTransport
+    return found
+
+
+def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
+    """On each of two ranks: half of the blocks of one, into blocks in other places of the other. Seconds, on the second rank:
+    from the call until it is told that all is there. The ways take turns, and a plain copy of as many bytes with them."""
+    world, ids = get_world_group(), list(range(layout.num_blocks))
+    random.Random(0).shuffle(ids)
+    here, there = ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    ways = {name: _Way(kind, layout) for name, kind in transports().items()}
+    copy = _plain_copy(layout, len(here))
+    seconds: Seconds = {name: [] for name in (COPY, *ways)}
+    try:
+        for turn in range(rounds + 1):
+            for name in in_turn(list(seconds), turn):
+                if name == COPY:
+                    took = _timed(copy) if world.is_last else 0.0
+                elif name == WRITE:
+                    took = ways[name].write(f"{name} {turn}", here, there)
+                else:
+                    took = ways[name].read(f"{name} {turn}", here, there)
+                world.barrier()
+                if turn:  # the first one is to warm up: memory that nobody has touched is slow
+                    seconds[name].append(took)
+    finally:
+        for way in ways.values():
+            way.transport.close()
+    return seconds
+
+
+class _Way:
+    """A transport, with a cache of its own, on each of two ranks."""
+
+    def __init__(self, kind: Callable[..., Transport], layout: KVLayout) -> None:
+        self.world, dtype = get_world_group(), getattr(torch, layout.dtype)
+        make: Callable[..., torch.Tensor] = getattr(kind, "func", kind).empty_cache  # type: ignore[union-attr]
+        self.caches = {layer: make(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
+        for cache in self.caches.values():
+            cache.fill_(self.world.rank + 1)
+        self.transport = kind(layout, self.caches, "127.0.0.1", _SECRET)
+        first, second = self.world.all_gather_object(self.transport.address)
+        self.peers = [second if self.world.is_first else first]
+
+    def read(self, name: str, here: list[int], there: list[int]) -> float:
+        """The second rank fills its blocks `here` with the first one's `there`."""
+        if self.world.is_first:
+            return 0.0
+        took = _timed(lambda: self.transport.read(name, self.peers, here, there), self._end)
+        assert all((cache[here[0]] == 1).all() for cache in self.caches.values()), "the other rank's numbers"
+        for cache in self.caches.values():
+            cache[here[0]] = 2
+        return took
+
+    def write(self, name: str, here: list[int], there: list[int]) -> float:
+        """The second rank fills the first one's blocks `there` with its own `here`."""
+        if self.world.is_first:
+            self.transport.expect(name, self.peers, there)
+            self.world.barrier()
+            self._end()
+            return 0.0
+        self.world.barrier()
+        return _timed(lambda: self._push(name, here, there), self._end)
+
+    def _push(self, name: str, here: list[int], there: list[int]) -> None:
+        for layer in self.caches:
+            self.transport.write(name, self.peers, layer, here, there)
+        self.transport.finish_writes(name, self.peers)
+
+    def _end(self) -> None:
+        ended: list[Any] = []
+        while not ended:
+            ended = self.transport.poll(1.0)
+        if ended[0].error:
+            raise RuntimeError(f"a transfer failed: {ended[0].error}")
+
+
+def _plain_copy(layout: KVLayout, num_blocks: int) -> Callable[[], None]:
+    """What no way can beat: as many bytes of each layer, in one piece, from one mapping of shared memory into another."""
+    size = num_blocks * layout.block_bytes
+    maps = [[mmap.mmap(-1, size) for _ in layout.layers] for _ in range(2)]
+    pairs = [[ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in pair] for pair in zip(*maps, strict=True)]
+
+    def copy() -> None:
+        for to, source in pairs:
+            ctypes.memmove(to, source, size)
+
+    copy.maps = maps  # type: ignore[attr-defined]  # they live as long as the function
+    return copy
+
+
+def _timed(*works: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    for work in works:
+        work()
+    return time.perf_counter() - start
+
+
+def cache_layout(setting: Setting) -> KVLayout:
+    """The cache that is measured."""
+    dtype = choose_dtype(setting.dtype, torch.device("cpu"))
+    return layout_of(setting.model, dtype, 64 << 10 if setting.dry_run else NUM_BYTES)
+
+
+def measure(setting: Setting, rounds: int) -> tuple[int, Seconds]:
+    """Bytes that are moved, and the seconds of each way, see `time_transfers`."""
+    layout = cache_layout(setting)
+    seconds = run_ranks(time_transfers, Grid(data=2), layout, rounds)[1]
+    return layout.num_blocks // 2 * layout.block_bytes * layout.num_layers, seconds
+
+
+def transport(setting: Setting) -> Found:
+    """The same blocks by every way that there is."""
+    return report_transfers(*measure(setting, 2 if setting.dry_run else 7 * setting.repeats))
+
+
+def report_transfers(num_bytes: int, seconds: Seconds) -> Found:
+    """What the times say; see `time_transfers`."""
+    found, rows = Found(data={"bytes": num_bytes, "seconds": seconds}), []
+    for way, times in seconds.items():
+        speed = paired(times, seconds[COPY])  # how much faster the copy is the other way round
+        figure = f"{way}: bytes/s, of a plain copy in shared memory"
+        if way in (READ, WRITE):
+            found.findings.append(Finding.at_least(figure, speed.ratio, " ×", GOAL))
+        elif way != COPY:
+            found.findings.append(Finding(figure, speed.ratio, " ×"))
+        took = statistics.median(times)
+        rows.append([way, number(num_bytes / took / 1e9), number(1e3 * took), estimate(speed)])
+    title = f"{number(num_bytes / 2**20)} MiB of KV blocks in random places from one process to another, medians of {len(seconds[COPY])}"
+    columns = ["way", "GB/s", "ms", "of a plain copy"]
+    found.tables.append(Table(title, columns, rows, num_labels=1))
+    return found

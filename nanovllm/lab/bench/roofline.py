@@ -1,0 +1,168 @@
+"""The least work that a workload takes, against what the machine can do (the roofline model, Williams et al. 2009).
+
+A step of the engine reads every weight once, however many tokens it computes (of experts, those that a token visits),
+and every decoding sequence reads its keys and values. So the time is at least `bytes / bandwidth`, and at least
+`FLOPs / peak`; the larger of the two is the roof. Both count only what cannot be avoided: as few steps as the longest
+output and the concurrency allow, no token computed twice, no activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nanovllm.lab.bench.workloads import BenchRequest, Workload
+from nanovllm.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """What a model costs.
+
+    Attributes:
+        weight_bytes: read in every step: all layers without their routed experts, and the output head. Of the input
+            embedding only single rows are read, so it counts only as far as it is the head.
+        kv_bytes_per_token: of the KV cache, read for every token of context at every decode.
+        layer_flops: for one token through all layers, without attention.
+        head_flops: for the logits of one token.
+        attention_flops: for one query token and one token of context. Of the two ways of latent attention, this is the
+            one with fewer operations, which makes keys and values of latents (as `layer_flops` does, once a token).
+        expert_bytes: of all routed experts, of which a step reads those that its tokens visit.
+        expert_share: how many of the experts of a layer one token visits, of all.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    layer_flops: int
+    head_flops: int
+    attention_flops: int
+    expert_bytes: int = 0
+    expert_share: float = 0.0
+
+    @classmethod
+    def of(cls, model: ModelConfig, bytes_per_number: int) -> ModelCost:
+        """The cost of a model in a dtype with so many bytes a number."""
+        hidden, moe = model.hidden_size, model.moe
+        sparse = sum(moe.sparse_layers) if moe else 0
+        matrices, vectors = (model.num_layers * count for count in _attention_sizes(model))
+        matrices += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
+        if model.mlp_bias:
+            vectors += (model.num_layers - sparse) * (2 * model.intermediate_size + hidden)
+        expert = visited = 0
+        if moe:
+            expert, visited = 3 * hidden * moe.intermediate_size, moe.top_k
+            matrices += sparse * (hidden * moe.num_experts + moe.num_shared_experts * expert)
+            vectors += sparse * moe.num_experts * moe.correction_bias
+        norms = 4 if model.architecture == "Gemma2ForCausalLM" else 2
+        vectors += (model.num_layers * norms + 1) * hidden
+        head = model.vocab_size * hidden
+        nope, value = (model.qk_nope_head_dim, model.v_head_dim) if model.kv_lora_rank else (0, model.head_dim)
+        return cls(
+            weight_bytes=(matrices + vectors + head) * bytes_per_number,
+            kv_bytes_per_token=model.kv_elements_per_token * bytes_per_number,
+            layer_flops=2 * (matrices + sparse * visited * expert),
+            head_flops=2 * head,
+            attention_flops=2 * model.num_layers * model.num_heads * (nope + model.head_dim + value),
+            expert_bytes=sparse * moe.num_experts * expert * bytes_per_number if moe else 0,
+            expert_share=visited / moe.num_experts if moe else 0.0,
+        )
+
+    def step_bytes(self, num_tokens: int) -> float:
+        """Of the weights, what a step of so many tokens reads: the expected number of experts, if each token visits any of
+        them with equal chance."""
+        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
+
+
+def _attention_sizes(model: ModelConfig) -> tuple[int, int]:
+    """Numbers in the matrices and in the vectors (biases and norms) of one layer's attention."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if not model.kv_lora_rank:
+        query, key_value = heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+        vectors = (query + key_value) * model.qkv_bias + hidden * model.output_bias
+        return hidden * (2 * query + key_value), vectors + 2 * model.head_dim * model.qk_norm
+    query, up = (heads * (model.qk_nope_head_dim + width) for width in (model.head_dim, model.v_head_dim))
+    compressed = model.q_lora_rank
+    queries = compressed * (hidden + query) if compressed else hidden * query
+    matrices = queries + hidden * (model.latent_width + heads * model.v_head_dim) + model.kv_lora_rank * up
+    biases = (compressed + model.latent_width + hidden) * model.output_bias
+    return matrices, compressed + model.kv_lora_rank + biases
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that has to be read and computed."""
+
+    num_bytes: int
+    flops: int
+
+
+def least_work(
+    cost: ModelCost,
+    requests: Sequence[BenchRequest],
+    max_concurrency: int | None = None,
+    prefix_len: int = 0,
+    cache: Literal["none", "cold", "hot"] = "none",
+) -> Work:
+    """The least work of a workload.
+
+    Args:
+        max_concurrency: requests that may be in one step; None: all.
+        prefix_len: tokens that all prompts share.
+        cache: whether the prefix is computed by every request, by one, or by none.
+    """
+    outputs = [request.max_tokens for request in requests]
+    # Every step gives each of its requests one token; the one that ends the prefill gives the first.
+    num_steps = max(max(outputs), -(-sum(outputs) // (max_concurrency or len(outputs))))
+    # More requests in a step visit more experts, but fewer each. So the fewest are read if a step has either as many
+    # requests as it may, or one. (Of prompts, whose steps these are, too, no further experts are counted.)
+    at_once = min(max_concurrency or len(outputs), len(outputs))
+    full_steps = (sum(outputs) - num_steps) / max(1, at_once - 1)
+    one, full = cost.step_bytes(1), cost.step_bytes(at_once)
+    num_bytes = round(num_steps * one + full_steps * (full - one))
+    flops = sum(outputs) * cost.head_flops
+    for index, request in enumerate(requests):
+        cached = prefix_len if cache == "hot" or (cache == "cold" and index > 0) else 0
+        prompt = len(request.prompt_token_ids)
+        # The last output token is never fed back.
+        end = prompt + request.max_tokens - 1
+        flops += (end - cached) * cost.layer_flops + _sum_of_contexts(cached, end) * cost.attention_flops
+        num_bytes += _sum_of_contexts(prompt, end) * cost.kv_bytes_per_token
+    return Work(num_bytes, flops)
+
+
+def _sum_of_contexts(begin: int, end: int) -> int:
+    """Context lengths of the tokens at positions begin to end - 1, each counting itself: begin + 1 + ... + end."""
+    return (end * (end + 1) - begin * (begin + 1)) // 2
+
+
+def workload_work(cost: ModelCost, workload: Workload, requests: Sequence[BenchRequest]) -> Work | None:
+    """The least work of a workload; None where requests arrive over time, since then waiting is part of it."""
+    if workload.intruder_len or workload.request_rate != float("inf"):
+        return None
+    return least_work(cost, requests, workload.max_concurrency, workload.prefix_len, workload.cache)
+
+
+@dataclass(frozen=True)
+class RooflineShare:
+    """How close a run came to the roof, in percent.
+
+    Attributes:
+        bandwidth: the time that its bytes would take, of the time it took.
+        compute: the same for its FLOPs.
+    """
+
+    bandwidth: float
+    compute: float
+
+    @property
+    def percent(self) -> float:
+        """Of the lower roof, the one that the run would have touched first."""
+        return max(self.bandwidth, self.compute)
+
+
+def roofline_share(work: Work, seconds: float, bytes_per_second: float, flops_per_second: float) -> RooflineShare:
+    """What a run made of the machine."""
+    return RooflineShare(
+        100 * work.num_bytes / bytes_per_second / seconds, 100 * work.flops / flops_per_second / seconds
+    )

@@ -1,0 +1,183 @@
+"""What is measured: the five named workloads, and those put together from lengths on the command line.
+
+Token ids are random, decoding is greedy and ends after exactly `max_tokens`, so that every engine has the same work
+whatever its arithmetic makes of the prompts. Lengths depend on the seed alone; token ids depend on the seed and the
+repeat, so that a repeat never finds the prefixes of the one before it in a cache.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Mode = Literal["latency", "throughput", "serve"]
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One request.
+
+    Attributes:
+        arrival: when it is sent, in seconds after the start.
+    """
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    arrival: float = 0.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A recipe for requests.
+
+    Attributes:
+        mode: the `bench` command that runs it; "serve" sends requests over HTTP, the others run offline.
+        input_len: shortest and longest prompt in tokens, without the shared prefix.
+        output_len: fewest and most output tokens.
+        prefix_len: tokens at the start that all prompts share.
+        cache: "none": every prompt is computed whole; "cold": one of them computes the shared prefix; "hot": the same
+            prompts were run just before, the prefix is cached.
+        options: engine settings that belong to the workload.
+        max_concurrency: requests under way at once; None: all.
+        request_rate: requests a second, at random intervals (a Poisson process).
+        intruder_len: length of a prompt that arrives while the requests decode, see `serve.run_intruder`; 0: none.
+    """
+
+    name: str
+    mode: Mode
+    title: str
+    num_prompts: int
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    prefix_len: int = 0
+    cache: Literal["none", "cold", "hot"] = "none"
+    options: dict[str, Any] = field(default_factory=dict)
+    max_concurrency: int | None = None
+    request_rate: float = math.inf
+    intruder_len: int = 0
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens, prompt and output, that a request may have."""
+        longest = self.prefix_len + self.input_len[1] + self.output_len[1]
+        return max(longest, self.intruder_len + INTRUDER_OUTPUT_LEN if self.intruder_len else 0)
+
+    def requests(self, vocab_size: int, seed: int = 0, repeat: int = 0) -> list[BenchRequest]:
+        """The requests; the intruder is the last one. Equal arguments give equal requests, on any machine."""
+        lengths, tokens = random.Random(f"lengths {seed}"), random.Random(f"tokens {seed} {repeat}")
+
+        def draw(count: int) -> list[int]:
+            return [tokens.randrange(vocab_size) for _ in range(count)]
+
+        prefix = draw(self.prefix_len)
+        requests, arrival = [], 0.0
+        for _ in range(self.num_prompts):
+            input_len, output_len = lengths.randint(*self.input_len), lengths.randint(*self.output_len)
+            requests.append(BenchRequest(prefix + draw(input_len), output_len, arrival))
+            if self.request_rate != math.inf:
+                arrival += lengths.expovariate(self.request_rate)
+        if self.intruder_len:
+            requests.append(BenchRequest(draw(self.intruder_len), INTRUDER_OUTPUT_LEN))
+        return requests
+
+
+INTRUDER_OUTPUT_LEN = 4
+# A budget below max_num_seqs is refused by vLLM and by nanovllm.
+SMALL_CHUNK = {"max_num_batched_tokens": 128, "max_num_seqs": 64}
+
+_SHARED: dict[str, Any] = {"num_prompts": 16, "input_len": (16, 16), "output_len": (32, 32), "prefix_len": 512}
+_STALL: dict[str, Any] = {"num_prompts": 4, "input_len": (32, 32), "output_len": (96, 96), "intruder_len": 1024}
+
+NAMED: dict[str, list[Workload]] = {
+    "W1": [Workload("W1", "latency", "one stream, 32 + 128 tokens", 1, (32, 32), (128, 128))],
+    "W2": [Workload("W2", "throughput", "32 requests, prompts 32-256, outputs 32-128", 32, (32, 256), (32, 128))],
+    "W3": [
+        Workload(
+            "W3 no cache",
+            "throughput",
+            "16 requests, 512 shared tokens + 16, 32 out; no prefix cache",
+            options={"enable_prefix_caching": False},
+            **_SHARED,
+        ),
+        Workload("W3 cold", "throughput", "the same, prefix cache empty", cache="cold", **_SHARED),
+        Workload("W3 hot", "throughput", "the same, prefix cached", cache="hot", **_SHARED),
+    ],
+    "W4": [
+        Workload(
+            "W4", "serve", "8 streaming clients, 32 requests as in W2", 32, (32, 256), (32, 128), max_concurrency=8
+        )
+    ],
+    "W5": [
+        Workload("W5", "serve", "a 1024-token prompt arrives while 4 streams decode", **_STALL),
+        Workload("W5 chunk 128", "serve", "the same, 128 tokens a step", options=SMALL_CHUNK, **_STALL),
+    ],
+}
+
+
+def custom_workload(
+    mode: Mode,
+    input_len: int | None = None,
+    output_len: int | None = None,
+    batch_size: int | None = None,
+    num_prompts: int | None = None,
+    request_rate: float | None = None,
+    max_concurrency: int | None = None,
+) -> Workload:
+    """A workload of equal requests, from the options of vLLM's benchmarks and with its defaults where it has any.
+
+    Raises:
+        ValueError: an option that the mode does not have, or a value out of range.
+    """
+    if mode == "latency":
+        _refuse(mode, num_prompts=num_prompts)
+    else:
+        _refuse(mode, batch_size=batch_size)
+    if mode != "serve":
+        _refuse(mode, request_rate=request_rate, max_concurrency=max_concurrency)
+    defaults = {"latency": (32, 128, 8), "throughput": (256, 128, 100), "serve": (256, 128, 100)}[mode]
+    count = batch_size if mode == "latency" else num_prompts
+    given = (input_len, output_len, count)
+    input_len, output_len, count = (
+        default if value is None else value for value, default in zip(given, defaults, strict=True)
+    )
+    if min(input_len, output_len, count, 1 if max_concurrency is None else max_concurrency) < 1:
+        raise ValueError("lengths, batch size, number of prompts and concurrency must be 1 or more")
+    rate = math.inf if request_rate is None else request_rate
+    if not rate > 0:
+        raise ValueError(f"--request-rate must be above 0, got {rate}")
+    title = f"{count} requests, {input_len} + {output_len} tokens"
+    if max_concurrency is not None:
+        title += f", {max_concurrency} at once"
+    if rate != math.inf:
+        title += f", {rate:g} a second"
+    return Workload(
+        "custom",
+        mode,
+        title,
+        count,
+        (input_len, input_len),
+        (output_len, output_len),
+        max_concurrency=max_concurrency,
+        request_rate=rate,
+    )
+
+
+def endless_workload(num_streams: int, input_len: int | None, output_len: int | None) -> Workload:
+    """One wave of `bench watch`'s load: that many streams, which begin anew whenever they have ended.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+    lengths = (32 if input_len is None else input_len, 512 if output_len is None else output_len)
+    made = custom_workload("serve", *lengths, num_prompts=num_streams, max_concurrency=num_streams)
+    return replace(
+        made, name="watch", title=f"{num_streams} streams without an end, {lengths[0]} + {lengths[1]} tokens"
+    )
+
+
+def _refuse(mode: str, **options: object) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"`bench {mode}` has no option --{name.replace('_', '-')}")

@@ -1,0 +1,131 @@
+"""The course's command line: lectures to modules and back."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanovllm.lab.course.build import (
+    build,
+    current_texts,
+    differences,
+    find_lectures,
+    find_root,
+    orphans,
+    read_lectures,
+    write,
+)
+from nanovllm.lab.course.notebook import CourseError
+from nanovllm.lab.course.pull import pull
+
+_DESCRIPTION = """\
+Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
+A lecture is named by its file name or the beginning of it, such as 11; without a name, all are meant.
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit status, 1 for an error or a difference."""
+    options = _parser().parse_args(arguments)
+    try:
+        root = (options.root or find_root(Path.cwd())).resolve()
+        return int(options.command(root, options))
+    except CourseError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm.lab.course",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--root", type=Path, help="folder of pyproject.toml and notebooks/ (default: from here upwards)"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("build", help="write the modules that lectures export, compare, or pull edits back")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    mode = command.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--check", action="store_true", help="write nothing; show differences and exit 1 if there are any"
+    )
+    mode.add_argument("--pull", action="store_true", help="carry edits made in modules back into the lectures' cells")
+    command.set_defaults(command=_build)
+
+    command = commands.add_parser("run", help="execute lectures and save them normalised")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    command.add_argument("--timeout", type=int, default=300, help="longest a cell may take, in seconds (default: 300)")
+    command.set_defaults(command=_run)
+
+    command = commands.add_parser("text", help="show a lecture as py:percent text, or make one from such a text")
+    command.add_argument("lecture", nargs="?", metavar="LECTURE")
+    command.add_argument("--output", type=Path, metavar="FILE.py", help="write the text there, not to the terminal")
+    command.add_argument("--update", type=Path, metavar="FILE.py", help="make or update the lecture from this text")
+    command.set_defaults(command=_text)
+    return parser
+
+
+def _build(root: Path, options: argparse.Namespace) -> int:
+    lectures = read_lectures(root, options.lectures)
+    if options.pull:
+        failed = 0
+        for lecture in lectures:
+            try:
+                print(*pull(root, lecture), sep="\n", end="\n" * bool(lecture.modules))
+            except CourseError as error:
+                failed = 1
+                print(error, file=sys.stderr)
+        return failed
+    built = build(root, lectures)
+    if options.check:
+        found = differences(current_texts(root, built), built)
+        found += [] if options.lectures else [f"{message}\n" for message in orphans(root, built)]
+        sys.stdout.write("".join(found))
+        return 1 if found else 0
+    changed = write(root, built)
+    print(*(f"wrote {path}" for path in changed), f"{len(built) - len(changed)} modules were up to date", sep="\n")
+    return 0
+
+
+def _run(root: Path, options: argparse.Namespace) -> int:
+    from nanovllm.lab.course.execute import run  # the notebook machinery is slow to import
+
+    failed = 0
+    for path in find_lectures(root, options.lectures):
+        try:
+            changed = run(path, root, options.timeout)
+            print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}", flush=True)
+        except CourseError as error:
+            failed = 1
+            print(error, file=sys.stderr, flush=True)
+    return failed
+
+
+def _text(root: Path, options: argparse.Namespace) -> int:
+    from nanovllm.lab.course.text import from_text, to_text
+
+    if options.update:
+        stem = Path(options.lecture or options.update).stem
+        path = root / "notebooks" / f"{stem}.ipynb"
+        begun = list(path.parent.glob(f"{stem}*.ipynb"))
+        if not path.exists() and len(begun) == 1:
+            path = begun[0]  # the beginning of a name means that lecture, as in the other commands
+        changed = from_text(options.update, path, root)
+        print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}")
+    elif not options.lecture:
+        raise CourseError("text: name a lecture, or a text with --update")
+    else:
+        text = to_text(find_lectures(root, [options.lecture])[0])
+        if options.output:
+            options.output.write_text(text, encoding="utf-8")
+        else:
+            sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

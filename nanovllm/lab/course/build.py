@@ -1,0 +1,236 @@
+"""Build modules from lectures, and compare the two."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanovllm.lab.course.fold import MARKER, Module, fold
+from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lecture
+from nanovllm.lab.course.pieces import ModuleText, Piece, cut, label
+
+# Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook knows.
+_RULES = "I,F401,F821,TC005"
+_SHOWN = ("class", "definition", "assignment", "statement", "comment")
+_NAMED_MODULE = re.compile(r'"#\|\s*(?:default_exp|export)\s+([\w.]+)')
+
+
+@dataclass
+class Built:
+    """A module and the text that its lecture gives it."""
+
+    module: Module
+    text: str
+
+
+def find_root(start: Path) -> Path:
+    """The folder, from `start` upwards, that holds pyproject.toml and notebooks/."""
+    for folder in (start, *start.parents):
+        if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():
+            return folder
+    raise CourseError(f"no folder from {start} upwards has a pyproject.toml and notebooks/: name it with --root")
+
+
+def find_lectures(root: Path, names: Sequence[str] = ()) -> list[Path]:
+    """The notebooks that are meant by file names, stems or the beginnings of stems; all of them for no name."""
+    every = sorted((root / "notebooks").glob("*.ipynb"))
+    found = []
+    for name in names:
+        wanted = Path(name).name.removesuffix(".ipynb")
+        exact = [path for path in every if path.stem == wanted]
+        matches = exact or [path for path in every if path.stem.startswith(wanted)]
+        if len(matches) != 1:
+            choice = ", ".join(path.stem for path in matches or every) or "none"
+            raise CourseError(f"`{name}` is {'more than one' if matches else 'no'} lecture; there are: {choice}")
+        found.append(matches[0])
+    return list(dict.fromkeys(found)) if names else every
+
+
+def read_lectures(root: Path, names: Sequence[str] = ()) -> list[Lecture]:
+    """Read lectures, all of them for no name.
+
+    Raises:
+        CourseError: two lectures of the course build the same module, or one cannot be read.
+    """
+    lectures = [read_lecture(path, root) for path in find_lectures(root, names)]
+    owners: dict[str, str] = {}
+    for path in set(find_lectures(root)) - {lecture.path for lecture in lectures}:
+        # Another lecture may be half-written, so its directives are looked at without reading it.
+        for module in _NAMED_MODULE.findall(path.read_text(encoding="utf-8")):
+            owners[module] = path.relative_to(root).as_posix()
+    for lecture in lectures:
+        for module in lecture.modules:
+            if module in owners:
+                cell = lecture.openings.get(module) or next(c for c in lecture.exports if c.module == module)
+                raise cell.error(f"{module} is built by {owners[module]} already", 1)
+            owners[module] = lecture.name
+    return lectures
+
+
+def build(root: Path, lectures: Iterable[Lecture]) -> list[Built]:
+    """Build the modules of lectures, sorted and formatted with the root's settings, without writing them.
+
+    Raises:
+        CourseError: a cell cannot be folded, or a module uses a name that it neither defines nor imports.
+    """
+    modules = {
+        module.path: module for lecture in lectures for module in (fold(lecture, name) for name in lecture.modules)
+    }
+    texts, problems = polish(root, {path: module.text() for path, module in modules.items()})
+    for path, row, message, text in problems:
+        raise _locate(modules[path], row, message, text)
+    return [Built(module, texts[path]) for path, module in modules.items()]
+
+
+def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tuple[str, int, str, str]]]:
+    """Sort imports, drop unused ones and format, all files in two runs of ruff.
+
+    Args:
+        root: the folder whose pyproject.toml has the settings.
+        texts: module texts by path, relative to the root.
+
+    Returns:
+        The polished texts, and the problems that remain as (path, line, message, text that the line counts in).
+    """
+    if not texts:
+        return {}, []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch).resolve()
+        for path, text in texts.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        report = _ruff(root, folder, "check", "--select", _RULES, "--fix", "--output-format", "json")
+        problems = []
+        for item in json.loads(report):
+            if item["code"] in ("F821", "invalid-syntax", None):
+                path = Path(item["filename"]).relative_to(folder).as_posix()
+                text = (folder / path).read_text(encoding="utf-8")
+                problems.append((path, item["location"]["row"], item["message"], text))
+        if not problems:
+            _ruff(root, folder, "format", "--quiet")
+        return {path: (folder / path).read_text(encoding="utf-8") for path in texts}, problems
+
+
+def _ruff(root: Path, folder: Path, *arguments: str) -> str:
+    # Without `known-first-party` ruff takes a module of the package for a stranger until its file exists.
+    settings = ["--config", str(root / "pyproject.toml"), "--config", f'lint.isort.known-first-party=["{PACKAGE}"]']
+    command = [sys.executable, "-m", "ruff", *arguments, "--no-cache", *settings, "."]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode > 1 or (done.returncode and arguments[0] == "format"):
+        raise CourseError(f"ruff {arguments[0]} failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _locate(module: Module, row: int, message: str, text: str) -> CourseError:
+    """An error at a line of a built text, told as one at the line of the cell that it came from."""
+    lost = CourseError(f"{module.lecture.name}: {module.path}, line {row}: {message}")
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return lost
+    origin = find_origin(module, text, row)
+    if origin is None:
+        return lost
+    named = re.search(r"`(\w+)`", message)
+    line = origin.start
+    for candidate in range(origin.start, origin.end):
+        if named and re.search(rf"\b{named[1]}\b", origin.source.lines[candidate]):
+            line = candidate
+            break
+    hint = f"{message} in {PACKAGE}.{module.name}: no exported cell before this one defines or imports it"
+    return origin.source.error(hint, line + 1)
+
+
+def find_origin(module: Module, text: str, row: int) -> Piece | None:
+    """The piece of a cell that a line (from 1) of the module's text came from."""
+
+    def search(built: list[Piece], folded: list[Piece]) -> Piece | None:
+        origins = {piece.key: piece for piece in folded}
+        for piece in built:
+            if piece.start < row <= piece.end and piece.key in origins:
+                return search(piece.members, origins[piece.key].members) or origins[piece.key]
+        return None
+
+    return search(module_pieces(module.path, text)[1], module.pieces)
+
+
+def module_pieces(path: str, text: str) -> tuple[list[Piece], list[Piece]]:
+    """A module's docstring and imports, and the labelled pieces below them."""
+    pieces = cut(ModuleText(path, text.split("\n")))
+    shown = [piece for piece in pieces if piece.kind in _SHOWN]
+    label(shown)
+    return [piece for piece in pieces if piece.kind not in _SHOWN], shown
+
+
+def current_texts(root: Path, built: Iterable[Built]) -> dict[str, str]:
+    """What stands now where the modules belong; a module that is not there yet is left out."""
+    paths = [item.module.path for item in built]
+    return {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
+
+
+def differences(current: dict[str, str], built: Iterable[Built]) -> list[str]:
+    """Unified diffs from modules, by path, to what their lectures build."""
+    found = []
+    for item in built:
+        path, before = item.module.path, current.get(item.module.path, "")
+        if before != item.text:
+            lines = difflib.unified_diff(
+                before.splitlines(True),
+                item.text.splitlines(True),
+                path,
+                f"{path} (built by {item.module.lecture.name})",
+            )
+            found.append("".join(lines))
+    return found
+
+
+def orphans(root: Path, built: Iterable[Built]) -> list[str]:
+    """Messages on modules that say a lecture builds them, though none does."""
+    paths = {item.module.path for item in built}
+    messages = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if name not in paths and (lecture := builder(path)):
+            messages.append(f"{name} says that {lecture} builds it, but it does not")
+    return messages
+
+
+def builder(path: Path) -> str | None:
+    """The lecture that a module's docstring names as its builder."""
+    pattern = "^" + re.escape(MARKER).replace(r"\{\}", "(.*)") + "$"
+    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else None
+
+
+def write(root: Path, built: Iterable[Built]) -> list[str]:
+    """Write the modules that changed and return their paths.
+
+    Raises:
+        CourseError: a module that no lecture built, so someone's own work, stands in the way. Nothing is written then.
+    """
+    changed = []
+    for item in built:
+        path = root / item.module.path
+        if path.exists():
+            if builder(path) is None and path.read_text(encoding="utf-8").strip():
+                lecture = item.module.lecture.name
+                raise CourseError(f"{lecture}: {item.module.path} was not built by a lecture: move it away first")
+            if path.read_text(encoding="utf-8") == item.text:
+                continue
+        changed.append(item)
+    for item in changed:
+        path = root / item.module.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in path.relative_to(root).parents:
+            if folder != Path(".") and not (root / folder / "__init__.py").exists():
+                (root / folder / "__init__.py").touch()
+        path.write_text(item.text, encoding="utf-8")
+    return [item.module.path for item in changed]

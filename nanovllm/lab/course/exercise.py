@@ -1,0 +1,122 @@
+"""Exercises of a lecture: a checker that says in plain words what is wrong, and hints to ask for.
+
+An unsolved stub raises NotImplementedError; the checker then says so and nothing fails, so that a lecture runs from
+top to bottom before its exercises are solved.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Case = tuple[Any, Any] | Callable[[Any], object]
+
+
+def check(function: Callable[..., Any], cases: Sequence[Case], *, title: str | None = None) -> bool:
+    """Try a learner's function (or class) on some cases and print the first thing that is wrong.
+
+    Args:
+        function: what the learner wrote.
+        cases: pairs ``(arguments, expected)``, where a tuple of arguments is spread and anything else is the only
+            argument, and where an expected exception class means "must raise it"; or functions that take what the
+            learner wrote and assert something about it, with the explanation as the assertion's message.
+        title: how the report calls it; the function's name otherwise.
+
+    Returns:
+        True if every case is right. False, after a report, if one is wrong or the stub is not solved yet.
+    """
+    title = title or getattr(function, "__name__", "exercise")
+    for number, case in enumerate(cases, start=1):
+        try:
+            complaint = _probe(function, case) if callable(case) else _compare(function, *case)
+        except NotImplementedError:
+            print(f"{title}: not solved yet.")
+            return False
+        if complaint:
+            print(f"{title}: case {number} of {len(cases)} is wrong.\n  {complaint}")
+            return False
+    print(f"{title}: right, all {len(cases)} cases.")
+    return True
+
+
+class Exercise:
+    """A titled set of cases with hints that are shown one at a time.
+
+    Args:
+        title: what the reports call the exercise.
+        cases: see `check`.
+        hints: from the gentlest to the one that gives most away.
+    """
+
+    def __init__(self, title: str, cases: Sequence[Case], hints: Sequence[str] = ()) -> None:
+        self.title = title
+        self.cases = cases
+        self.hints = hints
+        self._shown = 0
+
+    def check(self, function: Callable[..., Any]) -> bool:
+        """Try `function` on the cases; see `check`."""
+        return check(function, self.cases, title=self.title)
+
+    def hint(self) -> None:
+        """Print the next hint, and say when there are no more."""
+        if self._shown == len(self.hints):
+            print(f"{self.title}: no more hints; the solution is below.")
+            return
+        self._shown += 1
+        print(f"Hint {self._shown} of {len(self.hints)}: {self.hints[self._shown - 1]}")
+
+
+def _probe(function: Any, case: Callable[[Any], object]) -> str | None:
+    try:
+        case(function)
+    except NotImplementedError:
+        raise
+    except AssertionError as error:
+        return str(error) or f"an assertion of {getattr(case, '__name__', 'the case')} does not hold"
+    except Exception as error:
+        return f"it raised {_describe(error)}"
+    return None
+
+
+def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> str | None:
+    arguments = arguments if isinstance(arguments, tuple) else (arguments,)
+    call = f"{getattr(function, '__name__', 'it')}({', '.join(map(repr, arguments))})"
+    must_raise = isinstance(expected, type) and issubclass(expected, Exception)
+    try:
+        # A copy, because a function that changes its arguments must not spoil the case for the next try.
+        result = function(*copy.deepcopy(arguments))
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        if must_raise and isinstance(error, expected):
+            return None
+        wanted = f"raise {expected.__name__}" if must_raise else f"return {expected!r}"
+        return f"{call} should {wanted}; it raised {_describe(error)}"
+    if must_raise:
+        return f"{call} should raise {expected.__name__}; it returned {result!r}"
+    if _same(result, expected):
+        return None
+    forgotten = " (is a `return` missing?)" if result is None else ""
+    return f"{call} should return {expected!r}; it returned {result!r}{forgotten}"
+
+
+def _describe(error: Exception) -> str:
+    line = traceback.extract_tb(error.__traceback__)[-1].lineno
+    return f"{type(error).__name__}: {error} (line {line})"
+
+
+def _same(result: Any, expected: Any) -> bool:
+    """Equality that forgives rounding, and that compares tensors and arrays by shape and elements."""
+    if hasattr(expected, "tolist") and hasattr(result, "tolist"):
+        return tuple(result.shape) == tuple(expected.shape) and _same(result.tolist(), expected.tolist())
+    if isinstance(expected, float) and isinstance(result, int | float):
+        return math.isclose(result, expected, rel_tol=1e-5, abs_tol=1e-6) or result != result != expected != expected
+    if isinstance(expected, list | tuple) and type(result) is type(expected):
+        return len(result) == len(expected) and all(map(_same, result, expected))
+    if isinstance(expected, dict) and isinstance(result, dict):
+        return result.keys() == expected.keys() and all(_same(result[key], expected[key]) for key in expected)
+    return bool(result == expected)

@@ -1,0 +1,235 @@
+"""Fold the exported cells of a lecture into the text of a module: one ordinary class out of all its cells."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+
+from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
+from nanovllm.lab.course.pieces import Piece, cut, first_row, inline_body, is_placeholder, label
+
+MARKER = "Built by {}: edit it there, then run `python -m nanovllm.lab.course build`."
+_COURSE = f"{PACKAGE}.course"
+
+
+@dataclass
+class Module:
+    """A module as pieces of cells: `pieces` in the order in which the module shows them."""
+
+    name: str
+    lecture: Lecture
+    docstring: Docstring
+    cells: list[Cell]
+    imports: list[Piece] = field(default_factory=list)
+    typing: list[Piece] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        """Where the module stands, relative to the root."""
+        return f"{PACKAGE}/{self.name.replace('.', '/')}.py"
+
+    def text(self) -> str:
+        """The module's source, not yet sorted and formatted."""
+        docstring = quoted(f"{self.docstring.text}\n\n{MARKER.format(self.lecture.name)}\n".lstrip())
+        imports = [line for piece in self.imports for line in piece.lines]
+        lines = [*docstring, "", *imports, "", *self._typing_block(), "", *_render(self.pieces)]
+        return "\n".join(lines).rstrip() + "\n"
+
+    def _typing_block(self) -> list[str]:
+        """All `if TYPE_CHECKING:` imports under one head, below the comments of each."""
+        above: list[str] = []
+        body: list[str] = []
+        for piece in self.typing:
+            assert piece.node is not None
+            head = first_row(piece.node) - piece.start
+            above += piece.lines[:head]
+            body += piece.lines[head + 1 :]
+        return [*above, "if TYPE_CHECKING:", *body] if body else []
+
+
+def quoted(text: str) -> list[str]:
+    """The lines of a string literal in triple quotes, raw where it has backslashes."""
+    prefix = "r" if "\\" in text and '"""' not in text else ""
+    if not prefix:
+        text = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
+    return f'{prefix}"""{text}"""'.split("\n")
+
+
+def fold(lecture: Lecture, name: str) -> Module:
+    """Put together the cells that a lecture exports to a module.
+
+    Raises:
+        CourseError: with the cell and the line, where a cell cannot be part of a module.
+    """
+    cells = [cell for cell in lecture.exports if cell.module == name]
+    module = Module(name, lecture, lecture.docstring(name), cells)
+    for cell in cells:
+        comments: list[Piece] = []
+        for piece in cut(cell):
+            _refuse_course_imports(piece)
+            if piece.kind == "comment":
+                comments.append(piece)
+            elif piece.kind == "docstring":
+                if cell.sets_module is None:
+                    raise cell.error("a module's docstring stands in the cell of its `default_exp`", piece.start + 1)
+            elif piece.kind == "import":
+                if not _imports_extend(piece.node):
+                    module.imports.append(piece)
+            elif piece.kind == "typing":
+                module.typing.append(piece)
+            elif _reopens(piece):
+                module.pieces += comments
+                comments = []
+                _extend(module, piece)
+            else:
+                _place(module.pieces, piece, comments)
+                comments = []
+        module.pieces += comments
+    label(module.pieces)
+    return module
+
+
+def _place(siblings: list[Piece], piece: Piece, comments: list[Piece]) -> None:
+    """Append a piece below its comments, or put it in the place of what an earlier cell calls by its name.
+
+    At the top of a module an assignment is a step that code between may rely on, so it replaces nothing.
+    """
+    replaces = piece.kind in ("definition", "class") or (piece.parent is not None and piece.name)
+    versions = [
+        sibling
+        for sibling in siblings
+        if replaces and sibling.name == piece.name and (sibling.source, sibling.parent) != (piece.source, piece.parent)
+    ]
+    if piece.kind == "docstring" and not versions:
+        siblings.insert(0, piece)
+    elif not versions:
+        siblings += [*comments, piece]
+    else:
+        piece.seat = versions[0].first
+        index = siblings.index(versions[0])
+        siblings[index : index + 1] = [*comments, piece]
+        for version in versions[1:]:
+            siblings.remove(version)
+
+
+def _reopens(piece: Piece) -> bool:
+    """Whether a statement is `@extend class A(A)`; refuses whatever only looks like it."""
+    node = piece.node
+    if not isinstance(node, ast.ClassDef):
+        return False
+    own = any(isinstance(base, ast.Name) and base.id == node.name for base in node.bases)
+    extends = any(isinstance(decorator, ast.Name) and decorator.id == "extend" for decorator in node.decorator_list)
+    row = first_row(node) + 1
+    if extends and not own:
+        raise piece.source.error(f"@extend continues a class: write `class {node.name}({node.name}):`", row)
+    if own and not extends:
+        raise piece.source.error(f"class {node.name} continues itself, so it needs `@extend` above it", row)
+    if own and (len(node.bases) + len(node.keywords) + len(node.decorator_list) > 2 or piece.kind != "class"):
+        wanted = f"`@extend`, `class {node.name}({node.name}):` and the members on lines of their own, nothing else"
+        raise piece.source.error(f"a class is continued by {wanted}", row)
+    if own and piece.start < row - 1:
+        message = "a comment above @extend has no place in the module: put it above a member, or in the text"
+        raise piece.source.error(message, piece.start + 1)
+    return own
+
+
+def _extend(module: Module, part: Piece) -> None:
+    """Add the members of a reopened class to the class."""
+    assert isinstance(part.node, ast.ClassDef)
+    name = part.node.name
+    found = [piece for piece in module.pieces if piece.name == name and isinstance(piece.node, ast.ClassDef)]
+    if not found:
+        message = f"class {name} is continued, but no earlier cell defines it in {module.name}"
+        raise part.source.error(message, part.start + 1)
+    target = found[-1]
+    _open_placeholder(target)
+    members = [member for member in part.members if not is_placeholder(member.node)]
+    if members:
+        target.members = [member for member in target.members if not is_placeholder(member.node)]
+    comments: list[Piece] = []
+    for member in members:
+        _refuse_late(target, member)
+        if member.kind == "comment":
+            comments.append(member)
+            continue
+        # In the notebook an accessor finds the property in the finished class, in the module beside it.
+        member.lines = [line.replace(f"@{name}.{member.name}", f"@{member.name}") for line in member.lines]
+        _place(target.members, member, comments)
+        comments = []
+    target.members += comments
+    target.parts.append(part)
+    part.parts = []
+
+
+def _open_placeholder(piece: Piece) -> None:
+    """Give `class A: ...` a head, so that it can be continued."""
+    if piece.kind == "class":
+        return
+    assert isinstance(piece.node, ast.ClassDef)
+    if not is_placeholder(piece.node.body[0]):
+        raise piece.source.error(
+            f"write the body of class {piece.name} on its own lines to continue it", piece.start + 1
+        )
+    above = piece.node.body[0].lineno - 1 - piece.start
+    piece.kind, piece.head = "class", [*piece.lines[:above], inline_body(piece.source, piece.node)]
+    piece.parts = [piece]
+
+
+def _refuse_late(target: Piece, member: Piece) -> None:
+    """Refuse in a reopened class what would act differently in the notebook and in the module."""
+    node = member.node
+    if node is None:
+        return
+    for inner in _own_scope(node):
+        implicit = isinstance(inner, ast.Call) and ast.unparse(inner) == "super()"
+        if implicit or (isinstance(inner, ast.Name) and inner.id == "__class__"):
+            message = "super() without arguments fails in an @extend body: name the base class instead"
+            raise member.source.error(message, getattr(inner, "lineno", member.start + 1))
+    if member.name == "__slots__":
+        raise member.source.error("__slots__ cannot be added to a class that exists", first_row(node) + 1)
+    if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation) and _is_dataclass(target):
+        message = f"@dataclass has already run, so field `{member.name}` cannot be added: write it in the first cell"
+        raise member.source.error(f"{message} of class {target.name}", first_row(node) + 1)
+
+
+def _own_scope(node: ast.AST) -> list[ast.AST]:
+    """The nodes of a member without those of classes inside it, whose `super()` is their own."""
+    if isinstance(node, ast.ClassDef):
+        return []
+    return [node, *(inner for child in ast.iter_child_nodes(node) for inner in _own_scope(child))]
+
+
+def _is_dataclass(piece: Piece) -> bool:
+    decorators = piece.node.decorator_list if isinstance(piece.node, ast.ClassDef) else []
+    return any(ast.unparse(decorator).partition("(")[0].split(".")[-1] == "dataclass" for decorator in decorators)
+
+
+def _imports_extend(node: ast.stmt | None) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.module == _COURSE
+
+
+def _refuse_course_imports(piece: Piece) -> None:
+    """The engine never imports the course; `extend` alone may be imported, and the build drops it."""
+    for node in ast.walk(piece.node) if piece.node else ():
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            extend_alone = all(alias.name == "extend" and not alias.asname for alias in node.names)
+            if node is piece.node and node.module == _COURSE and extend_alone:
+                continue
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        if any(f"{name}.".startswith(f"{_COURSE}.") for name in names):
+            raise piece.source.error(f"an exported cell imports {_COURSE}: only `extend` may be", node.lineno)
+
+
+def _render(pieces: list[Piece]) -> list[str]:
+    """The lines of siblings; a blank line parts what stood apart in the lecture."""
+    lines: list[str] = []
+    for index, piece in enumerate(pieces):
+        if index:
+            lines += [""] * (piece.blanks or not piece.follows(pieces[index - 1]))
+        lines += [*piece.head, *_render(piece.members)] if piece.kind == "class" else piece.lines
+    return lines

@@ -1,0 +1,199 @@
+"""Read lectures: the code cells that they export, and the modules that these go to.
+
+The first lines of a code cell may be directives:
+
+    #| default_exp kv.block_pool    following exports go to nanovllm/kv/block_pool.py
+    #| export                       this cell does
+    #| export attention.torch       this cell goes to nanovllm/attention/torch.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "nanovllm"
+
+_DIRECTIVE = re.compile(r"#\|\s*(\S*)\s*(.*?)\s*$")
+_MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_TEST_MARKER = re.compile(r"#\s*NBVAL_")
+_MISPLACED = re.compile(r"#\|\s*(export|default_exp)\b")
+
+
+class CourseError(Exception):
+    """A lecture that cannot be built, run or pulled; the message says where and why."""
+
+
+@dataclass(eq=False)
+class Cell:
+    """A code cell of a lecture.
+
+    `number` counts all cells from 1, as they stand in the file; `run` counts the code cells, as `In [n]` does. `body`
+    is the index of the first line below the directives.
+    """
+
+    lecture: str
+    number: int
+    run: int
+    lines: list[str]
+    body: int = 0
+    module: str | None = None
+    sets_module: str | None = None
+
+    def error(self, message: str, line: int) -> CourseError:
+        """An error at a line of the cell, counted from 1."""
+        return CourseError(f"{self.lecture}: cell {self.number} (In [{self.run}]), line {line}: {message}")
+
+    def parse(self) -> list[ast.stmt]:
+        """The statements of the cell; their line numbers count from the cell's first line.
+
+        Raises:
+            CourseError: the code is not plain Python.
+        """
+        code = "\n" * self.body + "\n".join(self.lines[self.body :]) + "\n"
+        try:
+            return ast.parse(code).body
+        except SyntaxError as error:
+            raise self.error(f"syntax error: {error.msg}", error.lineno or 1) from None
+
+
+@dataclass
+class Docstring:
+    """The summary of a module, and the lines [start, end) of the cell (counted from 1) that it stands in."""
+
+    text: str
+    number: int
+    start: int
+    end: int
+    quoted: bool = False
+
+
+@dataclass
+class Lecture:
+    """A notebook: its JSON, the cells it exports in order, and the docstrings of the modules it builds."""
+
+    path: Path
+    name: str
+    data: dict[str, Any]
+    exports: list[Cell] = field(default_factory=list)
+    openings: dict[str, Cell] = field(default_factory=dict)
+    docstrings: dict[str, Docstring] = field(default_factory=dict)
+    quote: Docstring | None = None
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules that it builds, in the order in which they first appear."""
+        return list(dict.fromkeys([*(c.module for c in self.exports if c.module), *self.docstrings]))
+
+    def docstring(self, module: str) -> Docstring:
+        """The docstring of a module: its own, else the quote under the lecture's title."""
+        found = self.docstrings.get(module) or self.quote
+        if found is None:
+            raise CourseError(f"{self.name}: {module} has no summary: write a `> ` quote below the `# ` title")
+        return found
+
+
+def source_of(cell: dict[str, Any]) -> list[str]:
+    """The lines of a cell, whose JSON holds them as one string or as a list."""
+    return "".join(cell["source"]).split("\n")
+
+
+def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> Lecture:
+    """Read a notebook and its directives.
+
+    Args:
+        path: the .ipynb file.
+        root: the folder that its name in messages is relative to.
+        data: its JSON, where it is not the file's.
+
+    Raises:
+        CourseError: the file is not a notebook, or a directive is unknown, misplaced or lacks its module.
+    """
+    name = path.relative_to(root).as_posix()
+    if data is None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CourseError(f"{name}: not a notebook: {error}") from None
+    lecture = Lecture(path, name, data)
+    run, current = 0, None
+    for number, raw in enumerate(data["cells"], start=1):
+        lines = source_of(raw)
+        if raw["cell_type"] == "markdown" and lecture.quote is None and lines[0].startswith("# "):
+            lecture.quote = _quote(lines, number)
+        elif raw["cell_type"] == "code":
+            run += 1
+            cell = Cell(name, number, run, lines)
+            current = _direct(cell, current)
+            _enter(lecture, cell)
+    return lecture
+
+
+def _direct(cell: Cell, current: str | None) -> str | None:
+    """Obey the directives at the head of a cell; returns the module that later exports go to."""
+    exported = False
+    for row, line in enumerate(cell.lines):
+        match = _DIRECTIVE.match(line)
+        if match is None and not _TEST_MARKER.match(line):
+            break
+        cell.body = row + 1
+        if match is None:
+            continue
+        directive, argument = match.groups()
+        if directive not in ("default_exp", "export"):
+            raise cell.error(f"unknown directive `{directive}`: there are `default_exp` and `export`", row + 1)
+        if (argument or directive == "default_exp") and not _MODULE_NAME.fullmatch(argument):
+            raise cell.error(f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1)
+        if argument.split(".")[0] == PACKAGE:
+            raise cell.error(f"name the module without `{PACKAGE}.`", row + 1)
+        if directive == "default_exp":
+            current = cell.sets_module = argument
+        else:
+            exported = True
+            cell.module = argument or None
+    for row, line in enumerate(cell.lines[cell.body :], start=cell.body):
+        if _MISPLACED.match(line):
+            raise cell.error("a directive stands in the first lines of its cell", row + 1)
+    if exported and cell.module is None:
+        if current is None:
+            raise cell.error("`export` before any `default_exp`: to which module?", 1)
+        cell.module = current
+    return current
+
+
+def _enter(lecture: Lecture, cell: Cell) -> None:
+    if cell.module:
+        lecture.exports.append(cell)
+    if not cell.sets_module:
+        return
+    lecture.openings.setdefault(cell.sets_module, cell)
+    nodes = cell.parse()
+    text = string_statement(nodes[0]) if nodes else None
+    if text is None:
+        return
+    if cell.sets_module in lecture.docstrings:
+        raise cell.error(f"{cell.sets_module} has a docstring already", nodes[0].lineno)
+    start, end = nodes[0].lineno - 1, nodes[0].end_lineno or nodes[0].lineno
+    lecture.docstrings[cell.sets_module] = Docstring(inspect.cleandoc(text), cell.number, start, end)
+
+
+def string_statement(node: ast.stmt) -> str | None:
+    """The text of a statement that is nothing but a string, as a docstring is; else None."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        return node.value.value
+    return None
+
+
+def _quote(lines: list[str], number: int) -> Docstring | None:
+    """The first block quote below a title."""
+    rows = [row for row, line in enumerate(lines) if line.startswith(">")]
+    if not rows:
+        return None
+    end = next(row for row in range(rows[0], len(lines) + 1) if row not in rows)
+    text = "\n".join(line[1:].strip() for line in lines[rows[0] : end])
+    return Docstring(text.strip(), number, rows[0], end, quoted=True)

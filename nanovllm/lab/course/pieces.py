@@ -1,0 +1,244 @@
+"""Cut Python source into pieces: whole lines, each with a key that finds it again in another version of the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from nanovllm.lab.course.notebook import CourseError, string_statement
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Kind = Literal["docstring", "import", "typing", "class", "definition", "assignment", "statement", "comment"]
+
+
+class Source(Protocol):
+    """What pieces are cut from: a cell of a lecture, or a module."""
+
+    lines: list[str]
+    body: int
+
+    def parse(self) -> list[ast.stmt]: ...
+    def error(self, message: str, line: int) -> CourseError: ...
+
+
+@dataclass(eq=False)
+class ModuleText:
+    """The text of a module as a source of pieces."""
+
+    name: str
+    lines: list[str]
+    body: int = 0
+
+    def error(self, message: str, line: int) -> CourseError:
+        """An error at a line of the module, counted from 1."""
+        return CourseError(f"{self.name}, line {line}: {message}")
+
+    def parse(self) -> list[ast.stmt]:
+        """The statements of the module; a syntax error becomes a CourseError."""
+        try:
+            return ast.parse("\n".join(self.lines) + "\n").body
+        except SyntaxError as error:
+            raise self.error(f"syntax error: {error.msg}", error.lineno or 1) from None
+
+
+@dataclass(eq=False)
+class Piece:
+    """The lines [start, end) of a source: a statement with the comments right above it, or comments on their own.
+
+    A class has a head (decorators, the `class` line) and members; `parts` are the statements that reopened it.
+    `name` is what a later version replaces it by, `key` is unique among its siblings. `seat` is the first version,
+    whose place in the module a later version takes.
+    """
+
+    kind: Kind
+    source: Source
+    start: int
+    end: int
+    lines: list[str]
+    node: ast.stmt | None = None
+    name: str = ""
+    key: str = ""
+    parent: Piece | None = None
+    head: list[str] = field(default_factory=list)
+    members: list[Piece] = field(default_factory=list)
+    parts: list[Piece] = field(default_factory=list)
+    seat: Piece | None = None
+
+    @property
+    def first(self) -> Piece:
+        """The version whose place in the module this one takes; itself where nothing was replaced."""
+        return self.seat or self
+
+    @property
+    def blanks(self) -> int:
+        """How many blank lines stand above it."""
+        row = self.start
+        while row > self.source.body and not self.source.lines[row - 1].strip():
+            row -= 1
+        return self.start - row
+
+    def follows(self, other: Piece) -> bool:
+        """Whether only blank lines stand between `other` and this piece."""
+        between = self.source.lines[other.end : self.start]
+        return self.source is other.source and other.end <= self.start and not any(map(str.strip, between))
+
+
+def cut(source: Source) -> list[Piece]:
+    """The pieces of a whole source.
+
+    Raises:
+        CourseError: syntax error, two statements on one line, or a class body not indented with four spaces.
+    """
+    return _cut(source, source.parse(), source.body, len(source.lines), None)
+
+
+def first_row(node: ast.stmt) -> int:
+    """The index of a statement's first line, decorators included."""
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]) - 1
+
+
+def last_row(node: ast.stmt) -> int:
+    """The index of the line below a statement."""
+    return node.end_lineno or node.lineno
+
+
+def is_placeholder(node: ast.stmt | None) -> bool:
+    """Whether a statement is `pass` or `...`."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return node.value.value is ...
+    return isinstance(node, ast.Pass)
+
+
+def label(pieces: Sequence[Piece]) -> None:
+    """Give siblings unique keys: a name, counted where it recurs, or the distance to the last named piece."""
+    seen: dict[str, int] = {}
+    last, distance = "", 0
+    for piece in pieces:
+        if piece.name:
+            seen[piece.name] = seen.get(piece.name, 0) + 1
+            last, distance = f"{piece.name}#{seen[piece.name]}" if seen[piece.name] > 1 else piece.name, 0
+            piece.key = last
+        else:
+            distance += 1
+            piece.key = f"{last}+{distance}"
+        label(piece.members)
+
+
+def _cut(source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: Piece | None) -> list[Piece]:
+    """The pieces of the lines [start, stop), which hold the statements of one body."""
+    pieces: list[Piece] = []
+    column = 4 if parent else 0
+    row = start
+    for group in _with_overloads(nodes):
+        first, last = first_row(group[0]), last_row(group[-1])
+        if first < row:
+            raise source.error("two statements on one line", first + 1)
+        if hasattr(group[-1], "body"):
+            last = _with_trailing_comments(source.lines, last, stop, column)
+        above = first
+        while above > row and source.lines[above - 1].lstrip().startswith("#"):
+            above -= 1
+        pieces += _comments(source, row, above, parent)
+        pieces.append(_piece(source, group[-1], above, last, parent, opens=group[0] is nodes[0]))
+        row = last
+    return pieces + _comments(source, row, stop, parent)
+
+
+def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece | None, opens: bool) -> Piece:
+    piece = Piece("statement", source, start, end, source.lines[start:end], node, parent=parent)
+    if isinstance(node, ast.Import | ast.ImportFrom) and parent is None:
+        piece.kind = "import"
+    elif parent is None and _is_typing_block(node):
+        piece.kind = "typing"
+    elif isinstance(node, ast.ClassDef):
+        piece.kind, piece.name = "definition", node.name
+        if parent is None and not inline_body(source, node):
+            _open_class(piece, node)
+    elif isinstance(node, Function):
+        piece.kind, piece.name = "definition", _function_name(node)
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        piece.kind, piece.name = "assignment", ", ".join(map(ast.unparse, targets))
+    elif opens and string_statement(node) is not None:
+        piece.kind, piece.name = "docstring", "__doc__"
+    return piece
+
+
+def inline_body(source: Source, node: ast.ClassDef) -> str:
+    """What stands before the body on the body's first line: `class A:` for `class A: ...`, else nothing."""
+    line = source.lines[node.body[0].lineno - 1].encode()  # the parser counts columns in bytes
+    return line[: node.body[0].col_offset].decode().strip()
+
+
+def _open_class(piece: Piece, node: ast.ClassDef) -> None:
+    """Split a class into its head and its members."""
+    source, start = piece.source, first_row(node.body[0])
+    if node.body[0].col_offset != 4:
+        raise piece.source.error(f"indent the body of class {node.name} with four spaces", start + 1)
+    while source.lines[start - 1].lstrip().startswith("#") or not source.lines[start - 1].strip():
+        start -= 1
+    piece.kind = "class"
+    piece.head = source.lines[piece.start : start]
+    piece.members = _cut(source, node.body, start, piece.end, piece)
+    piece.parts = [piece]
+
+
+def _is_typing_block(node: ast.stmt) -> bool:
+    """Whether it is `if TYPE_CHECKING:` with imports alone, on lines of their own."""
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+        and not node.orelse
+        and node.body[0].lineno > node.lineno
+        and all(isinstance(statement, ast.Import | ast.ImportFrom) for statement in node.body)
+    )
+
+
+def _function_name(node: Function) -> str:
+    """The function's name; `name.setter` for an accessor, nothing for `_`, which is nobody's name."""
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Attribute) and decorator.attr in ("setter", "deleter"):
+            return f"{node.name}.{decorator.attr}"
+    return "" if node.name == "_" else node.name
+
+
+def _with_overloads(nodes: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
+    """Single statements, but the overloads of a function together with the function."""
+    group: list[ast.stmt] = []
+    for node in nodes:
+        if group and not (isinstance(node, Function) and node.name == getattr(group[-1], "name", None)):
+            yield group
+            group = []
+        group.append(node)
+        decorators = map(ast.unparse, getattr(node, "decorator_list", []))
+        if not any(decorator.rpartition(".")[2] == "overload" for decorator in decorators):
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _with_trailing_comments(lines: list[str], last: int, stop: int, column: int) -> int:
+    """The end of a block whose body is followed by comments of its own, indented deeper than the block."""
+    end = last
+    for row in range(last, stop):
+        text = lines[row].lstrip()
+        if text and (not text.startswith("#") or len(lines[row]) - len(text) <= column):
+            break
+        if text:
+            end = row + 1
+    return end
+
+
+def _comments(source: Source, start: int, stop: int, parent: Piece | None) -> list[Piece]:
+    """The blocks of comments in lines that hold no statement."""
+    pieces, begin = [], start
+    for row in range(start, stop + 1):
+        if row == stop or not source.lines[row].strip():
+            if row > begin:
+                pieces.append(Piece("comment", source, begin, row, source.lines[begin:row], parent=parent))
+            begin = row + 1
+    return pieces

@@ -1,0 +1,312 @@
+"""The data behind the pictures: what a trace says about requests, steps and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nanovllm.trace.metrics import StepScale, step_edges
+from nanovllm.trace.metrics import percentile as percentile
+from nanovllm.trace.metrics import request_metrics as request_metrics
+from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
+
+
+@dataclass
+class Span:
+    """What one request did from `begin` to `end`, in units of the x axis.
+
+    Attributes:
+        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span lies over the first
+            prefill span after an admission, since tokens from the cache take no time of their own.
+        first_step, last_step: steps that the span covers, both included.
+        start, num_tokens: position of its first token and how many there are; 0 for kinds without tokens.
+    """
+
+    request_id: str
+    kind: str
+    begin: float
+    end: float
+    first_step: int
+    last_step: int
+    start: int = 0
+    num_tokens: int = 0
+
+
+@dataclass
+class Event:
+    """Something that happened to a request at `at`, in units of the x axis: "first token", "preempted", "finished" or
+    "aborted"; `detail` is the mode of preemption or the finish reason."""
+
+    request_id: str
+    kind: str
+    at: float
+    step: int
+    detail: str = ""
+
+
+def request_ids(*traces: Trace) -> list[str]:
+    """Ids of all requests in order of appearance."""
+    found: dict[str, None] = {}
+    for trace in traces:
+        for step in trace:
+            found |= dict.fromkeys(step.arrived)
+            found |= dict.fromkeys(r.request_id for r in step.requests)
+    return list(found)
+
+
+def share_kind(share: TracedRequest) -> str:
+    """ "prefill" or "decode", see `TracedRequest.kind`."""
+    return share.kind
+
+
+def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> list[Span]:
+    """What each request did when, in order of time.
+
+    Args:
+        x: see `step_edges`.
+        merge: join equal kinds of adjacent steps into one span. Else there is a span a step.
+    """
+    spans: list[Span] = []
+    last: dict[str, Span] = {}  # the newest span of each request, cached ones left out
+    for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
+        for span in _step_spans(step, begin, end):
+            if span.kind == "cached":
+                spans.append(span)
+                continue
+            previous = last.get(span.request_id)
+            joins = merge and previous is not None and previous.kind == span.kind
+            if joins and previous.end == begin and previous.first_step <= step.step:  # type: ignore[union-attr]
+                assert previous is not None
+                previous.end, previous.last_step = end, step.step
+                previous.num_tokens += span.num_tokens
+            else:
+                spans.append(span)
+                last[span.request_id] = span
+    return spans
+
+
+def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
+    common = {"begin": begin, "end": end, "first_step": step.step, "last_step": step.step}
+    for share in step.requests:
+        cached = step.admitted.get(share.request_id, 0)
+        if cached:
+            yield Span(share.request_id, "cached", **common, num_tokens=cached)  # type: ignore[arg-type]
+        yield Span(
+            share.request_id,
+            share.kind,
+            **common,  # type: ignore[arg-type]
+            start=share.start,
+            num_tokens=share.num_tokens,
+        )
+    busy = {share.request_id for share in step.requests}
+    for kind, queue in (("waiting", step.waiting), ("swapped", step.swapped), ("stalled", step.running)):
+        for request_id in queue:
+            if request_id not in busy:
+                yield Span(request_id, kind, **common)  # type: ignore[arg-type]
+
+
+def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
+    """First tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
+    events: list[Event] = []
+    ended: set[str] = set()
+    for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
+        ended -= step.arrived.keys()
+        for request_id, mode in step.preempted.items():
+            events.append(Event(request_id, "preempted", begin, step.step, mode))
+        for share in step.requests:
+            if share.samples_first_token:
+                events.append(Event(share.request_id, "first token", end, step.step))
+        busy = {share.request_id for share in step.requests}
+        for request_id, reason in step.finished.items():
+            if request_id in ended:
+                continue  # said again, for those who began to read in between
+            if request_id in busy:
+                events.append(Event(request_id, "finished", end, step.step, reason))
+            else:  # ended between the last step and this one
+                events.append(Event(request_id, "aborted", begin, step.step, reason))
+        ended |= step.finished.keys()
+    return events
+
+
+@dataclass
+class PoolState:
+    """The pool at one moment.
+
+    Attributes:
+        num_blocks, block_size: size of the pool and of a block.
+        tables: request id to the ids of its blocks, in order.
+        num_tokens: request id to the tokens written so far, which fill its blocks from the first on; a request that
+            is missing fills all of its blocks.
+        cached: blocks whose content can be found by its hash.
+        held: tables that KV transfers hold, see `StepRecord`; these blocks belong to no request that computes.
+        ref_counts: holders of each block, if not simply the number of tables that hold it.
+        appeared: ids of all requests so far in order of appearance, which gives them their colours.
+    """
+
+    num_blocks: int
+    block_size: int
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    cached: set[int] = field(default_factory=set)
+    ref_counts: list[int] = field(default_factory=list)
+    appeared: list[str] = field(default_factory=list)
+    held: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.ref_counts:
+            self.ref_counts = [0] * self.num_blocks
+            for table in [*self.tables.values(), *self.held.values()]:
+                for block_id in table:
+                    self.ref_counts[block_id] += 1
+
+    def holders(self, block_id: int) -> list[str]:
+        """Requests whose table holds the block."""
+        return [request_id for request_id, table in self.tables.items() if block_id in table]
+
+    def filled(self, block_id: int) -> int:
+        """Tokens written to the block: 0 to `block_size`."""
+        most = 0
+        for request_id in self.holders(block_id):
+            before = self.tables[request_id].index(block_id) * self.block_size
+            written = self.num_tokens.get(request_id, len(self.tables[request_id]) * self.block_size) - before
+            most = max(most, min(self.block_size, written))
+        if not self.holders(block_id) and (block_id in self.cached or self.ref_counts[block_id]):
+            return self.block_size
+        return most
+
+
+def pool_state(
+    source: Any,
+    tables: Mapping[str, Sequence[int]] | None = None,
+    num_tokens: Mapping[str, int] | None = None,
+    block_size: int | None = None,
+) -> PoolState:
+    """The state of a pool, a manager, or a plain number of blocks.
+
+    Args:
+        source: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
+        tables, num_tokens: as in `PoolState`; a manager and a state bring their own tables.
+        block_size: tokens a block, 16 if nobody says; a manager and a state bring their own.
+    """
+    if isinstance(source, PoolState):
+        given = {"tables": tables, "num_tokens": num_tokens, "block_size": block_size}
+        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if tables is not None:
+            changes["ref_counts"] = []  # counted anew
+        return replace(source, **changes)
+    if tables is None:
+        tables = getattr(source, "tables", {})
+    size: int = block_size if block_size is not None else getattr(source, "block_size", 16)
+    own = {request_id: list(table) for request_id, table in tables.items()}
+    if isinstance(source, int):
+        return PoolState(source, size, own, dict(num_tokens or {}))
+    pool = getattr(source, "pool", source)
+    cached = set(pool.cached_blocks.values())
+    return PoolState(pool.num_blocks, size, own, dict(num_tokens or {}), cached, ref_counts=list(pool.ref_counts))
+
+
+def pool_state_at(trace: Trace, step: int) -> PoolState:
+    """The pool right after the steps up to `step` (a step number) had been scheduled, rebuilt from a trace.
+
+    A trace does not say which free blocks can still be found; those that were full when they were given up, and have not
+    been handed out since, are taken to be.
+    """
+    replay = _PoolReplay(trace)
+    for record in trace:
+        if record.step > step:
+            break
+        replay.apply(record)
+    return replay.state()
+
+
+def pool_states(trace: Trace) -> Iterator[PoolState]:
+    """The pool right after each record's step had been scheduled, one state a record: as `pool_state_at`, for those who
+    want them all."""
+    replay = _PoolReplay(trace)
+    for record in trace:
+        replay.apply(record)
+        yield replay.state()
+
+
+class _PoolReplay:
+    """Follows tables and reference counts from record to record. A table is replaced, never changed, so that states
+    can share it."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.block_size = trace.settings["block_size"]
+        self.caching = trace.settings.get("enable_prefix_caching", True)
+        self.tables: dict[str, list[int]] = {}
+        self.num_tokens: dict[str, int] = {}
+        self.ref_counts = [0] * trace.settings["num_blocks"]
+        self.cached: set[int] = set()
+        self.held: dict[str, list[int]] = {}
+        self.cached_held: set[int] = set()  # blocks whose content could be found when a transfer took them
+        self.ended: set[str] = set()  # they ended in an earlier record and may still hold their blocks
+        self.appeared = request_ids(trace)
+
+    def state(self) -> PoolState:
+        """A copy of where it stands."""
+        return PoolState(
+            len(self.ref_counts), self.block_size, dict(self.tables), dict(self.num_tokens), set(self.cached),
+            list(self.ref_counts), self.appeared, self.held,
+        )  # fmt: skip
+
+    def apply(self, record: StepRecord) -> None:
+        """Go on to the state after the record's step had been scheduled."""
+        computed, held = {share.request_id for share in record.requests}, set(record.running)
+        # A step can be scheduled before the results of the one before it are there: whoever ended with those still holds
+        # its blocks, and may even be computed once more.
+        over = [r for r in self.ended if r not in held or r in record.arrived]
+        for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted]:
+            self._release(request_id)
+        self.ended.difference_update(over)
+        self._hold(record.held)
+        for share in record.requests:
+            whole = share.request_id in record.admitted or share.request_id in record.resumed
+            self._extend(share.request_id, share.new_block_ids, whole)
+            if share.request_id not in self.ended:
+                self.num_tokens[share.request_id] = share.start + share.num_tokens
+        if record.snapshot is not None:
+            self._restore(record.snapshot)
+        self.ended.update(r for r in record.finished if r in self.tables)
+
+    def _hold(self, held: dict[str, list[int]]) -> None:
+        """Transfers hold these tables now, and those of the record before no longer."""
+        before, self.held = self.held, held
+        for request_id, table in held.items():
+            self._release(request_id)
+            self.cached_held.update(self.cached.intersection(table))
+            self.cached.difference_update(table)
+            for block_id in table:
+                self.ref_counts[block_id] += 1
+        for table in before.values():
+            for block_id in table:
+                self.ref_counts[block_id] -= 1
+                if not self.ref_counts[block_id] and block_id in self.cached_held:
+                    self.cached_held.discard(block_id)
+                    self.cached.add(block_id)
+
+    def _extend(self, request_id: str, block_ids: list[int], whole: bool) -> None:
+        before = [] if whole else self.tables.get(request_id, [])
+        self.tables[request_id] = before + block_ids
+        self.cached.difference_update(block_ids)
+        for block_id in block_ids:
+            self.ref_counts[block_id] += 1
+
+    def _release(self, request_id: str) -> None:
+        table = self.tables.pop(request_id, [])
+        full = self.num_tokens.pop(request_id, 0) // self.block_size
+        for i, block_id in enumerate(table):
+            self.ref_counts[block_id] -= 1
+            if self.caching and i < full and not self.ref_counts[block_id]:
+                self.cached.add(block_id)
+
+    def _restore(self, snapshot: Snapshot) -> None:
+        self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
+        self.cached = set(snapshot.cached)
+        self.ended &= self.tables.keys()
+        self.ref_counts = [0] * len(self.ref_counts)
+        for table in [*self.tables.values(), *self.held.values()]:
+            for block_id in table:
+                self.ref_counts[block_id] += 1

@@ -1,0 +1,70 @@
+"""The visual language on one page: every colour and every mark, drawn by the code that draws them everywhere."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from nanovllm.lab.viz import style
+from nanovllm.lab.viz.data import PoolState
+from nanovllm.lab.viz.memory import draw_pool
+from nanovllm.lab.viz.style import PALETTE, RequestColors
+
+_ROW = 0.34  # inches
+_SWATCH = 0.62  # of the height of a row
+
+
+def draw_language() -> Figure:
+    """What each colour, each mark and each kind of block means."""
+    meanings = {mark: style.MEANINGS[mark] for mark in style.MARKS}
+    figure, (top, middle, bottom) = plt.subplots(
+        3, 1, figsize=(style.MAX_WIDTH, _ROW * (len(meanings) + 7.5)), height_ratios=(1.6, len(meanings), 4.2)
+    )
+    _draw_colors(top)
+    _draw_marks(middle, meanings)
+    _draw_blocks(bottom)
+    return figure
+
+
+def _draw_colors(ax: Axes) -> None:
+    for number in range(2 * len(PALETTE)):
+        ax.add_patch(Rectangle((number, 0), 0.86, 1, facecolor=style.request_color(number), edgecolor="none"))
+        ink = style.ink_on(style.request_color(number))
+        ax.text(number + 0.43, 0.5, f"r{number}", ha="center", va="center", color=ink)
+    ax.set(xlim=(0, 2 * len(PALETTE)), ylim=(0, 1), title="A request has one colour, by its order of appearance")
+    ax.axis("off")
+
+
+def _draw_marks(ax: Axes, meanings: dict[str, str]) -> None:
+    for row, (mark, meaning) in enumerate(meanings.items()):
+        _draw_mark(ax, row, mark)
+        ax.text(1.25, row, mark, va="center", fontweight="bold")
+        ax.text(3.1, row, meaning, va="center")
+    ax.set(xlim=(0, 13.5), ylim=(len(meanings) - 0.4, -0.6), title="What happens to a token or a request has one mark")
+    ax.axis("off")
+
+
+def _draw_mark(ax: Axes, row: int, mark: str) -> None:
+    color = style.PALETTE[0]
+    if mark in style.PATCHES:
+        look = style.mark_style(mark, style.FAINT if mark == "free" else color)
+        ax.add_patch(Rectangle((0.05, row - _SWATCH / 2), 0.9, _SWATCH, linewidth=1.2, **look))
+    elif mark in style.LINES:
+        ax.plot([0.05, 0.95], [row, row], **style.line_style(mark, color))
+    else:
+        ax.plot([0.05, 0.95], [row, row], color=style.pale(color), linewidth=5, solid_capstyle="butt")
+        ax.plot(0.5, row, **style.event_style(mark))
+
+
+def _draw_blocks(ax: Axes) -> None:
+    tables = {"r0": [0, 1, 2], "r1": [0, 1, 4]}
+    state = PoolState(6, 4, tables, {"r0": 11, "r1": 9}, cached={5})
+    draw_pool(state, columns=6, show_ids=True, colors=RequestColors(tables), ax=ax)
+    ax.set_title("A block is a square of its tokens, filled from the top left")
+    words = ["held by both:", "striped, ×2", "11 tokens:\n3 of 4 cells", "free", "9 tokens:\n1 of 4 cells"]
+    words += ["free, can still\nbe found"]
+    for block, text in enumerate(words):
+        ax.text(block + 0.43, 1.0, text, ha="center", va="top", fontsize=9)
+    ax.set_ylim(1.6, -0.1)

@@ -1,0 +1,330 @@
+"""Pictures of KV memory: the pool, block tables, and what memory is spent on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+
+from nanovllm.lab.viz import style
+from nanovllm.lab.viz.data import PoolState, pool_state
+from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, RequestColors
+
+_SIZE = 0.86  # of a block, in a grid of pitch 1
+_MOST_CELLS = 2048  # beyond so many tokens, blocks are drawn without their cells
+_MOST_IDS = 64  # beyond so many blocks, ids would be too small to read
+_MOST_ARROWS = 24  # beyond so many table entries, arrows would hide each other
+_ROW_LENGTH = 16  # squares in a row, where tables are drawn as rows
+_STRIP_WIDTH, _STRIP_HEIGHT = 4.0, 0.78  # of a block in a list of pitch 1
+
+
+def draw_pool(
+    pool: Any,
+    tables: Mapping[str, Sequence[int]] | None = None,
+    num_tokens: Mapping[str, int] | None = None,
+    block_size: int | None = None,
+    *,
+    columns: int | None = None,
+    show_ids: bool | None = None,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """The pool as a grid of blocks in the colours of their holders, with fill levels and reference counts.
+
+    Args:
+        pool: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
+        tables: request id to block ids; without it, held blocks are grey.
+        num_tokens: request id to tokens written; without it, held blocks are full.
+        block_size: tokens a block (16 if nobody says).
+        columns: blocks in a row of the grid.
+        show_ids: write each block's id into it; by default if there are few blocks.
+        colors: to keep colours across figures.
+        legend: explain marks below; by default if the figure is made here.
+    """
+    state = pool_state(pool, tables, num_tokens, block_size)
+    columns = columns or _grid_columns(state.num_blocks)
+    rows = math.ceil(state.num_blocks / columns)
+    side = min(0.56, (style.MAX_WIDTH - 0.4) / columns)
+    legend = ax is None if legend is None else legend
+    if ax is None:
+        ax = style.new_axes(rows * side + (0.35 if title else 0.1) + (0.6 if legend else 0))
+    colors = colors or RequestColors([*state.appeared, *state.tables])
+    if show_ids is None:
+        show_ids = state.num_blocks <= _MOST_IDS and side >= 0.4
+    _draw_grid(ax, state, colors, columns, show_ids)
+    ax.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", anchor="W", title=title)
+    ax.axis("off")
+    if legend:
+        _pool_legend(ax, state, colors)
+    return ax
+
+
+def _grid_columns(num_blocks: int) -> int:
+    return min(num_blocks, max(8, min(32, math.ceil(math.sqrt(num_blocks * 2.5)))))
+
+
+def _pool_legend(ax: Axes, state: PoolState, colors: RequestColors) -> None:
+    """What is in the picture and nothing else. Many requests are left out: their rows would fill the page."""
+    counts = state.ref_counts
+    kinds = {"free"} if any(not c and b not in state.cached for b, c in enumerate(counts)) else set()
+    kinds |= {"cached"} if any(not counts[b] for b in state.cached) else set()
+    holders = [Patch(label=r, facecolor=colors[r], edgecolor=colors[r]) for r in state.tables]
+    style.legend(ax, kinds, holders if len(holders) <= 10 else (), cached="free, still cached")
+
+
+def _draw_grid(ax: Axes, state: PoolState, colors: RequestColors, columns: int, show_ids: bool) -> None:
+    for block_id in range(state.num_blocks):
+        _draw_physical(ax, block_id % columns, block_id // columns, _SIZE, _SIZE, block_id, state, colors)
+        if show_ids:
+            _draw_id(ax, block_id % columns + _SIZE / 2, block_id // columns + _SIZE / 2, block_id, state)
+
+
+def _draw_physical(
+    ax: Axes, x: float, y: float, width: float, height: float, block_id: int, state: PoolState, colors: RequestColors
+) -> None:
+    """A block of the pool: empty, cached, or filled in its holders' colours, with its reference count if shared."""
+    count = state.ref_counts[block_id]
+    owners = [colors[request_id] for request_id in state.holders(block_id)] or [MUTED]
+    if count:
+        across = cell_columns(state.block_size) if width == height else state.block_size
+        cells = state.num_blocks * state.block_size <= _MOST_CELLS
+        draw_block(ax, x, y, width, height, state.filled(block_id), state.block_size, across, owners, cells)
+    else:
+        kind, color = ("cached", MUTED) if block_id in state.cached else ("free", FAINT)
+        look = style.mark_style(kind, color) | {"linewidth": 1.0}
+        ax.add_patch(Rectangle((x, y), width, height, zorder=1, **look))
+    if count > 1:
+        _badge(ax, x + width - 0.04, y + height - 0.06, f"×{count}", ha="right", va="bottom", bold=True)
+
+
+def _draw_id(ax: Axes, x: float, y: float, block_id: int, state: PoolState) -> None:
+    if state.ref_counts[block_id] > 1:
+        y -= 0.2  # make room for the reference count
+    if state.ref_counts[block_id] == 0 and block_id not in state.cached:
+        ax.text(x, y, str(block_id), ha="center", va="center", fontsize=9, color=MUTED)
+    else:
+        _badge(ax, x, y, str(block_id))
+
+
+def cell_columns(block_size: int) -> int:
+    """How many cells stand in a row of a block: a divisor of `block_size`, near its square root."""
+    return next(c for c in range(math.isqrt(max(0, block_size - 1)) + 1, block_size + 1) if block_size % c == 0)
+
+
+def draw_block(
+    ax: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    filled: int,
+    size: int,
+    across: int,
+    owners: Sequence[str],
+    with_cells: bool = True,
+) -> None:
+    """A block whose first `filled` of `size` cells are coloured, row by row from the top left, in a stripe an owner."""
+    cell_width, cell_height = width / across, height / (size // across)
+    whole, part = divmod(filled, across)
+    boxes = [(y, width, whole * cell_height)] if whole else []
+    if part:
+        boxes.append((y + whole * cell_height, part * cell_width, cell_height))
+    ax.add_patch(Rectangle((x, y), width, height, facecolor=BACKGROUND, edgecolor="none", zorder=1))
+    shown = owners[:4]  # more stripes could not be told apart; the reference count says the rest
+    stripe = width / len(shown)
+    for top, box_width, box_height in boxes:
+        for i, color in enumerate(shown):
+            end = min(box_width, (i + 1) * stripe)
+            if end > i * stripe:
+                corner, span = (x + i * stripe, top), end - i * stripe
+                ax.add_patch(Rectangle(corner, span, box_height, facecolor=color, edgecolor="none", zorder=2))
+    if with_cells:
+        _draw_cells(ax, x, y, width, height, across, size // across)
+    ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=owners[0], linewidth=1.2, zorder=4))
+
+
+def _draw_cells(ax: Axes, x: float, y: float, width: float, height: float, across: int, down: int) -> None:
+    verticals = [x + i * width / across for i in range(1, across)]
+    horizontals = [y + i * height / down for i in range(1, down)]
+    ax.vlines(verticals, y, y + height, color=BACKGROUND, linewidth=0.7, zorder=3)
+    ax.hlines(horizontals, x, x + width, color=BACKGROUND, linewidth=0.7, zorder=3)
+
+
+def _badge(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str = "center", bold: bool = False) -> None:
+    box = {"boxstyle": "round,pad=0.12", "facecolor": BACKGROUND, "edgecolor": "none", "alpha": 0.9}
+    weight = "bold" if bold else "normal"
+    ax.text(x, y, text, ha=ha, va=va, fontsize=9, fontweight=weight, color=INK, bbox=box, zorder=6)
+
+
+def draw_block_tables(
+    tables: Mapping[str, Sequence[int]],
+    num_tokens: Mapping[str, int] | None = None,
+    block_size: int | None = None,
+    pool: Any = None,
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
+
+    With more than 24 table entries or blocks in the pool, arrows would hide each other: then logical blocks are squares
+    in rows, each with the id of its physical block.
+
+    Args:
+        tables: request id to block ids.
+        num_tokens: request id to tokens written; without it, all blocks are full.
+        block_size: tokens a block (16 if nobody says).
+        pool: as in `draw_pool`; by default just large enough for the tables.
+        colors: to keep colours across figures.
+        legend: explain marks below; by default if the figure is made here.
+    """
+    if pool is None:
+        pool = max((b for table in tables.values() for b in table), default=0) + 1
+    state = pool_state(pool, tables, num_tokens, block_size)
+    colors = colors or RequestColors([*state.appeared, *state.tables])
+    legend = ax is None if legend is None else legend
+    entries = sum(len(table) for table in state.tables.values())
+    with_arrows = max(entries, state.num_blocks) <= _MOST_ARROWS
+    legend = legend and with_arrows  # rows are labelled with their requests, and show no block that is free
+    extra = (0.35 if title else 0.1) + (0.6 if legend else 0)
+    if with_arrows:
+        height = 0.31 * (max(entries + 0.5 * len(state.tables), state.num_blocks) + 1.2)
+        ax = ax or style.new_axes(height + extra)
+        _draw_mapping(ax, state, colors)
+    else:
+        rows = sum(math.ceil(len(table) / _ROW_LENGTH) for table in state.tables.values())
+        ax = ax or style.new_axes(0.5 * rows + extra)
+        _draw_rows(ax, state, colors)
+    ax.set_title(title)
+    ax.axis("off")
+    if legend:
+        _pool_legend(ax, state, colors)
+    return ax
+
+
+def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
+    """Two lists of blocks, logical and physical, drawn as strips; an arrow for each table entry."""
+    right, size = _STRIP_WIDTH + 3.2, state.block_size
+    ax.text(_STRIP_WIDTH / 2, -0.45, "logical blocks", ha="center", va="center")
+    ax.text(right + _STRIP_WIDTH / 2, -0.45, "physical blocks (the pool)", ha="center", va="center")
+    entries = sum(len(table) for table in state.tables.values())
+    left_height = entries + 0.5 * max(0, len(state.tables) - 1)
+    height = max(left_height, state.num_blocks)
+    y, pool_top = (height - left_height) / 2, (height - state.num_blocks) / 2
+    for request_id, table in state.tables.items():
+        middle = y + len(table) / 2
+        ax.text(-0.75, middle, request_id, ha="right", va="center", fontweight="bold")
+        for i, block_id in enumerate(table):
+            filled = filled_of(state, request_id, i)
+            owners = [colors[request_id]]
+            draw_block(ax, 0, y, _STRIP_WIDTH, _STRIP_HEIGHT, filled, size, size, owners)
+            ax.text(-0.2, y + _STRIP_HEIGHT / 2, str(i), ha="right", va="center", fontsize=9, color=MUTED)
+            start = (_STRIP_WIDTH + 0.08, y + _STRIP_HEIGHT / 2)
+            end = (right - 0.62, pool_top + block_id + _STRIP_HEIGHT / 2)
+            _arrow(ax, start, end, owners[0])
+            y += 1
+        y += 0.5
+    for block_id in range(state.num_blocks):
+        top = pool_top + block_id
+        _draw_physical(ax, right, top, _STRIP_WIDTH, _STRIP_HEIGHT, block_id, state, colors)
+        ax.text(right - 0.2, top + _STRIP_HEIGHT / 2, str(block_id), ha="right", va="center", fontsize=9)
+    ax.set(xlim=(-2.2, right + _STRIP_WIDTH + 0.1), ylim=(height + 0.1, -0.9))
+
+
+def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
+    curve = f"arc3,rad={0.06 if end[1] > start[1] else -0.06}"
+    for line_color, width in ((BACKGROUND, 3.6), (color, 1.6)):  # a white rim keeps crossing arrows apart
+        look = {"color": line_color, "linewidth": width, "shrinkA": 0, "shrinkB": 0, "zorder": 5}
+        ax.add_patch(
+            FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, connectionstyle=curve, **look)  # type: ignore[arg-type]
+        )
+
+
+def _draw_rows(ax: Axes, state: PoolState, colors: RequestColors) -> None:
+    """Squares, each with the id of its physical block; a request begins a new row, and goes on in the next if need be."""
+    across, row = cell_columns(state.block_size), 0
+    for request_id, table in state.tables.items():
+        ax.text(-0.2, row + _SIZE / 2, request_id, ha="right", va="center", fontsize=9)
+        for i, block_id in enumerate(table):
+            x, y = i % _ROW_LENGTH, row + i // _ROW_LENGTH
+            filled, owners = filled_of(state, request_id, i), [colors[request_id]]
+            draw_block(ax, x, y, _SIZE, _SIZE, filled, state.block_size, across, owners)
+            _badge(ax, x + _SIZE / 2, y + _SIZE / 2, str(block_id))
+        row += math.ceil(len(table) / _ROW_LENGTH)
+    ax.set(xlim=(-1.4, _ROW_LENGTH), ylim=(row, -0.1), aspect="equal", anchor="W")
+
+
+def filled_of(state: PoolState, request_id: str, index: int) -> int:
+    """Tokens in the request's `index`-th block."""
+    everything = len(state.tables[request_id]) * state.block_size
+    written = state.num_tokens.get(request_id, everything)
+    return max(0, min(state.block_size, written - index * state.block_size))
+
+
+_CATEGORIES: dict[str, dict[str, Any]] = {
+    "used": {"facecolor": "#0072B2", "edgecolor": "#0072B2"},
+    "cached": {"facecolor": BACKGROUND, "edgecolor": "#0072B2", "hatch": "////"},
+    "reserved": {"facecolor": "#A6CEE3", "edgecolor": "#0072B2"},
+    "internal fragmentation": {"facecolor": "#E69F00", "edgecolor": "#8A5F00"},
+    "external fragmentation": {"facecolor": "#D55E00", "edgecolor": "#803800"},
+    "wasted": {"facecolor": "#E69F00", "edgecolor": "#8A5F00"},
+    "free": {"facecolor": BACKGROUND, "edgecolor": "#999999"},
+}
+
+
+def draw_memory(
+    rows: Mapping[str, Mapping[str, float]],
+    *,
+    unit: str = "",
+    percent: bool = True,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """What memory is spent on: one stacked bar a row.
+
+    Args:
+        rows: label to {category: amount}. The categories "used", "cached", "reserved", "internal fragmentation",
+            "external fragmentation", "wasted" and "free" have fixed colours; others get their own.
+        unit: of the amounts, for the x axis.
+        percent: scale each bar to 100 % of its sum.
+        legend: explain colours below; by default if the figure is made here.
+    """
+    legend = ax is None if legend is None else legend
+    ax = ax or style.new_axes(0.55 * len(rows) + 0.7 + (0.4 if legend else 0) + (0.3 if title else 0))
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    others = [name for name in names if name not in _CATEGORIES]
+    looks = {n: _CATEGORIES.get(n) or {"facecolor": style.request_color(2 + others.index(n))} for n in names}
+    widest = max((sum(row.values()) for row in rows.values()), default=1.0) or 1.0
+    for y, row in enumerate(rows.values()):
+        scale = 100 / (sum(row.values()) or 1.0) if percent else 1.0
+        full, left = 100.0 if percent else widest, 0.0
+        for name, amount in row.items():
+            width = amount * scale
+            ax.barh(y, width, left=left, height=0.66, linewidth=0.8, **looks[name])
+            if width >= 0.06 * full:
+                text = f"{width:.0f} %" if percent else f"{amount:,.4g}"
+                _bar_label(ax, left + width / 2, y, text, looks[name])
+            left += width
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.tick_params(axis="y", length=0)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set(xlabel="% of the memory" if percent else unit, title=title)
+    if percent:
+        ax.set_xlim(0, 100)
+    if legend:
+        style.legend(ax, (), [Patch(label=name, **looks[name]) for name in names])
+    return ax
+
+
+def _bar_label(ax: Axes, x: float, y: float, text: str, look: Mapping[str, Any]) -> None:
+    box = {"boxstyle": "round,pad=0.1", "facecolor": BACKGROUND, "edgecolor": "none"} if "hatch" in look else None
+    color = style.ink_on(look["facecolor"])
+    ax.text(x, y, text, ha="center", va="center", fontsize=10, color=color, bbox=box)

@@ -1,0 +1,124 @@
+"""A player for traces as a notebook widget: the JavaScript of the live page in one bundle, and a trace of this kernel."""
+
+from __future__ import annotations
+
+import bisect
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import anywidget
+import traitlets
+
+from nanovllm.lab.viz.data import request_ids
+from nanovllm.trace.trace import StepRecord, Trace
+
+VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
+WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
+_ENTRY = "widget.js"
+_IMPORT = re.compile(r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE)
+
+
+def bundle() -> str:
+    """All modules that the widget needs as one module without imports, which is what a widget can carry. Each stands behind
+    those that it imports; a JSON file becomes a constant.
+
+    Raises:
+        ValueError: an import or export of a form that cannot be taken out.
+    """
+    texts: dict[str, str] = {}
+    visited = set()
+
+    def add(name: str) -> None:
+        visited.add(name)
+        source = (WEB / name).read_text(encoding="utf-8")
+        for what, imported in _IMPORT.findall(source):
+            if imported.endswith(".json"):
+                texts[imported] = f"const {what} = {(WEB / imported).read_text(encoding='utf-8').strip()};\n"
+            elif imported not in visited:
+                add(imported)
+        body = re.sub(
+            r"^export (?=(?:async )?(?:class|function|const)\b)", "", _IMPORT.sub("", source), flags=re.MULTILINE
+        )
+        if left := re.search(r"^(?:import|export)\b.*", body, re.MULTILINE):
+            raise ValueError(f"{name}: cannot bundle {left[0]!r}")
+        texts[name] = f"// {name}\n{body}"
+
+    add(_ENTRY)
+    return "\n".join([*texts.values(), "export default { render: renderWidget };\n"])
+
+
+class Player(anywidget.AnyWidget):
+    """A trace with controls to play, pause, step and scrub, and linked pictures of it.
+
+    Attributes:
+        step: number of the step that the reader looks at; setting it takes the reader there.
+        views: names of the pictures, from top to bottom.
+        speed: steps a second, until the reader chooses another.
+        theme: "light", "dark", or "auto": as the page around it.
+        lines: the trace, in the format of trace files.
+    """
+
+    step = traitlets.Int(0).tag(sync=True)
+    views = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    speed = traitlets.Float(2.0).tag(sync=True)
+    theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
+    lines = traitlets.Bytes().tag(sync=True)
+
+    def __init__(self, trace: Trace | str | pathlib.Path, **options: Any) -> None:
+        self._esm, self._css = bundle(), (WEB / "player.css").read_text(encoding="utf-8")
+        self.trace = Trace()
+        super().__init__(**options)
+        self.show(trace)
+
+    def show(self, trace: Trace | str | pathlib.Path) -> None:
+        """Take another trace; the reader stays at the step with the same number, if there is one.
+
+        Raises:
+            TraceError: the file is not a trace.
+            ValueError: the trace has no step.
+        """
+        trace = trace if isinstance(trace, Trace) else Trace.load(trace)
+        if not len(trace):
+            raise ValueError("a player needs a trace with at least one step")
+        self.trace = trace
+        self.lines = b"".join(trace.lines())
+
+    @property
+    def record(self) -> StepRecord:
+        """What the reader looks at: the last record whose step is not after `step`."""
+        until = bisect.bisect_right(self.trace.steps, self.step, key=lambda record: record.step)
+        return self.trace.steps[max(0, until - 1)]
+
+    def __repr__(self) -> str:
+        steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
+        return f"Player: {steps}; run this cell in JupyterLab to play it"
+
+
+def play(
+    trace: Trace | str | pathlib.Path,
+    views: Iterable[str] = ("tables", "timeline"),
+    step: int = 0,
+    speed: float = 2.0,
+    theme: str = "auto",
+) -> Player:
+    """Show a trace in a player: the value of a notebook's cell.
+
+    Args:
+        trace: a trace, or the file of one.
+        views: what to draw, from top to bottom: "tables" (block tables), "pool" (the whole pool), "timeline" (requests over
+            steps), "budget" (the step's tokens), "queues", "usage" (blocks and tokens over time), "attention" (pages that
+            the step reads and writes), "batch" (the step as the model sees it).
+        step: where to begin, a step number.
+        speed: steps a second.
+        theme: "light", "dark", or "auto": as the page around it.
+
+    Raises:
+        TraceError: the file is not a trace.
+        ValueError: an unknown view, or a trace without steps.
+    """
+    views = list(views)
+    if unknown := [view for view in views if view not in VIEWS]:
+        raise ValueError(f"no such view: {', '.join(unknown)}; there are {', '.join(VIEWS)}")
+    return Player(trace, views=views, step=step, speed=speed, theme=theme)

@@ -1,0 +1,160 @@
+"""Run the real scheduler and the real block tables without a model: thousands of steps in less than a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
+from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.scheduler.scheduler import SampledToken, Schedule, Scheduler, StepResult
+from nanovllm.trace.recorder import StepRecorder
+from nanovllm.trace.trace import Trace
+
+SAMPLED_TOKEN = 7
+
+
+@dataclass
+class SimulatedRequest:
+    """A request of a simulation.
+
+    Attributes:
+        arrival_step: it is queued right before the step of this number.
+        prompt: the prompt's length, or its token ids. Prompts given by length share no prefix with any other; equal
+            token ids hit the prefix cache.
+        output_len: tokens it generates.
+        priority: smaller runs earlier, with `scheduling_policy="priority"`.
+        request_id: by default r0, r1, ... in the order given.
+        abort_step: a client that goes away right before this step, if it has not ended by then.
+    """
+
+    arrival_step: int
+    prompt: int | Sequence[int]
+    output_len: int
+    priority: int = 0
+    request_id: str | None = None
+    abort_step: int | None = None
+
+
+def simulate(
+    requests: Sequence[SimulatedRequest],
+    *,
+    num_kv_blocks: int = 1024,
+    num_host_blocks: int | None = None,
+    step_cost: float = 1.0,
+    token_cost: float = 0.0,
+    max_steps: int = 100_000,
+    **engine_options: Any,
+) -> Trace:
+    """Serve requests with the real scheduler and the real memory manager, and a runner that samples token 7 at once.
+
+    Args:
+        requests: what arrives when.
+        num_kv_blocks: blocks in the pool.
+        num_host_blocks: blocks in host memory for swapped requests; by default as many as the pool has, if
+            `preemption_mode="swap"`.
+        step_cost, token_cost: a step takes `step_cost + token_cost * tokens` units of simulated time, which
+            the records give as `start` and `duration`. By default every step takes one unit.
+        max_steps: give up after so many steps.
+        engine_options: fields of `EngineConfig`, such as `block_size`, `max_num_batched_tokens`, `max_num_seqs`,
+            `batching_policy`, `enable_chunked_prefill`, `preemption_mode`, `check_invariants`. A token budget below
+            256 lowers the default of `max_num_seqs` with it.
+
+    Returns:
+        The trace. Steps without any request are counted, but recorded only if an abort left nothing to compute: the
+        next record's `step` is that of the next arrival.
+
+    Raises:
+        ValueError: a request that could never run; an option that makes no sense.
+        RuntimeError: requests are left after `max_steps`.
+    """
+    return _Simulation(requests, num_kv_blocks, num_host_blocks, step_cost, token_cost, engine_options).run(max_steps)
+
+
+class _Simulation:
+    def __init__(
+        self,
+        requests: Sequence[SimulatedRequest],
+        num_blocks: int,
+        num_host_blocks: int | None,
+        step_cost: float,
+        token_cost: float,
+        options: dict[str, Any],
+    ) -> None:
+        budget = options.get("max_num_batched_tokens") or DEFAULT_TOKEN_BUDGET
+        options = {"max_num_seqs": min(256, budget)} | options
+        config = EngineConfig(num_kv_blocks=num_blocks, **options)
+        config.settle(config.max_model_len or num_blocks * config.block_size, num_blocks)
+        if num_host_blocks is None:
+            num_host_blocks = num_blocks if config.preemption_mode == "swap" else 0
+        manager = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks)
+        self.config = config
+        self.scheduler = Scheduler(config, manager)
+        self.recorder = StepRecorder(
+            Trace(settings={"model": "simulated", "time_unit": "simulated units"}), self.scheduler
+        )
+        self.step_cost, self.token_cost = step_cost, token_cost
+        self.clock = 0.0
+        named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
+        self.arrivals = sorted(named, key=lambda pair: pair[1].arrival_step)
+        self.aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
+        self.num_added = 0
+
+    def run(self, max_steps: int) -> Trace:
+        step = 0
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                if not self.arrivals:
+                    return self.recorder.trace
+                idle = max(0, self.arrivals[0][1].arrival_step - step)
+                step, self.clock = step + idle, self.clock + idle * self.step_cost
+            while self.arrivals and self.arrivals[0][1].arrival_step <= step:
+                self._add(*self.arrivals.pop(0))
+            self._abort(step)
+            if self.scheduler.has_unfinished:
+                self._step(step)
+                step += 1
+        raise RuntimeError(f"requests are left after {max_steps} steps")
+
+    def _add(self, name: str, source: SimulatedRequest) -> None:
+        if isinstance(source.prompt, int):
+            # Ids that no other request has: nothing is found in the prefix cache by accident.
+            first = 1_000_000 * (self.num_added + 1)
+            prompt = list(range(first, first + source.prompt))
+        else:
+            prompt = list(source.prompt)
+        params = SamplingParams(max_tokens=source.output_len, ignore_eos=True, temperature=0.0)
+        request = Request(EngineRequest(name, prompt, params, priority=source.priority), self.num_added)
+        if self.config.scheduling_policy == "fcfs":
+            request.order = (0, self.num_added)
+        self.scheduler.add(request)
+        self.recorder.arrived(name, len(prompt))
+        self.num_added += 1
+
+    def _abort(self, step: int) -> None:
+        for name in [name for name, at in self.aborts.items() if at <= step]:
+            if self.scheduler.abort(name):
+                self.recorder.ended(name, "abort")
+            del self.aborts[name]
+        if not self.scheduler.has_unfinished:
+            self.recorder.flush(step, self.clock)
+
+    def _step(self, step: int) -> None:
+        plan = self.scheduler.schedule()
+        if plan.empty:
+            raise RuntimeError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+        record = self.recorder.begin(plan, step, self.clock)
+        result = self._sample(plan)
+        outputs = self.scheduler.update(plan, result)
+        duration = self.step_cost + self.token_cost * plan.num_tokens
+        self.recorder.finish(record, duration, result, outputs)
+        self.clock += duration
+        if self.config.check_invariants:
+            self.scheduler.check_invariants()
+
+    def _sample(self, plan: Schedule) -> StepResult:
+        """What the runner would return: a token for each request that has caught up with its known tokens."""
+        return StepResult({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})

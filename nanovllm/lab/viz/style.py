@@ -1,0 +1,246 @@
+"""Colours, marks and settings that all pictures share; the package's docstring says what they mean."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+# M. Okabe and K. Ito, "Color Universal Design", 2008: blue, orange, green, purple, sky, vermilion. Its yellow is
+# left out: lines and pale fills of it vanish on white.
+# The player in the browser reads the same file.
+_LANGUAGE = json.loads((pathlib.Path(__file__).parents[2] / "trace" / "web" / "style.json").read_text(encoding="utf-8"))
+PALETTE: tuple[str, ...] = tuple(_LANGUAGE["palette"])
+INK: str = _LANGUAGE["ink"]
+MUTED: str = _LANGUAGE["muted"]
+FAINT: str = _LANGUAGE["faint"]
+BACKGROUND: str = _LANGUAGE["background"]
+MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # a sentence a mark
+MAX_WIDTH = 9.0  # inches
+
+_STYLE: dict[str, Any] = {
+    "figure.figsize": (MAX_WIDTH, 3.6),
+    "figure.dpi": 110,
+    "savefig.dpi": 110,
+    "figure.facecolor": BACKGROUND,
+    "savefig.facecolor": BACKGROUND,
+    "savefig.transparent": False,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are the same everywhere
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "legend.handlelength": 1.8,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.facecolor": BACKGROUND,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=PALETTE),
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "hatch.linewidth": 1.2,
+    "lines.linewidth": 2.0,
+    "svg.hashsalt": "nanovllm",  # else ids in SVG files are random
+    "svg.fonttype": "path",
+}
+# Matplotlib writes its version and the date into files: a redrawn figure would differ for no visible reason.
+_PNG_METADATA: dict[str, Any] = {"Software": None}
+_SVG_METADATA: dict[str, Any] = {"Date": None, "Creator": None}
+
+
+def use_style() -> None:
+    """Give matplotlib the settings of the course: once, at the top of a lecture. In a notebook, figures become PNG
+    images of which every re-run makes the same bytes."""
+    matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
+    try:
+        from IPython import get_ipython
+        from matplotlib_inline.config import InlineBackend
+    except ImportError:
+        return  # no notebook here
+    shell = get_ipython()
+    if shell is None:
+        return
+    backend = InlineBackend.instance(parent=shell)
+    backend.figure_formats = {"png"}
+    options: dict[str, Any] = {"bbox_inches": "tight", "metadata": _PNG_METADATA}
+    backend.print_figure_kwargs = options
+
+
+def request_color(index: int) -> str:
+    """The colour (hex) of the request that appeared `index`-th, counted from 0."""
+    color = PALETTE[index % len(PALETTE)]
+    darker = index // len(PALETTE) % 2
+    return mix(color, "#000000", 0.4) if darker else color
+
+
+def mix(color: str, other: str, share: float) -> str:
+    """`color` with `share` (0 to 1) of `other` in it, as hex."""
+    return to_hex(
+        tuple(a + (b - a) * share for a, b in zip(to_rgb(color), to_rgb(other), strict=True))  # type: ignore[arg-type]
+    )
+
+
+def ink_on(color: str) -> str:
+    """Black or white, whichever reads better as text on the colour (contrast as in WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
+    luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return INK if luminance > 0.25 else BACKGROUND
+
+
+def pale(color: str) -> str:
+    """The light version of a colour, which stands for decode."""
+    return mix(color, BACKGROUND, 0.65)
+
+
+class RequestColors:
+    """Colours of requests by order of appearance. Pass one object to several figures to keep the colours, for
+    example `RequestColors(request_ids(trace))`, or one that is empty at first while a pool is watched.
+
+    `colors[request_id]` is a hex colour; an id that was not seen before gets the next one.
+    """
+
+    def __init__(self, request_ids: Iterable[str] = ()) -> None:
+        self._index: dict[str, int] = {}
+        for request_id in request_ids:
+            self[request_id]
+
+    def __getitem__(self, request_id: str) -> str:
+        return request_color(self._index.setdefault(request_id, len(self._index)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._index)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+
+def mark_style(kind: str, color: str) -> dict[str, Any]:
+    """Keyword arguments of a matplotlib patch for tokens of this kind.
+
+    Raises:
+        KeyError: no such kind of token is drawn as a patch.
+    """
+    return {
+        "prefill": {"facecolor": color, "edgecolor": color},
+        "decode": {"facecolor": pale(color), "edgecolor": color},
+        "cached": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "////"},
+        "transferred": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "..."},
+        "drafted": {"facecolor": BACKGROUND, "edgecolor": color, "linestyle": "--"},
+        "free": {"facecolor": BACKGROUND, "edgecolor": FAINT},
+    }[kind]
+
+
+def line_style(kind: str, color: str) -> dict[str, Any]:
+    """Keyword arguments of a matplotlib line for a request in this state.
+
+    Raises:
+        KeyError: no such state is drawn as a line.
+    """
+    return {
+        "waiting": {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
+        "stalled": {"color": color, "linewidth": 1.6, "linestyle": "-"},
+        "swapped": {"color": color, "linewidth": 3.5, "linestyle": (0, (1.6, 0.8))},
+    }[kind]
+
+
+# Its tip is the point it marks, so that it hides nothing of the bar below.
+_TRIANGLE = ((0.0, 0.0), (-0.6, 1.0), (0.6, 1.0), (0.0, 0.0))
+
+
+def event_style(kind: str) -> dict[str, Any]:
+    """Keyword arguments of a matplotlib marker for an event.
+
+    Raises:
+        KeyError: no such event is drawn.
+    """
+    common: dict[str, Any] = {"color": INK, "linestyle": "none"}
+    return {
+        "first token": common
+        | {"marker": _TRIANGLE, "markersize": 14, "markeredgecolor": BACKGROUND, "markeredgewidth": 0.5},
+        "preempted": common | {"marker": "x", "markersize": 8, "markeredgewidth": 2.2},
+        "finished": common | {"marker": "|", "markersize": 11, "markeredgewidth": 2.4},
+        "aborted": common | {"marker": "s", "markersize": 6, "fillstyle": "none", "markeredgewidth": 1.6},
+    }[kind]
+
+
+PATCHES, LINES, EVENTS = (tuple(_LANGUAGE["marks"][form]) for form in ("patches", "lines", "events"))
+MARKS = PATCHES + LINES + EVENTS
+
+
+def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[Any] = (), **names: str) -> Legend:
+    """Draw the shared legend below a figure.
+
+    Args:
+        where: the figure, or Axes in it.
+        kinds: which marks to explain; they stand in the order of `MARKS` whatever the order given.
+        extra: more matplotlib handles with labels, put last.
+        names: other words for a mark, as in `cached="free, still cached"`.
+    """
+    figure = where if isinstance(where, Figure) else where.get_figure(root=True)
+    assert isinstance(figure, Figure)
+    wanted = set(kinds)
+    handles = [legend_handle(kind, names.get(kind, kind)) for kind in MARKS if kind in wanted]
+    handles += list(extra)
+    rows = -(-len(handles) // 8) or 1
+    columns = max(1, -(-len(handles) // rows))  # rows of equal length
+    return figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.2)
+
+
+def legend_handle(kind: str, label: str) -> Patch | Line2D:
+    """What stands for a mark in a legend."""
+    if kind in PATCHES:
+        return Patch(label=label, **mark_style(kind, FAINT if kind == "free" else MUTED))
+    if kind in LINES:
+        return Line2D([], [], label=label, **line_style(kind, MUTED))
+    centred = {"marker": "v", "markersize": 7} if kind == "first token" else {}
+    return Line2D([], [], label=label, **event_style(kind) | centred)
+
+
+def new_axes(height: float, width: float = MAX_WIDTH) -> Axes:
+    """Axes in a figure of their own, `width` by `height` inches."""
+    return plt.subplots(figsize=(min(width, MAX_WIDTH), height), layout="constrained")[1]
+
+
+def save(where: Axes | Figure, path: str | pathlib.Path) -> None:
+    """Write a figure to a PNG or SVG file; the same picture gives the same bytes."""
+    path = pathlib.Path(path)
+    path.write_bytes(image_bytes(where, path.suffix.removeprefix(".") or "png"))
+
+
+def image_bytes(where: Axes | Figure, format: str = "png") -> bytes:
+    """A figure as the bytes of a PNG or SVG image, without date and version.
+
+    Raises:
+        ValueError: another format.
+    """
+    metadata: dict[str, dict[str, Any]] = {"png": _PNG_METADATA, "svg": _SVG_METADATA}
+    if format not in metadata:
+        raise ValueError(f"figures are saved as png or svg, not {format!r}")
+    figure = where if isinstance(where, Figure) else where.get_figure(root=True)
+    assert figure is not None
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": _STYLE["svg.hashsalt"]}):
+        figure.savefig(buffer, format=format, metadata=metadata[format], bbox_inches="tight")
+    return buffer.getvalue()

@@ -1,0 +1,375 @@
+"""Pictures of steps: who computed what when, the token budget, memory in use, queues; several policies compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
+
+from nanovllm.lab.viz import style
+from nanovllm.lab.viz.data import (
+    Event,
+    Span,
+    StepScale,
+    request_ids,
+    share_kind,
+    step_edges,
+    timeline_events,
+    timeline_spans,
+)
+from nanovllm.lab.viz.style import INK, RequestColors
+from nanovllm.trace.trace import Trace
+
+_BAR = 0.72  # height of a request's bar in its row
+_MOST_CELLS = 80  # with more steps, equal neighbours are drawn as one bar
+_LABEL_PITCH = 0.15  # inches that a row label needs
+
+
+def draw_timeline(
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Requests by steps: each row shows when a request waited, was prefilled, decoded, was thrown out and ended. Where
+    there is room, a prefill carries its number of tokens.
+
+    Args:
+        x: the x axis, see `step_edges`.
+        colors: to keep colours across figures.
+        legend: explain marks below; by default if the figure is made here.
+    """
+    ids = request_ids(trace)
+    colors = colors or RequestColors(ids)
+    legend = ax is None if legend is None else legend
+    ax = ax or style.new_axes(timeline_height(len(ids)) + (0.7 if legend else 0.3) + (0.3 if title else 0))
+    _set_x(ax, trace, x)
+    ax.set_ylim(max(1, len(ids)) - 0.5, -0.5)
+    per_unit, pitch = _inches(ax, len(ids))
+    joined = len(trace) > _MOST_CELLS
+    spans = timeline_spans(trace, x, merge=joined)
+    cached = {(s.request_id, s.begin): s.num_tokens for s in spans if s.kind == "cached"}
+    rows = {request_id: row for row, request_id in enumerate(ids)}
+    digits = len(str(max((span.num_tokens for span in spans), default=0)))  # all labels or none, in equal steps
+    for span in (s for s in spans if s.kind != "cached"):
+        row, color = rows[span.request_id], colors[span.request_id]
+        num_cached = cached.get((span.request_id, span.begin), 0)
+        _draw_span(ax, span, row, color, num_cached, joined)
+        fits = pitch > 0.25 and (span.end - span.begin) * per_unit > 0.09 * digits + 0.08
+        if span.kind == "prefill" and fits and not num_cached:
+            _label_prefill(ax, span, row, color)
+    for event in timeline_events(trace, x):
+        _draw_event(ax, event, rows[event.request_id], pitch)
+    every = max(1, math.ceil(_LABEL_PITCH / pitch))
+    ax.set_yticks(range(0, len(ids), every), ids[::every])
+    ax.tick_params(axis="y", length=0, labelsize=10 if pitch > 0.17 else 9)
+    ax.set_title(title)
+    if legend:
+        _legend(ax, draw_timeline, [trace])
+    return ax
+
+
+def timeline_height(num_requests: int) -> float:
+    """Inches for the rows of so many requests."""
+    return min(8.0, num_requests * max(0.18, min(0.42, 5.0 / max(1, num_requests))) + 0.5)
+
+
+def _inches(ax: Axes, num_rows: int) -> tuple[float, float]:
+    """Width of one unit of x and height of one row, in inches; roughly, since the layout is settled only later."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    (width, height), place, (low, high) = figure.get_size_inches(), ax.get_position(), ax.get_xlim()
+    return place.width * width / (high - low), place.height * height / max(1, num_rows)
+
+
+def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, joined: bool) -> None:
+    """A bar or a line. The part of an admission that came from the prefix cache stands on top of what was computed."""
+    if span.kind in ("waiting", "stalled", "swapped"):
+        look = style.line_style(span.kind, color)
+        ax.plot([span.begin, span.end], [row, row], solid_capstyle="butt", dash_capstyle="butt", **look)
+        return
+    width, top, height = span.end - span.begin, row - _BAR / 2, _BAR
+    if num_cached:
+        part = min(0.7, max(0.4, num_cached / (num_cached + span.num_tokens))) * _BAR
+        look = style.mark_style("cached", color)
+        ax.add_patch(Rectangle((span.begin, top), width, part, linewidth=0.8, zorder=2, **look))
+        top, height = top + part, height - part
+    look = style.mark_style(span.kind, color)
+    ax.add_patch(Rectangle((span.begin, top), width, height, linewidth=0.8, zorder=2, **look))
+    if span.kind == "prefill" and not joined:  # else the chunks of a prompt would look like one
+        ax.vlines(span.end, top, top + height, color=style.BACKGROUND, linewidth=1.2, zorder=3)
+
+
+def _label_prefill(ax: Axes, span: Span, row: int, color: str) -> None:
+    middle, ink = (span.begin + span.end) / 2, style.ink_on(color)
+    ax.text(middle, row, str(span.num_tokens), ha="center", va="center", fontsize=9, color=ink, zorder=5)
+
+
+def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
+    """A marker, smaller where rows are low, but never too small to see."""
+    look, y = style.event_style(event.kind), float(row)
+    if event.kind == "first token":
+        y -= _BAR / 2
+        look["markersize"] = min(look["markersize"], max(10.0, pitch * 60))
+    else:
+        look["markersize"] = min(look["markersize"], max(5.0, pitch * 46))
+    ax.plot(event.at, y, zorder=6, clip_on=False, **look)
+
+
+def draw_budget(
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """How each step spends its token budget: a bar stacked by request, in the order in which tokens are packed.
+
+    Args:
+        x, colors, legend: as in `draw_timeline`.
+    """
+    colors = colors or RequestColors(request_ids(trace))
+    legend = ax is None if legend is None else legend
+    ax = ax or style.new_axes(2.9 + (0.4 if legend else 0) + (0.3 if title else 0))
+    edges, highest = step_edges(trace, x), 1
+    boxes, faces, rims = [], [], []
+    for step, (begin, end) in zip(trace, edges, strict=True):
+        level = 0
+        for share in step.requests:
+            top = level + share.num_tokens
+            kind = share_kind(share)
+            look = style.mark_style(kind, colors[share.request_id])
+            boxes.append([(begin, level), (begin, top), (end, top), (end, level)])
+            faces.append(look["facecolor"])
+            rims.append(style.BACKGROUND if kind == "prefill" else look["edgecolor"])
+            level = top
+        highest = max(highest, level, step.token_budget)
+    # Rims thicker than what they enclose would show nothing but rims.
+    rim_width = 0.6 if highest <= 64 and len(edges) <= 2 * _MOST_CELLS else 0.0
+    ax.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=rims, linewidths=rim_width, zorder=2))
+    budgets = [step.token_budget for step in trace]
+    _draw_levels(ax, edges, budgets, idle=None, **_BUDGET_LINE)
+    _set_x(ax, trace, x)
+    ax.set(ylim=(0, highest * 1.08), ylabel="tokens a step", title=title)
+    if legend:
+        _legend(ax, draw_budget, [trace])
+    return ax
+
+
+def draw_usage(
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """KV blocks held by requests, step by step, against the size of the pool; crosses where a request was preempted.
+
+    Args:
+        x, legend: as in `draw_timeline`. `colors` is taken so that all functions here can be called alike.
+    """
+    legend = ax is None if legend is None else legend
+    ax = ax or style.new_axes(2.2 + (0.4 if legend else 0) + (0.3 if title else 0))
+    edges = step_edges(trace, x)
+    held = [step.num_blocks - step.num_free_blocks for step in trace]
+    _draw_levels(ax, edges, held, **_HELD_LINE)
+    total = max((step.num_blocks for step in trace), default=1)
+    ax.axhline(total, **_BUDGET_LINE)
+    for step, (begin, _), level in zip(trace, edges, held, strict=True):
+        if step.preempted:
+            ax.plot(begin, level, zorder=6, clip_on=False, **style.event_style("preempted"))
+    _set_x(ax, trace, x)
+    ax.set(ylim=(0, total * 1.1), ylabel="KV blocks", title=title)
+    if legend:
+        _legend(ax, draw_usage, [trace])
+    return ax
+
+
+def draw_queues(
+    trace: Trace,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+    legend: bool | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Lengths of the three queues, after each step had been scheduled.
+
+    Args:
+        x, legend: as in `draw_timeline`. `colors` is taken so that all functions here can be called alike.
+    """
+    legend = ax is None if legend is None else legend
+    ax = ax or style.new_axes(2.2 + (0.4 if legend else 0) + (0.3 if title else 0))
+    edges = step_edges(trace, x)
+    for name, look in _QUEUE_LINES.items():
+        _draw_levels(ax, edges, [len(getattr(step, name)) for step in trace], **look)
+    _set_x(ax, trace, x)
+    ax.set_ylim(bottom=0)
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    ax.set(ylabel="requests", title=title)
+    if legend:
+        _legend(ax, draw_queues, [trace])
+    return ax
+
+
+def compare(
+    traces: Mapping[str, Trace],
+    draw: Callable[..., Axes] = draw_timeline,
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    **options: Any,
+) -> list[Axes]:
+    """Draw several traces under one another, on one x axis and in the same colours.
+
+    Args:
+        traces: title to trace.
+        draw: one of the functions of this module, or one that takes the same arguments.
+        x: the x axis, see `step_edges`.
+        options: more arguments for `draw`.
+
+    Returns:
+        The Axes, from top to bottom.
+    """
+    colors = colors or RequestColors(request_ids(*traces.values()))
+    rows = max(len(request_ids(trace)) for trace in traces.values())
+    height = timeline_height(rows) if draw is draw_timeline else 1.9
+    height = min(height + 0.2, 12.0 / len(traces))
+    size = (style.MAX_WIDTH, len(traces) * height + 0.8)
+    grid = plt.subplots(len(traces), 1, sharex=True, squeeze=False, layout="constrained", figsize=size)[1]
+    axes: list[Axes] = list(grid[:, 0])
+    limits = []
+    for ax, (name, trace) in zip(axes, traces.items(), strict=True):
+        draw(trace, x, colors=colors, title=name, ax=ax, legend=False, **options)
+        limits.append(ax.get_xlim())
+        if ax is not axes[-1]:
+            ax.set_xlabel("")
+    axes[-1].set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
+    if draw in _LEGENDS:
+        _legend(axes[-1], draw, list(traces.values()))
+    return axes
+
+
+def overview(
+    trace: Trace,
+    draws: Sequence[Callable[..., Axes]] = (draw_timeline, draw_budget, draw_usage),
+    x: StepScale = "step",
+    *,
+    colors: RequestColors | None = None,
+    title: str = "",
+) -> list[Axes]:
+    """Several views of one trace under one another, on one x axis.
+
+    Args:
+        draws: functions of this module, from top to bottom.
+        x, colors: as in `draw_timeline`.
+
+    Returns:
+        The Axes, from top to bottom.
+    """
+    ids = request_ids(trace)
+    colors = colors or RequestColors(ids)
+    heights = [timeline_height(len(ids)) if draw is draw_timeline else 1.6 for draw in draws]
+    size = (style.MAX_WIDTH, sum(heights) + 1.1 + (0.3 if title else 0))
+    grid = plt.subplots(
+        len(draws), 1, sharex=True, squeeze=False, layout="constrained", figsize=size, height_ratios=heights
+    )[1]
+    axes: list[Axes] = list(grid[:, 0])
+    kinds: set[str] = set()
+    lines: dict[str, Line2D] = {}
+    for ax, draw in zip(axes, draws, strict=True):
+        draw(trace, x, colors=colors, title=title if ax is axes[0] else "", ax=ax, legend=False)
+        if ax is not axes[-1]:
+            ax.set_xlabel("")
+        more_kinds, more_lines = _LEGENDS[draw]([trace]) if draw in _LEGENDS else (set(), [])
+        kinds |= more_kinds
+        lines |= {str(line.get_label()): line for line in more_lines}
+    style.legend(axes[-1], kinds, lines.values())
+    return axes
+
+
+def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
+    """Limits, ticks and label of the x axis."""
+    edges = step_edges(trace, x)
+    begin, end = (edges[0][0], edges[-1][1]) if edges else (0.0, 1.0)
+    ax.set_xlim(begin, end if end > begin else begin + 1)
+    names = {"step": "step", "tokens": "tokens computed"}
+    unit = trace.settings.get("time_unit", "s")
+    ax.set_xlabel("cost of the steps" if callable(x) else names.get(x, f"time ({unit})"))
+    if x in ("step", "tokens"):
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
+
+
+def _draw_levels(
+    ax: Axes, edges: list[tuple[float, float]], values: list[int], idle: int | None = 0, **look: Any
+) -> None:
+    """One value a step, as a line of steps. Between steps, when the engine has nothing to do, it is `idle`; None draws
+    the line through."""
+    xs: list[float] = []
+    ys: list[int] = []
+    for (begin, end), value in zip(edges, values, strict=True):
+        if idle is not None and xs and begin > xs[-1]:
+            xs += [xs[-1], begin]
+            ys += [idle, idle]
+        xs += [begin, end]
+        ys += [value, value]
+    ax.plot(xs, ys, **look)
+
+
+_BUDGET_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4}
+_HELD_LINE: dict[str, Any] = {"color": style.PALETTE[0]}
+_QUEUE_LINES: dict[str, dict[str, Any]] = {
+    "running": {"color": style.PALETTE[0], "linestyle": "-"},
+    "waiting": {"color": style.PALETTE[5], "linestyle": (0, (4, 1.5))},
+    "swapped": {"color": style.PALETTE[2], "linestyle": (0, (1, 1))},
+}
+
+
+def _timeline_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+    kinds = {span.kind for trace in traces for span in timeline_spans(trace)}
+    return kinds | {event.kind for trace in traces for event in timeline_events(trace)}, []
+
+
+def _budget_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+    kinds = {share_kind(share) for trace in traces for step in trace for share in step.requests}
+    return kinds, [Line2D([], [], label="token budget", **_BUDGET_LINE)]
+
+
+def _usage_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+    preempted = any(step.preempted for trace in traces for step in trace)
+    lines = [
+        Line2D([], [], label="held by requests", **_HELD_LINE),
+        Line2D([], [], label="size of the pool", **_BUDGET_LINE),
+    ]
+    return {"preempted"} if preempted else set(), lines
+
+
+def _queues_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+    return set(), [Line2D([], [], label=f"{name} queue", **look) for name, look in _QUEUE_LINES.items()]
+
+
+_LEGENDS = {
+    draw_timeline: _timeline_legend,
+    draw_budget: _budget_legend,
+    draw_usage: _usage_legend,
+    draw_queues: _queues_legend,
+}
+
+
+def _legend(ax: Axes, draw: Callable[..., Axes], traces: Sequence[Trace]) -> None:
+    style.legend(ax, *_LEGENDS[draw](traces))

@@ -1,0 +1,250 @@
+"""Layers of which every rank holds a part: together they compute what the whole layer would (Shoeybi et al. 2019).
+
+Built by notebooks/22_tensor_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nanovllm import ops
+from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
+from nanovllm.layers.basic import Embedding, Linear, Place
+from nanovllm.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which rows of a matrix with `total` rows belong to this rank: `size` of them, from `start`."""
+
+    start: int
+    size: int
+    total: int
+
+    @classmethod
+    def equal(cls, total: int, group: GroupCoordinator) -> Shard:
+        """This rank's share where every rank has the same.
+
+        Raises:
+            ValueError: the rows cannot be divided so.
+        """
+        if total % group.world_size:
+            raise ValueError(f"{total} rows or columns cannot be divided among {group.world_size} ranks")
+        size = total // group.world_size
+        return cls(group.rank_in_group * size, size, total)
+
+    @classmethod
+    def rounded_up(cls, total: int, group: GroupCoordinator) -> Shard:
+        """This rank's share where the last ranks may have fewer rows than the others, or none."""
+        most = -(-total // group.world_size)
+        start = min(group.rank_in_group * most, total)
+        return cls(start, min(most, total - start), total)
+
+    @property
+    def rows(self) -> slice:
+        """Where they stand in the whole matrix."""
+        return slice(self.start, self.start + self.size)
+
+    def place(self, parameter: Tensor, first: int = 0) -> Place:
+        """These rows of a checkpoint's tensor belong into those of `parameter` from `first`."""
+        others = parameter.shape[1:]
+        source = (self.rows, *(slice(0, size) for size in others))
+        return Place(parameter[first : first + self.size], source, (self.total, *others))
+
+    def place_padded(self, parameter: Tensor) -> Place:
+        """The same, and the rest of `parameter` is padding."""
+        place = self.place(parameter)
+        return replace(place, padding=parameter[self.size :])
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes some of the outputs, `[num_tokens, in_features]` to `[num_tokens, out_features / tp]`.
+
+    "Column" as Megatron writes it, y = xA: the columns of A are rows of the weight, which is Aᵀ.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        group: the ranks that share the layer; the tensor-parallel group by default.
+
+    Raises:
+        ValueError: the outputs cannot be divided evenly.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, group: GroupCoordinator | None = None
+    ) -> None:
+        self._stack(in_features, [Shard.equal(out_features, group or get_tp_group())], bias)
+
+    def _stack(self, in_features: int, shards: list[Shard], bias: bool) -> None:
+        Linear.__init__(self, in_features, sum(shard.size for shard in shards), bias)
+        self.shards = shards
+
+    def place(self, kind: str, part: int = 0) -> Place:
+        """Where this rank's rows of a checkpoint's tensor belong, which is part number `part` of this one."""
+        first = sum(shard.size for shard in self.shards[:part])
+        return self.shards[part].place(self.get_parameter(kind), first)
+
+
+class RowParallelLinear(Linear):
+    """Each rank has some of the inputs, `[num_tokens, in_features / tp]`, and the sum over the ranks is the layer's
+    output, `[num_tokens, out_features]`, on all of them.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        reduce: False: return this rank's addend, which the caller adds up.
+
+    Raises:
+        ValueError: the inputs cannot be divided evenly.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        reduce: bool = True,
+        group: GroupCoordinator | None = None,
+    ) -> None:
+        group = group or get_tp_group()
+        shard = Shard.equal(in_features, group)
+        super().__init__(shard.size, out_features, bias)
+        self.group, self.shard, self.reduce = group, shard, reduce
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The sum has the bias once if one of the addends has it.
+        addend = ops.linear(x, self.weight, self.bias if self.group.is_first else None)
+        return self.group.all_reduce(addend) if self.reduce else addend
+
+    def place(self, kind: str, part: int = 0) -> Place:
+        """Where this rank's columns of the weight belong; every rank keeps the whole bias."""
+        parameter = self.get_parameter(kind)
+        if kind == "bias":
+            return Place.whole(parameter)
+        outputs = parameter.shape[0]
+        return Place(parameter, (slice(0, outputs), self.shard.rows), (outputs, self.shard.total))
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel layers with the same input as one product: a rank's rows of each stand on one another.
+
+    Args:
+        out_features: of each of the whole layers.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: list[int], bias: bool = False, group: GroupCoordinator | None = None
+    ) -> None:
+        self._stack(in_features, [Shard.equal(size, group or get_tp_group()) for size in out_features], bias)
+
+
+def num_kv_heads_of_rank(num_kv_heads: int, tp: int) -> int:
+    """How many KV heads each of `tp` ranks keeps: its share, but at least one, which several ranks have then."""
+    return max(1, num_kv_heads // tp)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Query, key and value projections as one product; a rank has whole heads, and the KV heads that its query heads use.
+
+    Args:
+        hidden_size: number of inputs.
+        head_dim, num_heads, num_kv_heads: of the whole layer.
+
+    Attributes:
+        num_heads, num_kv_heads: of this rank.
+
+    Raises:
+        ValueError: the query heads cannot be divided evenly, or a rank would need parts of two KV heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        bias: bool = False,
+        group: GroupCoordinator | None = None,
+    ) -> None:
+        group = group or get_tp_group()
+        tp = group.world_size
+        if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
+            raise ValueError(f"{num_heads} heads with {num_kv_heads} KV heads do not fit on {tp} ranks")
+        kept = num_kv_heads_of_rank(num_kv_heads, tp)
+        first = group.rank_in_group * num_kv_heads // tp  # the KV head of this rank's first query head
+        kv = Shard(first * head_dim, kept * head_dim, num_kv_heads * head_dim)
+        self._stack(hidden_size, [Shard.equal(num_heads * head_dim, group), kv, kv], bias)
+        self.num_heads, self.num_kv_heads = num_heads // tp, kept
+
+
+class VocabParallelEmbedding(Embedding):
+    """Each rank knows the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`: the others' are zeros to
+    it, and the sum over the ranks is right.
+
+    A vocabulary that cannot be divided evenly is thought of as longer: the last ranks have rows of zeros for tokens that
+    do not exist.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None) -> None:
+        group = group or get_tp_group()
+        super().__init__(-(-vocab_size // group.world_size), hidden_size)
+        self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        if self.group.world_size == 1:  # all tokens are ours: nothing to mask
+            return super().forward(token_ids)
+        local = token_ids - self.shard.start
+        elsewhere = (local < 0) | (local >= self.shard.size)
+        x = super().forward(local.masked_fill(elsewhere, 0))
+        return self.group.all_reduce(x.masked_fill(elsewhere[:, None], 0))
+
+    def place(self, kind: str, part: int = 0) -> Place:
+        """Where the rows of this rank's tokens belong."""
+        return self.shard.place_padded(self.get_parameter(kind))
+
+
+class ParallelLMHead(Linear):
+    """Each rank scores the tokens that its embedding knows, and all ranks get all scores: `[num_rows, hidden_size]` to
+    `[num_rows, vocab_size]`."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, group: GroupCoordinator | None = None) -> None:
+        group = group or get_tp_group()
+        super().__init__(hidden_size, -(-vocab_size // group.world_size))
+        self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Cut: the scores of tokens that do not exist stand at the end.
+        return self.group.all_gather(super().forward(x))[:, : self.shard.total]
+
+    def place(self, kind: str, part: int = 0) -> Place:
+        """Where the rows of this rank's tokens belong."""
+        return self.shard.place_padded(self.get_parameter(kind))
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
+    """See whether the layers of a model can be divided among `tp` ranks, before anything is loaded.
+
+    Raises:
+        ValueError: they cannot; the message says why, and which numbers of ranks fit.
+    """
+    misfits = _misfits(config, tp)
+    if misfits:
+        sizes = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
+        *others, last = map(str, sizes)
+        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
+        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
+
+
+def _misfits(config: ModelConfig, tp: int) -> list[str]:
+    """What of a model cannot be divided among `tp` ranks."""
+    moe = config.moe
+    counts = {"attention heads": config.num_heads}
+    if moe is None or not all(moe.sparse_layers):
+        counts["MLP channels (intermediate_size)"] = config.intermediate_size
+    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
+        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
+    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        misfits.append(f"{config.num_kv_heads} KV heads")
+    return misfits

@@ -1,0 +1,111 @@
+"""Which device and dtype the runner computes with, and where the device's memory goes.
+
+Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a CUDA GPU if torch sees one.
+
+    Raises:
+        ValueError: CUDA is asked for and is not there.
+    """
+    if name == "cuda" and not torch.backends.cuda.is_built():
+        raise ValueError(
+            f"device 'cuda' was asked for, but torch {torch.__version__} is built without CUDA: install a build that "
+            f"has it (https://pytorch.org/get-started), or use --device cpu"
+        )
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "device 'cuda' was asked for, but torch sees no CUDA GPU: see whether `nvidia-smi` lists one and "
+            "CUDA_VISIBLE_DEVICES names it, or use --device cpu"
+        )
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto" is bfloat16 where the hardware multiplies it, else float16 on a GPU and
+    float32 on a CPU.
+
+    Raises:
+        ValueError: bfloat16 on a GPU that cannot multiply it.
+    """
+    if name == "bfloat16" and device.type == "cuda" and torch.version.cuda:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            raise ValueError(
+                f"the GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0 (Ampere): use --dtype half"
+            )
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        # Older GPUs can emulate bfloat16, which costs more than it saves.
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if native else torch.float16
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
+    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take host memory only page by page, as they are written: a pool that is never full stays small.
+    (`torch.zeros` writes all of them at once; the operating system's own zero pages cost nothing.)"""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+@contextmanager
+def out_of_memory(what: str, advice: str) -> Iterator[None]:
+    """Say what to do where the GPU's memory does not do.
+
+    Raises:
+        ValueError: in place of torch's own error, which cannot know that.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"the GPU has not enough memory for {what}: {advice}") from error
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Where a GPU's memory goes, in bytes, before there is a KV pool.
+
+    Attributes:
+        total: all of it.
+        in_use: taken between two steps: by the weights, by what CUDA and its libraries keep, by other processes.
+        weights: what torch had taken before the first step.
+        activations: what the largest step takes beyond that while it runs.
+        graphs: what CUDA graphs will take.
+    """
+
+    total: int
+    in_use: int
+    weights: int
+    activations: int
+    graphs: int
+
+    def left(self, share: float) -> int:
+        """Bytes for the KV pool, if all together may take this share of the GPU; below 0 if it is taken already."""
+        return int(self.total * share) - self.in_use - self.activations - self.graphs
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "other": self.in_use - self.weights,
+        }
+        return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items())

@@ -1,0 +1,134 @@
+"""What a step's tensors are made of: a row for each running request, and buffers that never move.
+
+Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.kv.block_pool import InvariantError
+from nanovllm.kv.manager import BlockCopies
+from nanovllm.runner.sampling import SamplingRow
+from nanovllm.scheduler.scheduler import ScheduledRequest
+
+
+class RequestRows:
+    """What the runner remembers of the running requests: a row each in a few arrays that live as long as it does.
+
+    A schedule names only what is new (tokens, blocks); the rows put it after what they have.
+    """
+
+    def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
+        self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
+        self.num_known = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known, and the one that is pending
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.params: dict[str, SamplingParams] = {}
+        self.row_of: dict[str, int] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that ended or lost its blocks."""
+        self._free_rows.append(self.row_of.pop(request_id))
+        del self.params[request_id]
+
+    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int]) -> SamplingRow:
+        """What the sampler has to know of a request."""
+        params = self.params[request_id]
+        stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
+        tokens = self.token_ids[row, : self.num_tokens[row]]
+        return SamplingRow(params, tokens, int(self.num_prompt_tokens[row]), stop_ids)
+
+    def update(self, scheduled: ScheduledRequest) -> int:
+        """Take over what is new about a request; returns its row.
+
+        Raises:
+            InvariantError: it is admitted twice, or tokens that it builds on never came.
+        """
+        request_id = scheduled.request_id
+        new_tokens, blocks = scheduled.new_token_ids, scheduled.new_block_ids
+        if scheduled.sampling_params is not None:
+            if request_id in self.row_of:
+                raise InvariantError(f"{request_id} is admitted, and was not removed before")
+            row = self.row_of[request_id] = self._free_rows.pop()
+            self.params[request_id] = scheduled.sampling_params
+            self.num_known[row] = self.num_blocks[row] = 0
+            self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
+        else:
+            row = self.row_of[request_id]
+        start, first = int(self.num_known[row]), int(self.num_blocks[row])
+        known = start + len(new_tokens)
+        if scheduled.start + scheduled.num_tokens > known + scheduled.last_is_pending:
+            raise InvariantError(
+                f"{request_id} shall compute up to token {scheduled.start + scheduled.num_tokens}, {known} are known"
+            )
+        self.token_ids[row, start:known] = new_tokens
+        self.block_tables[row, first : first + len(blocks)] = blocks
+        self.num_known[row] = known
+        self.num_tokens[row] = known + scheduled.last_is_pending
+        self.num_blocks[row] = first + len(blocks)
+        return row
+
+
+def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
+    """Copy whole blocks between device and host memory, in the caches of all layers."""
+    if not copies:
+        return
+    from_blocks, to_blocks = (
+        torch.tensor(ids, pin_memory=caches[0].is_cuda).to(caches[0].device, non_blocking=True)
+        for ids, caches in zip(zip(*copies, strict=True), (source, target), strict=True)
+    )
+    for source_cache, target_cache in zip(source, target, strict=True):
+        target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
+
+
+class StepBuffer:
+    """An array in host memory and its twin on the device, made once: every step writes into the same place.
+
+    On the CPU the two are one. A CUDA graph reads from fixed addresses, which is why the twin never moves.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.host = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.array = self.host.numpy()
+        self.device = self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+    def upload(self, count: int) -> Tensor:
+        """The first `count` entries on the device."""
+        if self.device is not self.host:
+            self.device[:count].copy_(self.host[:count], non_blocking=True)
+        return self.device[:count]
+
+
+@dataclass
+class Batch:
+    """The tensors of one step, and the rows of the requests in it. They are the runner's buffers: building the next
+    batch overwrites them.
+
+    Attributes:
+        rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
+        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
+        input_ids, positions: `[num_tokens]` int64, packed; padded to `graph_size` where that is above 0.
+        last_rows: `[num_due]` int64, the last token of each request that is due.
+        due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
+        graph_size: the batch size of the CUDA graph that computes this step; 0 if none does.
+    """
+
+    rows: np.ndarray
+    num_scheduled: np.ndarray
+    due: np.ndarray
+    input_ids: Tensor
+    positions: Tensor
+    metadata: AttentionMetadata
+    last_rows: Tensor
+    due_rows: Tensor
+    graph_size: int = 0

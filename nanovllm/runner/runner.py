@@ -1,0 +1,432 @@
+"""Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
+
+Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pathlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.latent import latent_cache_shape
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import TokenLogprobs
+from nanovllm.distributed.groups import get_dp_group, get_tp_group
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
+from nanovllm.kv.block_pool import InvariantError
+from nanovllm.kv.connector import KVConnectorWorker, transfers
+from nanovllm.kv_transfer.factory import cache_maker, create_worker_connector
+from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import load_model
+from nanovllm.models.moe import load_balancer
+from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
+from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
+from nanovllm.runner.cuda_graphs import DecodeGraphs, graph_maker, ladder
+from nanovllm.runner.memory import MemoryBudget
+from nanovllm.runner.sampling import Sampler, start_fetch, start_logprobs, upload
+from nanovllm.scheduler.scheduler import SampledToken, Schedule, StepResult
+
+# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
+LOGPROB_ROWS = 256
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Model, KV caches and buffers of one device.
+
+    Args:
+        config: the engine's settings.
+        model_config: the model's shape.
+        folder: the checkpoint.
+
+    Raises:
+        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit into the GPU.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.device = choose_device(config.device)
+        self.dtype = choose_dtype(config.dtype, self.device)
+        head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
+        self.backend = get_backend(config.attention_backend, self.device, head_dim, self.dtype, latent)
+        max_positions = config.max_model_len or model_config.max_position_embeddings
+        with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
+            self.model = load_model(
+                folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
+            )
+            self.model.pack_weights()
+        self.link = StageLink(model_config.hidden_size, self.dtype, self.device)
+        self.sampler = Sampler()
+        self.kv_caches: list[Tensor] = []
+        self.host_caches: list[Tensor] = []
+        # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
+        eager = config.enforce_eager or model_config.shuffles_tokens
+        self.make_graph = graph_maker(self.device, self.backend, eager)
+        self.connector: KVConnectorWorker | None = None
+        self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
+
+    def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+        """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
+
+        Raises:
+            ValueError: the GPU has not enough memory.
+        """
+        config = self.config
+        with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
+            self.kv_caches = self._make_caches(num_blocks, self.device, cache_maker(config))
+            self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
+            max_blocks = -(-config.max_request_tokens // config.block_size)
+            self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
+            self._make_buffers(config.token_budget, max_blocks)
+            if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
+                self._warm_up()
+            self.graphs = None
+            if self.make_graph is not None:
+                self.graphs = self._capture_graphs()
+        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        self.connector = create_worker_connector(self, caches)
+
+    def _make_caches(
+        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] | None = None
+    ) -> list[Tensor]:
+        """One tensor a layer of this rank; none for no blocks."""
+        shape = self._cache_shape(num_blocks)
+        return [(make_cache or zeros)(shape, self.dtype, device) for _ in self.layers if num_blocks]
+
+    def handshake_metadata(self) -> Any:
+        """How other engines' ranks reach the caches of this one."""
+        return self.connector.get_handshake_metadata() if self.connector is not None else None
+
+    @property
+    def layers(self) -> range:
+        """Those of the model's layers that this rank has."""
+        return layers_here(self.model_config.num_layers)
+
+    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of one layer's cache on this rank, which has some of the KV heads."""
+        model = self.model_config
+        if model.kv_lora_rank:
+            return latent_cache_shape(num_blocks, self.config.block_size, model.latent_width)
+        num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
+        return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, model.head_dim)
+
+    def _make_buffers(self, tokens: int, max_blocks: int) -> None:
+        """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
+        seqs = self.config.max_num_seqs
+        self._input_ids = StepBuffer((tokens,), torch.int64, self.device)
+        self._positions = StepBuffer((tokens,), torch.int64, self.device)
+        self._slot_mapping = StepBuffer((tokens,), torch.int64, self.device)
+        self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
+        self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
+        self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
+        self._last_rows = StepBuffer((seqs,), torch.int64, self.device)
+        # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
+        self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
+        self._due_rows = StepBuffer((seqs,), torch.int64, self.device)
+        self._pending = StepBuffer((2, seqs), torch.int64, self.device)
+        # Marks the end of a step's uploads, on a GPU.
+        self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
+
+    def build_batch(self, schedule: Schedule) -> Batch:
+        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
+        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
+        starts = np.array([scheduled.start for scheduled in schedule.requests])
+        counts = np.array([scheduled.num_tokens for scheduled in schedule.requests])
+        ends = np.cumsum(counts)
+        num_seqs, num_tokens = len(rows), int(ends[-1])
+        # For each token: its request's row, and its position there.
+        token_rows = np.repeat(rows, counts)
+        positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
+        size = self.config.block_size
+        blocks = self.rows.block_tables[token_rows, positions // size]
+        seq_lens = starts + counts
+        max_seq_len = int(seq_lens.max())
+        width = -(-max_seq_len // size)
+
+        due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
+        graph_size = 0
+        if self.graphs is not None and num_tokens == num_seqs:  # one token of each
+            graph_size = self.graphs.size_for(num_seqs)
+
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # the GPU may not have fetched the last step's numbers yet
+        self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
+        self._positions.array[:num_tokens] = positions
+        self._slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
+        self._query_start_loc.array[1 : num_seqs + 1] = ends
+        self._seq_lens.array[:num_seqs] = seq_lens
+        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
+        self._last_rows.array[: len(due)] = ends[due] - 1
+        self._due_rows.array[: len(due)] = rows[due]
+        pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
+        self._pending.array[0, : len(pending)] = ends[pending] - 1
+        self._pending.array[1, : len(pending)] = rows[pending]
+        if graph_size:
+            self._pad(num_seqs, graph_size)
+            num_seqs = num_tokens = graph_size
+        self._upload(num_seqs, num_tokens)
+        last_rows, due_rows = self._last_rows.upload(len(due)), self._due_rows.upload(len(due))
+        if len(pending):
+            places, sources = self._pending.upload(2)[:, : len(pending)]
+            self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
+        if self._uploaded is not None:
+            self._uploaded.record()
+        inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
+        return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
+
+    def _build_dummy(self) -> Batch:
+        """A token that is nobody's and is written nowhere: the engine takes part in a step of others. It looks at whatever
+        lies in the first slot, since kernels want something to look at, and nobody looks at what comes of it."""
+        nobody = np.zeros(0, dtype=np.int64)
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        self._pad(0, 1)
+        self._seq_lens.array[0], self._block_tables.array[0, 0] = 1, 0
+        self._upload(1, 1)
+        rows = self._last_rows.upload(0), self._due_rows.upload(0)
+        if self._uploaded is not None:
+            self._uploaded.record()
+        return Batch(nobody, np.ones(1, dtype=np.int64), nobody, *self._inputs(1, 1, 1, 1), *rows)
+
+    def _upload(self, num_seqs: int, num_tokens: int) -> None:
+        for buffer in (self._input_ids, self._positions, self._slot_mapping):
+            buffer.upload(num_tokens)
+        for buffer in (self._seq_lens, self._block_tables):
+            buffer.upload(num_seqs)
+        self._query_start_loc.upload(num_seqs + 1)
+
+    def _inputs(
+        self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """Token ids, positions and metadata of a step: views of the device's buffers, as they are at this moment."""
+        metadata = AttentionMetadata(
+            query_start_loc=self._query_start_loc.device[: num_seqs + 1],
+            seq_lens=self._seq_lens.device[:num_seqs],
+            block_tables=self._block_tables.device[:num_seqs],
+            slot_mapping=self._slot_mapping.device[:num_tokens],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+        )
+        return self._input_ids.device[:num_tokens], self._positions.device[:num_tokens], metadata
+
+    # ---------------------------------------------------------------- one step
+
+    def execute(self, schedule: Schedule) -> StepResult:
+        """Run one step, and wait for what it samples; see `launch`."""
+        return self.launch(schedule)()
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        """Start one step: move blocks, build the batch, run the model, sample. The next step may be launched before this
+        one has ended, with tokens that only the device knows (`last_is_pending`). Nothing waits for a GPU, but for
+        blocks that are swapped and for an attention backend that reads lengths on the host ("torch"). On a stage of a
+        pipeline that is not the last, the result is empty.
+
+        Returns:
+            A function that waits for the results.
+
+        Raises:
+            InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
+        """
+        if schedule.connector_metadata is None or self.connector is None:
+            return self._launch(schedule)
+        with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
+            wait = self._launch(schedule) if not schedule.empty else StepResult
+        return lambda: replace(wait(), connector_output=output)
+
+    def _launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+        if schedule.empty and get_dp_group().world_size == 1:
+            raise InvariantError("a schedule without requests is not to be run")
+        copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
+        copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
+        for request_id in schedule.removed_ids:
+            self.rows.remove(request_id)
+        batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
+        hidden = self._forward(batch)
+        if self.balancer is not None:
+            self.balancer.after_step(was_dummy=schedule.empty)
+        if hidden is None:
+            return StepResult
+        sampled = self._sample(schedule, batch, hidden)
+        prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
+        anyone_unfinished = self._ask_around(schedule)
+        return lambda: StepResult(sampled(), prompt_logprobs(), anyone_unfinished())
+
+    def _ask_around(self, schedule: Schedule) -> Callable[[], bool]:
+        """Whether any of the engines in lock-step has requests: all come to the same answer for the same step."""
+        group = get_dp_group()
+        if group.world_size == 1:
+            return lambda: schedule.unfinished
+        arrive = start_fetch(group.all_reduce(upload([schedule.unfinished], torch.float32, self.device)))
+        return lambda: arrive() != [[0.0]]
+
+    def _forward(self, batch: Batch) -> Tensor | None:
+        """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
+        pipeline goes on with what this one has computed."""
+        received = self.link.receive(int(batch.num_scheduled.sum()))
+        if batch.graph_size:
+            with self.connector.around_all_layers() if self.connector is not None else nullcontext():
+                out = self._replay(batch, received)
+        else:
+            out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
+        if isinstance(out, Tensor):
+            return out
+        self.link.send(out)
+        return None
+
+    def _run_model(
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: IntermediateTensors | None
+    ) -> Tensor | IntermediateTensors:
+        """The layers of this rank: hidden states, or what the next stage wants."""
+        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        with forward_context(ForwardContext(self.backend, caches, metadata, self.connector)):
+            return self.model(input_ids, positions, received)
+
+    def _sample(self, schedule: Schedule, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
+        """Requests that are due get a new token; only their last row becomes logits."""
+        if not len(batch.due):
+            return dict
+        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due]
+        logits = self.model.compute_logits(hidden[batch.last_rows] if len(due) < len(hidden) else hidden)
+        eos_ids = self.model_config.eos_token_ids
+        tokens, arrive = self.sampler.start(logits, [self.rows.sampling_row(*pair, eos_ids) for pair in due])
+        self._newest.index_copy_(0, batch.due_rows, tokens)
+
+        def wait() -> dict[str, SampledToken]:
+            return {
+                request_id: SampledToken(token_id, entry)
+                for (request_id, _), token_id, entry in zip(due, *arrive(), strict=True)
+            }
+
+        return wait
+
+    def _prompt_logprobs(
+        self, schedule: Schedule, batch: Batch, hidden: Tensor
+    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
+        """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
+        first = 0
+        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
+        for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
+            count = self.rows.params[scheduled.request_id].prompt_logprobs
+            # The hidden state at position p predicts position p + 1, which must still be of the prompt.
+            last = min(scheduled.start + scheduled.num_tokens, int(self.rows.num_prompt_tokens[row]) - 1)
+            if count is not None and last > scheduled.start:
+                targets = self.rows.token_ids[row, scheduled.start + 1 : last + 1]
+                parts = arrivals[scheduled.request_id] = []
+                for i in range(0, len(targets), LOGPROB_ROWS):
+                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
+                    logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
+                    parts.append(start_logprobs(logits, part, [count] * len(part)))
+            first += scheduled.num_tokens
+        return lambda: {
+            request_id: [entry for arrive in parts for entry in arrive()] for request_id, parts in arrivals.items()
+        }
+
+    def close(self) -> None:
+        """End what others have begun with this rank's caches."""
+        if self.connector is not None:
+            self.connector.close()
+
+    def forget_requests(self) -> dict[str, list[int]]:
+        """Drop the state of all requests, once a step was broken off. Returns blocks to which peers may still write; see
+        `KVConnectorWorker.forget_requests`."""
+        for request_id in list(self.rows.row_of):
+            self.rows.remove(request_id)
+        return self.connector.forget_requests() if self.connector is not None else {}
+
+    # ---------------------------------------------------------------- CUDA graphs
+
+    def _pad(self, first: int, end: int) -> None:
+        """Let the rows `first : end` be sequences of one token, which is written nowhere and sees nothing."""
+        self._input_ids.array[first:end] = 0
+        self._positions.array[first:end] = 0
+        self._slot_mapping.array[first:end] = -1
+        self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self._seq_lens.array[first:end] = 0
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Have every kernel compiled before somebody waits for it: a step of each kind that the backend names, of
+        padding only."""
+        most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
+        kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
+            self.model_config.num_heads // get_tp_group().world_size, self.kv_caches[0], most, self.config.token_budget
+        )
+        self._pad(0, most)
+        self._upload(most, most)
+        for num_seqs, max_query_len, max_seq_len in kinds:
+            inputs = self._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+            self._run_model(*inputs, self.link.blank(num_seqs))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the first batch will overwrite what is being uploaded
+        logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
+
+    def _decode(self, size: int) -> Any:
+        """What the model makes of the `size` requests in the buffers, one token each: what a graph records. So it makes
+        everything of buffers that never move, and knows no length."""
+        inputs = self._inputs(size, size, 1, self.config.max_request_tokens)
+        received = self._received[:size] if self._received is not None else None
+        out: Any = self._run_model(*inputs, received)
+        return self._out[:size].copy_(out)
+
+    def _replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
+        """The same for a batch of one token each, by the graph that fits."""
+        assert self.graphs is not None
+        count = len(batch.rows)
+        if received is not None and self._received is not None:
+            self._received[:count].copy_(received)
+        self.graphs.replay(batch.graph_size)
+        out = self._out[:count]
+        # The next step may begin before this one's has been sent.
+        return out if isinstance(out, Tensor) else out.clone()
+
+    def _graph_sizes(self) -> list[int]:
+        return ladder(min(self.config.max_num_seqs, self.config.token_budget))
+
+    def _empty_graphs(self) -> DecodeGraphs:
+        """No graph yet, and buffers full of padding to record with."""
+        assert self.make_graph is not None
+        most = self._graph_sizes()[-1]
+        self._received = self.link.blank(most)
+        self._out = self.link.blank_output(most)
+        self._pad(0, most)
+        self._upload(most, most)
+        return DecodeGraphs(self.make_graph)
+
+    @torch.inference_mode()
+    def _capture_graphs(self) -> DecodeGraphs:
+        graphs, start = self._empty_graphs(), time.perf_counter()
+        for size in reversed(self._graph_sizes()):
+            graphs.capture(size, self._decode)
+        seconds, most = time.perf_counter() - start, graphs.sizes[-1]
+        logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), most, seconds)
+        return graphs
+
+    # ---------------------------------------------------------------- memory
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Device memory that one KV block takes, over all layers of this rank."""
+        return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
+
+    def num_blocks_that_fit(self) -> int:
+        """Blocks for the KV pool; see `MemoryBudget.num_blocks`.
+
+        Raises:
+            ValueError: not one block fits.
+        """
+        return MemoryBudget(self).num_blocks()

@@ -1,0 +1,438 @@
+"""From logits to tokens, all requests of a step at once.
+
+Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm import ops
+from nanovllm.data.request import TokenLogprobs
+from nanovllm.data.sampling_params import SamplingParams
+
+# The nucleus of a peaked distribution is small: look for it among so many tokens before sorting all of them.
+NUCLEUS_GUESS = 512
+# A search that must not ask the device goes by digits of so many bits, for so many rows at once.
+DIGIT_BITS, SEARCH_ROWS = 11, 64
+# Probabilities as whole numbers, whose sum does not depend on the order in which a device adds them.
+UNITS = 2.0**52
+# Cumulative sums are slow, plain sums are not: a draw adds up blocks of so many tokens, then the tokens of one block.
+DRAW_BLOCK = 256
+# Temperatures and repetition penalties beyond these change nothing any more but would leave the range of float32.
+SMALLEST_FACTOR, LARGEST_FACTOR = 1e-5, 1e5
+
+
+@dataclass
+class SamplingRow:
+    """One request that samples in this step.
+
+    Attributes:
+        token_ids: prompt and output so far, a view of the runner's buffer (int32).
+        num_prompt_tokens: where the output begins.
+        stop_ids: tokens that must not come before `min_tokens`: end of sequence and stop tokens.
+    """
+
+    params: SamplingParams
+    token_ids: np.ndarray | Sequence[int]
+    num_prompt_tokens: int
+    stop_ids: Sequence[int] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """True if the device works on its own while Python goes on, so that whoever wants a number from it has to wait."""
+    return device.type != "cpu"
+
+
+def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device, without waiting for it. Only from pinned memory can a GPU fetch numbers on its own."""
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
+    """Send for the numbers of some tensors, each flattened, in one copy. They travel as float64, which holds every
+    float32 and every token id.
+
+    Returns:
+        A function that waits until they are here, and for nothing that the device was given to do afterwards.
+    """
+    sent = torch.cat([tensor.flatten().double() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    here = sent
+    arrived = None
+    if sent.is_cuda:
+        here = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+        here.copy_(sent, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> list[list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        numbers = iter(here.tolist())
+        return [list(islice(numbers, size)) for size in sizes]
+
+    return wait
+
+
+def fetch(*tensors: Tensor) -> list[list[float]]:
+    """The numbers of some tensors, each flattened, once the device has computed them."""
+    return start_fetch(*tensors)()
+
+
+def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows (ascending), or the tensor itself if these are all of them."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, upload(rows, torch.int64, tensor.device))
+
+
+def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Add logit biases and forbid early stops, in place. Only rows that ask for it cost anything."""
+    vocab_size = logits.shape[1]
+    places: list[int] = []
+    biases: list[float] = []
+    forbidden: list[int] = []
+    for i, row in enumerate(rows):
+        if row.params.logit_bias:
+            places += [i * vocab_size + token for token in row.params.logit_bias]
+            biases += row.params.logit_bias.values()
+        if row.num_output_tokens < row.params.min_tokens:
+            # Some checkpoints name an end of sequence that the vocabulary does not have, such as -1.
+            stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
+            # A request that forbids every token has asked for the impossible: it gets tokens all the same.
+            if len(stops) < vocab_size:
+                forbidden += [i * vocab_size + token for token in stops]
+    if places:
+        bias = upload(biases, logits.dtype, logits.device)
+        logits.put_(upload(places, torch.int64, logits.device), bias, accumulate=True)
+    if forbidden:
+        where = upload(forbidden, torch.int64, logits.device)
+        logits.put_(where, torch.full_like(where, float("-inf"), dtype=logits.dtype))
+
+
+def moderate(factor: float) -> float:
+    """A temperature or repetition penalty, kept to where float32 can multiply and divide logits by it."""
+    return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
+
+
+def occurrences(
+    logits: Tensor, texts: dict[int, np.ndarray | Sequence[int]], *options: Sequence[float]
+) -> list[Tensor]:
+    """Every token of some texts, one text after the other.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        texts: tokens, by the row of logits that they belong to.
+        options: numbers, one a text.
+
+    Returns:
+        The place of each token in the flattened logits; then each of the options, repeated for every token.
+    """
+    lengths = [len(text) for text in texts.values()]
+    starts = np.array(list(texts)) * logits.shape[1]
+    places = np.concatenate(list(texts.values())) + starts.repeat(lengths)
+    repeated = [np.array(option, dtype=np.float32).repeat(lengths) for option in options]
+    return [
+        upload(places, torch.int64, logits.device),
+        *(upload(numbers, torch.float32, logits.device) for numbers in repeated),
+    ]
+
+
+def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Repetition penalty over prompt and output; presence and frequency penalty over the output. In place.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+        rows: one a row of logits. Only those with penalties cost anything.
+    """
+    asking = {i: row for i, row in enumerate(rows) if row.params.penalized}
+    # A token that stands twice in a text is read twice, then written twice: the same value both times.
+    seen = {i: row.token_ids for i, row in asking.items() if row.params.repetition_penalty != 1}
+    if seen:
+        factors = [moderate(rows[i].params.repetition_penalty) for i in seen]
+        places, factor = occurrences(logits, seen, factors)
+        scores = logits.take(places)
+        logits.put_(places, torch.where(scores > 0, scores / factor, scores * factor))
+    written = {
+        i: row.token_ids[row.num_prompt_tokens :]
+        for i, row in asking.items()
+        if row.params.presence_penalty != 0 or row.params.frequency_penalty != 0
+    }
+    if written:
+        presences = [rows[i].params.presence_penalty for i in written]
+        frequencies = [rows[i].params.frequency_penalty for i in written]
+        places, presence, frequency = occurrences(logits, written, presences, frequencies)
+        scores = logits.take(places)
+        # Count in the logits' own places, now that they are read: a table of counters would be as large as they are.
+        logits.put_(places, torch.zeros_like(scores)).put_(places, torch.ones_like(scores), accumulate=True)
+        logits.put_(places, scores - (presence + frequency * logits.take(places)))
+
+
+def min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
+    """The logit of a token that is `min_p` (more than 0, one number a row) times as likely as the likeliest."""
+    distance = upload(min_p, torch.float64, logits.device).log()
+    return (logits.amax(dim=1) + distance).to(logits.dtype)
+
+
+def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLEUS_GUESS) -> Tensor:
+    """The smallest logit that still belongs to the nucleus: tokens are taken from the likeliest down until their
+    probabilities reach `top_p`.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32, -inf where a token is out already.
+        top_p: one number a row, more than 0.
+        width: among how many of the likeliest tokens to look first, on a CPU. Rows whose nucleus is larger, and only
+            they, are looked at again, eight times as wide.
+
+    Returns:
+        `[num_rows]` thresholds.
+    """
+    target = upload(top_p, torch.float64, logits.device)
+    if is_asynchronous(logits.device):
+        # Whether a guess was wide enough is a question: the answer would have to be waited for.
+        parts = zip(logits.split(SEARCH_ROWS), target.split(SEARCH_ROWS), strict=True)
+        return torch.cat([search_nucleus(*part) for part in parts])
+    largest, ids = logits.topk(min(width, logits.shape[1]), dim=1)
+    mass = logits.softmax(dim=1).gather(1, ids).cumsum(dim=1, dtype=torch.float64)
+    # The token that makes the mass reach top_p still belongs to the nucleus.
+    last = (mass < target.unsqueeze(1)).sum(dim=1)
+    threshold = largest.gather(1, last.clamp(max=largest.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    wide = (last == largest.shape[1]).nonzero().squeeze(1).tolist()
+    if wide and largest.shape[1] < logits.shape[1]:
+        threshold[wide] = nucleus_threshold(logits[wide], [top_p[i] for i in wide], width=8 * width)
+    return threshold
+
+
+def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The threshold of `nucleus_threshold`, digit by digit: always the same operations, whatever the numbers.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+        top_p: `[num_rows]` float64.
+    """
+    # The bits of floating-point numbers, read as integers, are in the numbers' order; negative ones run backwards.
+    bits = logits.view(torch.int32)
+    keys = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long() + 2**31
+    mass = (logits.softmax(dim=1).double() * UNITS).round().long()
+    wanted = (top_p * UNITS).round().long().clamp(min=1).unsqueeze(1)
+    threshold = torch.zeros_like(wanted)
+    for shift in (2 * DIGIT_BITS, DIGIT_BITS, 0):
+        digit = keys >> shift & 2**DIGIT_BITS - 1
+        held = mass.new_zeros(len(mass), 2**DIGIT_BITS).scatter_add_(1, digit, mass)
+        from_here_up = held.flip(1).cumsum(dim=1).flip(1)
+        # The largest digit from which on there is enough; what lies above it need not be looked for any more.
+        best = ((from_here_up >= wanted).sum(dim=1, keepdim=True) - 1).clamp(min=0)
+        wanted = wanted - (from_here_up - held).gather(1, best)
+        mass = mass * (digit == best)
+        threshold = threshold << DIGIT_BITS | best
+    # Where rounding has left less than top_p in the whole row, nothing was found: then it is -inf, and all stay.
+    bits = (threshold.clamp(min=0x7FFFFF) - 2**31).int()
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32).squeeze(1)
+
+
+def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_GUESS) -> Tensor:
+    """The k-th largest logit.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        top_k: one number a row, at least 1; one larger than the vocabulary keeps everything.
+        width: rows with a larger k are searched on their own, so that they do not slow down the others.
+
+    Returns:
+        `[num_rows]` thresholds.
+    """
+    last = [min(k, logits.shape[1]) - 1 for k in top_k]
+    reach = min(max(last) + 1, width)
+    largest = logits.topk(reach, dim=1).values
+    places = upload([min(place, reach - 1) for place in last], torch.int64, logits.device)
+    threshold = largest.gather(1, places.unsqueeze(1)).squeeze(1)
+    wide = [i for i, place in enumerate(last) if place >= width]
+    if wide:
+        again = top_k_threshold(pick(logits, wide), [top_k[i] for i in wide], width=logits.shape[1])
+        threshold.index_copy_(0, upload(wide, torch.int64, logits.device), again)
+    return threshold
+
+
+def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Set what top-k, then top-p, then min-p cut off to -inf, in place. Only rows that ask for it cost anything.
+
+    Each of the three becomes a threshold on the logit: everything from the threshold up stays, ties included. So
+    the outcome does not depend on the order in which equal logits happen to be sorted.
+    """
+    for name, off, threshold_of in (
+        ("top_k", 0, top_k_threshold),
+        ("top_p", 1, nucleus_threshold),
+        ("min_p", 0, min_p_threshold),
+    ):
+        asking = [i for i, row in enumerate(rows) if getattr(row.params, name) != off]
+        if not asking:
+            continue
+        part = pick(logits, asking)
+        threshold = threshold_of(part, [getattr(rows[i].params, name) for i in asking])
+        part.masked_fill_(part < threshold.unsqueeze(1), float("-inf"))
+        if part is not logits:
+            logits.index_copy_(0, upload(asking, torch.int64, logits.device), part)
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) that depends on the request's seed and on the index of the token in its output, and on
+    nothing else: not on the batch, not on how often the request was preempted. (BLAKE2 as a counter-based
+    generator, after Salmon et al. 2011.)"""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Put weights end to end and see where a dart hits: the first whose cumulative sum is greater than u of the total.
+
+    Args:
+        weights: `[num_rows, num_weights]`, none negative.
+        uniforms: `[num_rows]` float64 in [0, 1).
+
+    Returns:
+        `[num_rows]` int64 indices, and `[num_rows]` float64 in [0, 1): how far into that weight the dart hits.
+        A weight of 0 is never hit.
+    """
+    cumulative = weights.cumsum(dim=1, dtype=torch.float64)
+    target = uniforms.unsqueeze(1) * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)
+    # No comparison with a NaN is true. One broken row must not leave the vocabulary and stop the whole batch.
+    index = index.clamp(max=weights.shape[1] - 1)
+    width = weights.gather(1, index).double()
+    within = (target - (cumulative.gather(1, index) - width)) / width
+    return index.squeeze(1), within.squeeze(1).clamp(0, 1 - 2.0**-53)
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """Sample by inverting the distribution function: first find the block of tokens that u hits, then the token in it.
+
+    Args:
+        logits: `[num_rows, vocab_size]`.
+        uniforms: `[num_rows]` float64 in [0, 1).
+
+    Returns:
+        `[num_rows]` int64. A token of probability 0 is never drawn.
+    """
+    vocab_size = logits.shape[1]
+    probabilities = logits.softmax(dim=1)
+    if vocab_size % DRAW_BLOCK:
+        probabilities = torch.nn.functional.pad(probabilities, (0, -vocab_size % DRAW_BLOCK))
+    blocks = probabilities.unflatten(1, (-1, DRAW_BLOCK))
+    block, within = locate(blocks.sum(dim=2), uniforms)
+    token, _ = locate(blocks[torch.arange(len(blocks), device=logits.device), block], within)
+    return (block * DRAW_BLOCK + token).clamp(max=vocab_size - 1)
+
+
+def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Callable[[], list[TokenLogprobs]]:
+    """Log-probabilities of chosen and likeliest tokens.
+
+    Args:
+        logits: `[num_rows, vocab_size]` before any of the sampling options.
+        chosen: `[num_rows]` int64.
+        counts: how many of the likeliest tokens each row wants.
+
+    Returns:
+        A function that waits for them.
+    """
+    logprobs = logits.float().log_softmax(dim=1)
+    own = logprobs.gather(1, chosen.unsqueeze(1))
+    ranks = (logprobs > own).sum(dim=1) + 1
+    # Rows of one count at a time: which of several equal tokens topk returns depends on k, and must not depend on
+    # what the neighbours want.
+    groups = {count: [i for i, other in enumerate(counts) if other == count] for count in set(counts) - {0}}
+    tops = [pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()]
+    arrive = start_fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
+
+    def wait() -> list[TokenLogprobs]:
+        ids, values, places, *top = arrive()
+        entries = [
+            TokenLogprobs([int(token)], [value], int(rank))
+            for token, value, rank in zip(ids, values, places, strict=True)
+        ]
+        for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
+            width = len(top_ids) // len(same)
+            for place, i in enumerate(same):
+                mine = slice(place * width, (place + 1) * width)
+                entries[i].token_ids += map(int, top_ids[mine])
+                entries[i].logprobs += top_values[mine]
+        return entries
+
+    return wait
+
+
+class Sampler:
+    """Chooses the next token of each row; holds no state, so every rank that sees the same logits agrees."""
+
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Next tokens and log-probabilities at once; see `start`."""
+        return self.start(logits, rows)[1]()
+
+    def start(
+        self, logits: Tensor, rows: Sequence[SamplingRow]
+    ) -> tuple[Tensor, Callable[[], tuple[list[int], list[TokenLogprobs | None]]]]:
+        """Choose the next tokens, without waiting for the device.
+
+        Args:
+            logits: `[num_rows, vocab_size]`; may be changed.
+            rows: one a row of logits.
+
+        Returns:
+            The tokens, `[num_rows]` int64 on the device, from which the next step can go on; and a function that waits
+            for token ids and, where asked for, `TokenLogprobs` (else None) a row. Log-probabilities are those of the
+            model itself, before temperature, penalties and truncation, as in vLLM.
+        """
+        wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None  # a copy
+        tokens = self.choose(logits, rows)
+        tokens_arrive, logprobs_arrive = start_fetch(tokens), None
+        if raw is not None:
+            counts = [rows[i].params.logprobs or 0 for i in wants]
+            logprobs_arrive = start_logprobs(raw, pick(tokens, wants), counts)
+
+        def wait() -> tuple[list[int], list[TokenLogprobs | None]]:
+            [ids] = tokens_arrive()
+            logprobs: list[TokenLogprobs | None] = [None] * len(rows)
+            for i, entry in zip(wants, logprobs_arrive() if logprobs_arrive else [], strict=True):
+                logprobs[i] = entry
+            return [int(token) for token in ids], logprobs
+
+        return tokens, wait
+
+    def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the device."""
+        logits = logits.float()
+        apply_constraints(logits, rows)
+        apply_penalties(logits, rows)
+        random = [i for i, row in enumerate(rows) if not row.params.greedy]
+        if len(random) == len(rows):
+            return self._sample_random(logits, rows)
+        tokens = ops.argmax(logits)
+        if random:
+            drawn = self._sample_random(pick(logits, random), [rows[i] for i in random])
+            tokens.index_copy_(0, upload(random, torch.int64, logits.device), drawn)
+        return tokens
+
+    def _sample_random(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Temperature, truncation and draw: `[num_rows]` int64."""
+        temperatures = [moderate(row.params.temperature) for row in rows]
+        logits = logits / upload(temperatures, torch.float32, logits.device).unsqueeze(1)
+        truncate(logits, rows)
+        uniforms = [uniform(row.params.seed or 0, row.num_output_tokens) for row in rows]
+        return draw(logits, upload(uniforms, torch.float64, logits.device))

@@ -1,0 +1,444 @@
+"""What runs in the next step: one token budget, three queues, one rule.
+
+Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineOutput, Request, RequestStatus, TokenLogprobs
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.kv.manager import BlockCopies, KVCacheManager
+
+if TYPE_CHECKING:
+    from nanovllm.kv.connector import KVConnectorOutput
+
+
+@dataclass
+class ScheduledRequest:
+    """One request's share of a step: compute `num_tokens` tokens from position `start` on.
+
+    Attributes:
+        new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
+        new_block_ids: blocks appended to the request's table since the runner last saw it.
+        samples: the step samples a token for it.
+        last_is_pending: the last token to compute is the one that the step before samples; nobody knows it yet.
+        sampling_params, num_prompt_tokens: set only on the first step after an admission; None says "you know it".
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    new_token_ids: list[int]
+    new_block_ids: list[int]
+    sampling_params: SamplingParams | None = None
+    num_prompt_tokens: int = 0
+    samples: bool = False
+    last_is_pending: bool = False
+
+
+@dataclass
+class Schedule:
+    """A step as plain data: everything a runner, here or in another process, has to know.
+
+    Attributes:
+        requests: who computes what, in the order in which the tokens are packed.
+        removed_ids: requests whose state the runner drops before the step (ended or preempted).
+        swap_out, swap_in: block copies to make before the step, in this order.
+        preempted, admitted, resumed: what happened to whom; for those who watch.
+        num_tokens, num_samples: tokens that the step computes, and that it samples.
+        blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
+        unfinished: the engine has requests; told to the engines that it is in lock-step with.
+        connector_metadata: what the ranks have to fetch from elsewhere or to save there; None if nothing. See `kv_transfer`.
+    """
+
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    removed_ids: list[str] = field(default_factory=list)
+    swap_out: BlockCopies = field(default_factory=list)
+    swap_in: BlockCopies = field(default_factory=list)
+    preempted: dict[str, str] = field(default_factory=dict)
+    admitted: dict[str, int] = field(default_factory=dict)
+    resumed: list[str] = field(default_factory=list)
+    blocked_by: str = ""
+    unfinished: bool = True
+    connector_metadata: Any = None
+    num_tokens: int = field(init=False)
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(request.num_tokens for request in self.requests)
+        self.num_samples = sum(request.samples for request in self.requests)
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Put a request's share into the step."""
+        self.requests.append(request)
+        self.num_tokens += request.num_tokens
+        self.num_samples += request.samples
+
+    @property
+    def empty(self) -> bool:
+        """True when there is nothing to compute."""
+        return not self.requests
+
+
+@dataclass
+class SampledToken:
+    """What the runner sampled for one request."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass
+class StepResult:
+    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
+    any of the engines in lock-step had a request; and which transfers have come to an end."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    anyone_unfinished: bool = True
+    connector_output: KVConnectorOutput | None = None
+
+
+class Scheduler:
+    """Gives each step's token budget to requests; knows no tensor.
+
+    There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
+    step moves the first towards the second. A request samples a token whenever the two meet.
+
+    The next step may be scheduled while one runs: the token that the running one will sample then counts as pending. In a
+    pipeline, as many steps as there are stages are under way, each with its share of the requests.
+
+    All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
+    preempted is always the last of the running ones, and one that was thrown out is again first in line.
+
+    Attributes:
+        waiting: nothing of them is computed.
+        running: they hold blocks on the device.
+        swapped: they were preempted and hold blocks in host memory.
+    """
+
+    def __init__(self, config: EngineConfig, manager: KVCacheManager) -> None:
+        self.config = config
+        self.manager = manager
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.swapped: list[Request] = []
+        self.num_preemptions = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
+        self._removed_ids: list[str] = []
+        self._steps_under_way: list[Schedule] = []
+
+    # ---------------------------------------------------------------- in and out
+
+    def add(self, request: Request) -> None:
+        """Put a request into the waiting queue.
+
+        Raises:
+            ValueError: its id is in use, or it could not run even if it were alone.
+        """
+        limit = self.config.max_request_tokens
+        computed = (scheduled.request_id for plan in self._steps_under_way for scheduled in plan.requests)
+        if request.request_id in self.requests or request.request_id in computed:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        if not 0 < request.num_tokens < limit:
+            raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
+        self.requests[request.request_id] = request
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    @property
+    def has_unfinished(self) -> bool:
+        """True while some request has not ended."""
+        return bool(self.requests)
+
+    # Of KV that others bring or read: whether their end may free blocks, and counters. See `TransferScheduler`.
+    waits_for_transfers, transfer_counts = False, (0, 0, 0, 0)
+
+    @property
+    def queues(self) -> dict[RequestStatus, list[Request]]:
+        """Where a request stands, by its status."""
+        s = RequestStatus
+        return {s.WAITING: self.waiting, s.RUNNING: self.running, s.SWAPPED: self.swapped}
+
+    def _move(self, request: Request, status: RequestStatus) -> None:
+        self.queues[request.status].remove(request)
+        if request.status is RequestStatus.RUNNING and request.num_sent_tokens:
+            self._removed_ids.append(request.request_id)
+        request.status = status
+        if status is not RequestStatus.FINISHED:
+            insort(self.queues[status], request, key=lambda r: r.order)
+
+    def _finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        self._give_up_blocks(request)
+        self._move(request, RequestStatus.FINISHED)
+        del self.requests[request.request_id]
+
+    def _give_up_blocks(self, request: Request) -> None:
+        self.manager.free(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request; False if it has ended already. A step in flight may still write to its blocks, before they are reused."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, "abort")
+        return True
+
+    # ---------------------------------------------------------------- one step
+
+    def schedule(self) -> Schedule:
+        """Decide the next step, and count its tokens as computed."""
+        plan = Schedule(removed_ids=self._removed_ids)
+        self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
+        if self.config.batching_policy == "chunked":
+            self._continue_running(plan, self.running)
+            self._admit(plan)
+        else:  # the classic policies: a step is all prefill or all decode
+            self._continue_running(plan, [r for r in self.running if r.in_prefill])
+            self._admit(plan)
+            if plan.empty:
+                self._continue_running(plan, self.running)
+        # A step without work is not run, so what the runner should drop is kept for the next one.
+        self._removed_ids = plan.removed_ids if plan.empty else []
+        if not plan.empty:
+            self._steps_under_way.append(plan)
+        return plan
+
+    def _budget(self, plan: Schedule) -> int:
+        return self.config.token_budget - plan.num_tokens
+
+    def _share(self, request: Request, plan: Schedule) -> int:
+        """Tokens of the request that this step may compute."""
+        if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
+            return 0  # a first stage cannot wait for what the last one samples; or what is on its way is the last one
+        wanted, budget = request.num_missing_tokens, self._budget(plan)
+        if not self.config.enable_chunked_prefill:
+            return wanted if wanted <= budget else 0
+        if self.config.long_prefill_token_threshold > 0:
+            wanted = min(wanted, self.config.long_prefill_token_threshold)
+        return min(wanted, budget)
+
+    def _continue_running(self, plan: Schedule, candidates: list[Request]) -> None:
+        """Give each running request its share, first come first served; preempt from the other end."""
+        for request in list(candidates):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted a moment ago, in favour of an earlier one
+            if self._is_full(plan, len(self.running)):
+                return
+            share = self._share(request, plan)
+            if share == 0:
+                continue
+            while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
+                if plan.empty and self._steps_under_way:
+                    return  # their results may free blocks; and a plan that throws out and computes nothing is not run
+                if (victim := self._victim(request, share)) is not None:
+                    self._preempt(victim, plan)
+                if victim is None or victim is request:
+                    break
+            else:
+                self._schedule(request, share, blocks, plan)
+
+    def _admit(self, plan: Schedule) -> None:
+        """Let swapped and waiting requests in, strictly in order, while budget, places and blocks last."""
+        while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
+            plan.blocked_by = self._why_not(plan)
+            if plan.blocked_by:
+                return
+            request = queue[0]
+            if request.status is RequestStatus.SWAPPED:
+                plan.blocked_by = self._admit_swapped(request, plan)
+            else:
+                plan.blocked_by = self._admit_waiting(request, plan)
+            if plan.blocked_by:
+                return
+
+    def _why_not(self, plan: Schedule) -> str:
+        if plan.preempted:
+            return "preemption"  # whoever got in now would be thrown out next
+        if len(self.running) >= self.config.max_num_seqs:
+            return "max_num_seqs"
+        if self._budget(plan) <= 0:
+            return "max_num_batched_tokens"
+        if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
+            return "pipeline_parallel_size"  # the other steps under way shall have something to do, too
+        if self.config.batching_policy == "static" and any(
+            r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
+        ):
+            return "static batch"  # the batch has begun to decode: it takes nobody until all have ended
+        return ""
+
+    def _admit_waiting(self, request: Request, plan: Schedule) -> str:
+        prefix = self.manager.find_prefix(request)
+        request.num_computed_tokens = len(prefix) * self.manager.block_size
+        share = self._share(request, plan)
+        if share == 0:
+            request.num_computed_tokens = 0
+            return self._why_no_share(request)
+        if not self.manager.admit(request, prefix, request.num_computed_tokens + share):
+            request.num_computed_tokens = 0
+            return "kv blocks"
+        self.num_queried_tokens += request.num_tokens
+        self.num_hit_tokens += request.num_computed_tokens
+        plan.admitted[request.request_id] = request.num_computed_tokens
+        self._start(request, share, plan)
+        return ""
+
+    @property
+    def _in_stages(self) -> bool:
+        return self.config.pipeline_parallel_size > 1
+
+    def _is_full(self, plan: Schedule, num_requests: int) -> bool:
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
+        return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
+
+    def _why_no_share(self, request: Request) -> str:
+        was_preempted = request.num_pending_tokens  # while its token was on its way
+        return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
+
+    def _start(self, request: Request, share: int, plan: Schedule) -> None:
+        self._move(request, RequestStatus.RUNNING)
+        request.num_sent_tokens = 0
+        self._schedule(request, share, self.manager.tables[request.request_id], plan)
+
+    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
+        first = request.num_sent_tokens == 0
+        before = request.num_computed_tokens
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = before
+        request.num_computed_tokens += share
+        scheduled = ScheduledRequest(
+            request.request_id,
+            before,
+            share,
+            request.token_ids[request.num_sent_tokens :],
+            list(new_blocks),
+            request.sampling_params if first else None,
+            request.num_prompt_tokens if first else 0,
+            samples=request.num_missing_tokens == 0,
+            last_is_pending=request.num_computed_tokens > request.num_tokens,
+        )
+        plan.add(scheduled)
+        request.num_sent_tokens = request.num_tokens
+        request.num_pending_tokens += scheduled.samples
+        self.manager.publish(request, before)
+
+    # ---------------------------------------------------------------- after the step
+
+    def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
+        """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
+        self._steps_under_way = [step for step in self._steps_under_way if step is not plan]
+        outputs = []
+        for scheduled in plan.requests:
+            request = self.requests.get(scheduled.request_id)
+            if request is None:
+                continue
+            request.num_pending_tokens -= scheduled.samples
+            sampled = result.sampled.get(scheduled.request_id)
+            prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
+            if sampled is None and prompt_logprobs is None:
+                continue
+            output = EngineOutput(
+                request.request_id,
+                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs_start=scheduled.start + 1,
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            if sampled is not None:
+                request.token_ids.append(sampled.token_id)
+                self._publish_pending(request)
+                output.new_token_ids = [sampled.token_id]
+                output.logprobs = [sampled.logprobs] if sampled.logprobs else None
+                self._check_stop(request, sampled.token_id)
+                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+                if request.finish_reason:
+                    output.kv_transfer_params = request.kv_transfer_params
+            outputs.append(output)
+        return outputs
+
+    def _check_stop(self, request: Request, token_id: int) -> None:
+        if request.num_output_tokens >= request.sampling_params.min_tokens:
+            if token_id in request.eos_token_ids:
+                return self._finish(request, "stop")
+            if token_id in request.stop_token_ids:
+                return self._finish(request, "stop", stop_reason=token_id)
+        if self._is_complete(request):
+            self._finish(request, "length")
+
+    def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
+        """True if the request has, with so many more tokens, as many as it may have."""
+        max_tokens = request.sampling_params.max_tokens
+        assert max_tokens is not None, "the front end fills max_tokens in"
+        return (
+            request.num_output_tokens + num_pending >= max_tokens
+            or request.num_tokens + num_pending >= self.config.max_request_tokens
+        )
+
+    # ---------------------------------------------------------------- one step ahead
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if the next step has to wait for pending tokens: a penalty depends on which tokens were sampled before."""
+        return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
+
+    def _publish_pending(self, request: Request) -> None:
+        """A token has come back whose keys and values a step under way computes: its block may be full by now."""
+        if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
+            self.manager.publish(request, request.num_tokens - 1)
+
+    # ---------------------------------------------------------------- when blocks run out
+
+    def _victim(self, request: Request, share: int) -> Request | None:
+        """The request to preempt so that `request` can compute `share` tokens; None if it has to wait instead."""
+        return self.running[-1]
+
+    def _preempt(self, victim: Request, plan: Schedule) -> None:
+        """Take all blocks from a running request; what it has sampled so far is kept."""
+        copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
+        if copies is not None:
+            plan.swap_out += copies
+            plan.preempted[victim.request_id] = "swap"
+            self._move(victim, RequestStatus.SWAPPED)
+        else:
+            self.manager.free(victim)
+            victim.num_computed_tokens = 0
+            plan.preempted[victim.request_id] = "recompute"
+            self._move(victim, RequestStatus.WAITING)
+        victim.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def _admit_swapped(self, request: Request, plan: Schedule) -> str:
+        share = self._share(request, plan)
+        if share == 0:
+            return self._why_no_share(request)
+        copies = self.manager.swap_in(request, request.num_computed_tokens + share)
+        if copies is None:
+            return "kv blocks"
+        plan.swap_in += copies
+        plan.resumed.append(request.request_id)
+        self._start(request, share, plan)
+        return ""
+
+    # ---------------------------------------------------------------- is everything in order?
+
+    def check_invariants(self) -> None:
+        """Hold queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
+        queued = [request for queue in self.queues.values() for request in queue]
+        assert len(queued) == len(self.requests), "a request stands in no queue, or in two"
+        for request in queued:
+            status, request_id = request.status, request.request_id
+            assert self.requests[request_id] is request and request in self.queues[status]
+            assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
+            holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.RECEIVING)
+            assert holds_blocks == (request_id in self.manager.tables)
+            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables)
+            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0
+        for queue in self.queues.values():
+            assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
+        self.manager.check_invariants(queued)

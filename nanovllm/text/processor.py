@@ -1,0 +1,298 @@
+"""The engine's front: prompts become token ids on the way in, tokens become text on the way out.
+
+Offline and served requests pass through the same two classes, so they are the same thing from here on.
+
+Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.data.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
+from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
+from nanovllm.text.tokenizer import Tokenizer
+
+# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt", "kv_transfer_params").
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+@dataclass
+class EngineLimits:
+    """What the front end has to know of the engine to check a request.
+
+    Attributes:
+        max_model_len: the context length in tokens.
+        max_request_tokens: the same, or less where the KV pool is smaller.
+        kv_transfer: of each engine that shares KV, how others reach it; see `KVConnectorScheduler.information`.
+        scheduling_policy: whether requests may have a priority.
+    """
+
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int] = field(default_factory=list)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    kv_transfer: list[dict[str, Any]] = field(default_factory=list)
+    scheduling_policy: str = "fcfs"
+
+
+class InputProcessor:
+    """Checks a prompt and makes engine requests of it, one for each of its `n` completions.
+
+    Args:
+        seed: seeds the requests that bring no seed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seeds = random.Random(seed)
+        # The tokenizer's end-of-sequence token, if the model's files do not name it and the model can sample it.
+        eos = tokenizer.eos_token_id
+        self._tokenizer_eos: list[int] = []
+        if eos is not None and eos < limits.vocab_size and eos not in limits.eos_token_ids:
+            self._tokenizer_eos = [eos]
+
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        salt = None
+        if isinstance(prompt, dict):
+            salt = prompt.get("cache_salt")
+            if "prompt_token_ids" in prompt:
+                prompt = prompt["prompt_token_ids"]
+            elif "prompt" in prompt:
+                prompt = prompt["prompt"]
+            else:
+                raise ValueError('a prompt dictionary needs "prompt" (text) or "prompt_token_ids"')
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt), salt
+        token_ids = list(prompt) if isinstance(prompt, Sequence) else [None]
+        if not all(type(token) is int for token in token_ids):
+            raise ValueError("a prompt must be text or a list of token ids")
+        return None, token_ids, salt  # type: ignore[return-value]
+
+    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
+        limits = self.limits
+        if not token_ids:
+            raise ValueError("the prompt is empty: it must have at least one token")
+        if len(token_ids) >= limits.max_request_tokens:
+            what = (
+                f"the context length of {limits.max_model_len} tokens"
+                if limits.max_request_tokens == limits.max_model_len
+                else f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
+            )
+            raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
+        for name, ids in (
+            ("prompt token ids", token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+        ):
+            if not all(0 <= token < limits.vocab_size for token in ids):
+                raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
+
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[str | None, list[EngineRequest]]:
+        """The prompt's text, if it came as text, and `params.n` engine requests.
+
+        Raises:
+            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit. Or a priority
+                that the scheduling policy would ignore.
+        """
+        if priority and self.limits.scheduling_policy != "priority":
+            raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
+        text, token_ids, cache_salt = self._prompt_tokens(prompt)
+        kv_transfer_params = prompt.get("kv_transfer_params") if isinstance(prompt, dict) else None
+        self._check(token_ids, params)
+        room = self.limits.max_request_tokens - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        # The ranks know the model's own ids; `min_tokens` holds for the tokenizer's, too.
+        stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
+        requests = []
+        for index in range(params.n):
+            own = params.clone(
+                n=1,
+                max_tokens=max_tokens,
+                min_tokens=min(params.min_tokens, max_tokens),
+                seed=_wrap(seed + index),
+                stop_token_ids=stop_token_ids,
+            )
+            requests.append(
+                EngineRequest(
+                    request_id if params.n == 1 else f"{request_id}-{index}",
+                    token_ids,
+                    own,
+                    self.limits.eos_token_ids + self._tokenizer_eos,
+                    time.time(),
+                    priority,
+                    cache_salt,
+                    kv_transfer_params,
+                )
+            )
+        return text, requests
+
+
+def _wrap(seed: int) -> int:
+    """Keep a seed within 64 signed bits."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+class CompletionState:
+    """One completion as it grows: its text, its log-probabilities, its end."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.params = params
+        self.tokenizer = tokenizer
+        # The tokens continue a prompt: a leading space is part of the answer.
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep_leading_space=True)
+        self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
+        self.num_tokens = 0
+        self.engine = 0
+        self.cumulative_logprob = 0.0 if params.logprobs is not None else None
+        self.finished = False
+
+    def update(self, output: EngineOutput) -> CompletionOutput:
+        """Take over new tokens; returns what is new. A stop string ends the completion here, and the caller tells
+        the engine."""
+        delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
+        delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+        # Known from the first output on: a sequence stays where it is, and who aborts it here does not say where.
+        delta.engine = self.engine = max(self.engine, output.engine)
+        self.num_tokens += len(output.new_token_ids)
+        # A token that ends the request is not part of its text, unless it is an ordinary one that was generated
+        # when the length ran out.
+        visible = output.new_token_ids
+        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            visible = visible[:-1]
+        text = self.detokenizer.append(visible)
+        if output.finish_reason is not None:
+            text += self.detokenizer.flush()
+        check = self.num_tokens > self.params.min_tokens or self.params.min_tokens == 0
+        delta.text, matched = self.stop_checker.append(text, check=check)
+        if matched is not None:
+            delta.finish_reason, delta.stop_reason = "stop", matched
+        elif output.finish_reason is not None:
+            delta.text += self.stop_checker.flush()
+        if output.logprobs is not None:
+            delta.logprobs = [logprob_dictionary(entry, self.tokenizer) for entry in output.logprobs]
+            self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(e.logprobs[0] for e in output.logprobs)
+        delta.cumulative_logprob = self.cumulative_logprob
+        self.finished = delta.finish_reason is not None
+        return delta
+
+
+def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """By token id: the chosen token first, then the likeliest ones in order."""
+    position: dict[int, Logprob] = {}
+    for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+        rank = entry.rank if i == 0 else i
+        if token_id not in position:
+            position[token_id] = Logprob(logprob, rank, tokenizer.decode_token(token_id))
+    return position
+
+
+class RequestState:
+    """A caller's request: its completions, and the prompt's log-probabilities as they come."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, requests: list[EngineRequest], tokenizer: Tokenizer
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = requests[0].prompt_token_ids
+        self.tokenizer = tokenizer
+        self.completions = {
+            r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
+        }
+        wants = requests[0].sampling_params.prompt_logprobs is not None
+        self.prompt_logprobs: list[PositionLogprobs] | None = [None] if wants else None
+        self.num_cached_tokens = 0
+        self.arrival_time = requests[0].arrival_time
+
+    @property
+    def finished(self) -> bool:
+        """True once every completion has ended."""
+        return all(completion.finished for completion in self.completions.values())
+
+    def update(self, output: EngineOutput) -> RequestOutput:
+        """The news of one completion, as a `RequestOutput` with that completion only."""
+        if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            # Each of the n sequences reads the prompt, and one that was preempted reads it again: the first report counts.
+            known = len(self.prompt_logprobs) - output.prompt_logprobs_start
+            self.prompt_logprobs += [
+                logprob_dictionary(e, self.tokenizer) for e in output.prompt_logprobs[max(0, known) :]
+            ]
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        delta = self.completions[output.request_id].update(output)
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            [delta],
+            self.finished,
+            self.prompt_logprobs,
+            self.num_cached_tokens,
+            output.kv_transfer_params,
+            output.error,
+        )
+
+
+class OutputProcessor:
+    """Routes the engine's outputs to the requests they belong to."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.requests: dict[str, RequestState] = {}
+        self._owners: dict[str, str] = {}  # sequence id -> request id
+
+    def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
+        """Expect outputs for these sequences.
+
+        Raises:
+            ValueError: the id, or that of one of the sequences, is in use.
+        """
+        taken = self._owners.keys() & {r.request_id for r in requests}
+        if request_id in self.requests or taken:
+            raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
+        self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
+        self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of requests that have not ended."""
+        return len(self._owners)
+
+    def owner(self, sequence_id: str) -> str | None:
+        """The request that a sequence belongs to."""
+        return self._owners.get(sequence_id)
+
+    def remove(self, request_id: str) -> list[str]:
+        """Forget a request; returns the ids of its sequences that have not ended."""
+        state = self.requests.pop(request_id, None)
+        if state is None:
+            return []
+        for sequence_id in state.completions:
+            self._owners.pop(sequence_id, None)
+        return [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
+
+    def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
+        """News for the callers, and ids of sequences that a stop string has ended: the engine is to stop them."""
+        news, stopped = [], []
+        for output in outputs:
+            state = self.requests.get(self._owners.get(output.request_id, ""))
+            if state is None or state.completions[output.request_id].finished:
+                continue  # aborted, or ended by a stop string, while the engine was computing
+            news.append(state.update(output))
+            if output.finish_reason is None and state.completions[output.request_id].finished:
+                stopped.append(output.request_id)
+            if state.finished:
+                self.remove(state.request_id)
+        return news, stopped

@@ -1,0 +1,286 @@
+"""Text to token ids and back, and chats to text: a thin layer over `tokenizers` and transformers' templates.
+
+Imports neither torch nor, for a model with a tokenizer.json, transformers, so that a server can answer before either is
+loaded. Templates are rendered in another process, see `chat_template`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from nanovllm.checkpoint.files import Fields, ModelFileError, TokenizerConfigFile, read_json
+from nanovllm.text.chat_template import PROCESS
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+#: How SentencePiece vocabularies spell a single byte.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: each byte as a visible character, so that a vocabulary of bytes can be stored as text.
+
+    Visible Latin-1 characters stand for themselves; the other 68 bytes follow in order from U+0100 on.
+    """
+    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTE_OF_CHARACTER = _byte_of_character()
+
+
+class Tokenizer:
+    """A model's tokenizer and its chat templates.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer` that does the work.
+        special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
+        chat_templates: name to Jinja source; the one in use is called "default".
+        is_byte_level: whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are
+            characters, with tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2).
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        self.backend = backend
+        # Some files bring the limits of the training run along; the engine checks lengths itself.
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_templates = dict(chat_templates or {})
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
+        self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._special_ids = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model folder in Hugging Face format.
+
+        Whether `encode` adds a beginning or end token is up to the post-processor in tokenizer.json; as in
+        transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json count only for folders
+        without that file.
+
+        Raises:
+            ValueError: the folder has no tokenizer, or one that cannot be read.
+        """
+        folder = Path(path)
+        config = _read_config(folder / "tokenizer_config.json")
+        if "added_tokens_decoder" not in config:  # written before transformers 4.34
+            config |= _read_config(folder / "special_tokens_map.json")
+        templates = _read_chat_templates(folder, config)
+        if not (folder / "tokenizer.json").is_file():
+            backend, special_tokens = _load_with_transformers(folder)
+            return cls(backend, special_tokens, templates)
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"'{folder / 'tokenizer.json'}' is no tokenizer file: {error}") from error
+        special_tokens = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
+        _register_added_tokens(backend, config, special_tokens.values())
+        return cls(backend, special_tokens, templates)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; with what the post-processor adds (often a beginning token) unless told not to.
+
+        Special tokens written out in the text become special tokens, which is what rendered chats rely on.
+
+        Raises:
+            ValueError: the text is not valid Unicode (JSON can smuggle in half of a surrogate pair).
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"a text must be a string, got {type(text).__name__}")
+        try:
+            # Unlike `encode`, this lets the interpreter lock go, so that a long text keeps no other thread waiting.
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        except TypeError as error:
+            raise ValueError("the text has an unpaired surrogate, which is not valid Unicode") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary become nothing.
+
+        Unlike transformers, never tidies up spaces before punctuation, even where tokenizer_config.json asks for
+        it: a text would change after it was streamed.
+
+        Raises:
+            ValueError: an id is negative or does not fit in 32 bits.
+        """
+        try:
+            return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise ValueError("token ids must be between 0 and 2**32 - 1") from error
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token, special or not. Cached, since log-probabilities name the same tokens again and again."""
+        if token_id not in self._texts:
+            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]
+
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
+        """The vocabulary's own spelling of each token ("Ġthe", "▁the", "<0x0A>"); None beyond the vocabulary."""
+        return [self.backend.id_to_token(index) for index in token_ids]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for in the middle of a text (b" the"); may be part of a character.
+
+        Empty for ids beyond the vocabulary. Cached.
+        """
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._bytes_of(token_id)
+        return self._bytes[token_id]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self.backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self.is_byte_level:
+            # A special token may hold characters outside the alphabet, such as a space: it is plain text.
+            values = [BYTE_OF_CHARACTER.get(character) for character in token]
+            return token.encode() if None in values else bytes(value for value in values if value is not None)
+        if byte := BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(byte[1])
+        return token.replace("▁", " ").encode()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. The model's own may be larger: embeddings are often padded."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a text; None if the model has none."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text; None if there is none. `generation_config.json` may name several."""
+        return self._named_id("eos_token")
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids that `decode` leaves out unless told not to, in ascending order."""
+        return sorted(self._special_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the template for chats; None if the model has none."""
+        return self.chat_templates.get("default")
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Render a chat to the text that the model was trained on. Encode it with `add_special_tokens=False`.
+
+        Args:
+            messages: each with "role" and "content"; content is a string, or OpenAI's list of parts of type
+                "text", which are joined by line breaks.
+            add_generation_prompt: end with the beginning of the assistant's answer.
+            continue_final_message: leave the last message open, to be continued by the model.
+            chat_template: Jinja source, or the name of one of the model's templates, instead of the default.
+            kwargs: further variables for the template, such as `enable_thinking`.
+
+        Raises:
+            ValueError: no messages, no template, a part that is not text, both ways to end the text asked for, or
+                what the template itself objects to, in its own words, or that it takes too much time or memory.
+        """
+        if not messages:
+            raise ValueError("messages is empty; a chat needs at least one message")
+        if add_generation_prompt and continue_final_message:
+            raise ValueError("add_generation_prompt and continue_final_message exclude each other")
+        template = self.chat_templates.get(chat_template or "default", chat_template)
+        if template is None:
+            raise ValueError("the model has no chat template; pass one as chat_template, or complete plain text")
+        plain_messages = [_with_plain_content(message, i) for i, message in enumerate(messages)]
+        variables = {
+            **self.special_tokens,
+            **kwargs,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        try:
+            return PROCESS.render(template, plain_messages, variables)
+        except Exception as error:  # a variable may be of any type, and not every type can be sent to the process
+            raise ValueError(f"the chat template failed: {error}") from error
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """What the file has of that is described in `TokenizerConfigFile`."""
+    return Fields(TokenizerConfigFile.check(read_json(path), str(path)), str(path))
+
+
+def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name. chat_template.jinja goes before the tokenizer's configuration."""
+    file = folder / "chat_template.jinja"
+    if not file.is_file():
+        return config.get("chat_template", {})
+    try:
+        return {"default": file.read_text(encoding="utf-8")}
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"'{file}' is not valid UTF-8: {error}") from error
+
+
+def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]) -> None:
+    """Make the special tokens of tokenizer_config.json known to the tokenizer, as transformers does.
+
+    They usually stand in tokenizer.json too; where they do not, chats would spell them out letter by letter.
+    """
+    known = backend.get_added_tokens_decoder()
+    for index, fields in sorted(config.get("added_tokens_decoder", {}).items()):
+        if index not in known:
+            backend.add_tokens([AddedToken(**fields)])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    tokens = [*named_tokens, *extra]
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
+    backend.add_special_tokens(missing)
+
+
+def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer that transformers makes of other files (tokenizer.model; vocab.json with merges.txt)."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # what the library raises is up to the folder's files
+        raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
+    if not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer in '{folder}' cannot be converted to a tokenizer.json")
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in _NAMED_TOKENS}
+    return tokenizer.backend_tokenizer, special
+
+
+def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:
+    """The message with its content as one string, which is what templates of text models expect."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for i, part in enumerate(content):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"messages[{position}].content[{i}] is of type {part.get('type')!r}; only parts of type 'text', "
+                "with a string as 'text', are supported"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}

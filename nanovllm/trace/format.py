@@ -1,0 +1,333 @@
+"""Step records as lines of JSON: the same in a file, in the stream of a running server, and in the notebook's player.
+
+The first line names the format: `{"nanovllm_trace": 2, "settings": {...}}`. Each further line is one step. A line says
+what is new: a request's id stands in it once, and its number in all later lines; a field that is missing has its default
+or, in the fields that `SAME_AS_BEFORE` lists, the value of the line before. A line with a snapshot repeats everything that
+a reader needs who starts there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
+
+FORMAT_VERSION = 2
+SAME_AS_BEFORE = (
+    "waiting", "running", "swapped", "held", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
+)  # fmt: skip
+HIDDEN_TOKEN = -1
+COUNTS = {"block_size": "tokens", "num_blocks": "blocks", "token_budget": "tokens"}  # of the settings
+
+
+class TraceError(ValueError):
+    """A file that is not a trace of this format, or is damaged; the message says where, and what can be done."""
+
+
+class SnapshotLine(msgspec.Struct):
+    """`Snapshot` with numbers for ids. Prompt lengths stand in the line's `named`."""
+
+    tables: list[tuple[int, list[int]]]
+    num_tokens: list[tuple[int, int]]
+    cached: list[int]
+
+
+class StepLine(msgspec.Struct, omit_defaults=True):
+    """`StepRecord` as it is written: a request is a number, and `named` introduces (number, request id, prompt length).
+
+    A share is [number, start, num_tokens, new block ids, sampled ids] or, for the one token of a decode step that needs no
+    new block, [number, start, sampled id].
+    """
+
+    step: int
+    start: float
+    duration: float = 0.0
+    named: list[tuple[int, str, int]] = []
+    arrived: list[int] = []
+    requests: list[list[int | list[int]]] = []
+    admitted: list[tuple[int, int]] = []
+    resumed: list[int] = []
+    preempted: list[tuple[int, str]] = []
+    finished: list[tuple[int, str]] = []
+    swap_out: list[tuple[int, int]] = []
+    swap_in: list[tuple[int, int]] = []
+    blocked_by: str = ""
+    waiting: list[int] | None = None
+    running: list[int] | None = None
+    swapped: list[int] | None = None
+    held: dict[str, list[int]] | None = None
+    num_free_blocks: int | None = None
+    num_blocks: int | None = None
+    num_evictions: int | None = None
+    token_budget: int | None = None
+    snapshot: SnapshotLine | None = None
+    prompts: list[tuple[int, str]] = []
+    text: list[tuple[int, str]] = []
+
+
+def header_line(settings: Mapping[str, Any]) -> bytes:
+    """The first line of a trace, with its end."""
+    return msgspec.json.encode({"nanovllm_trace": FORMAT_VERSION, "settings": dict(settings)}) + b"\n"
+
+
+def parse_header(line: bytes, source: object) -> dict[str, Any]:
+    """The settings in the first line of a trace.
+
+    Args:
+        source: what it is the first line of, for messages.
+
+    Raises:
+        TraceError: no trace, or one of another version.
+    """
+    try:
+        header = msgspec.json.decode(line)
+        version, settings = header["nanovllm_trace"], header.get("settings", {})
+        if not isinstance(version, int) or not isinstance(settings, dict):
+            raise TypeError
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f'{source} is not a nanovllm trace: its first line is not {{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
+        ) from error
+    if version != FORMAT_VERSION:
+        raise TraceError(
+            f"{source} is a trace of version {version}, and this nanovllm reads version {FORMAT_VERSION}: record it again"
+        )
+    for name in COUNTS:
+        value = settings.get(name, 1)
+        if type(value) is not int or value < 1:
+            raise TraceError(f"{source}: its {name} is {value!r}, which is no number of {COUNTS[name]}")
+    return settings
+
+
+def require_sizes(settings: Mapping[str, Any], source: object) -> None:
+    """For those who draw the pool.
+
+    Raises:
+        TraceError: nothing says how large it is.
+    """
+    for name in ("block_size", "num_blocks"):
+        if name not in settings:
+            raise TraceError(f"{source} cannot be drawn: its first line does not say {name}")
+
+
+class TraceEncoder:
+    """Writes records, one after another, as lines. What it remembers is bounded by the requests that have not ended.
+
+    Args:
+        settings: those of the header, where the first line's pool size and token budget are found.
+        hide_tokens: write -1 for every sampled id.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], hide_tokens: bool = False) -> None:
+        self.hide_tokens = hide_tokens
+        self._encoder = msgspec.json.Encoder()
+        self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
+        self._next_number = 0
+        self._ended: set[str] = set()
+        self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
+            name: settings.get(name) for name in ("num_blocks", "token_budget")
+        }
+        self._named: list[tuple[int, str, int]] = []
+
+    def encode(self, record: StepRecord) -> bytes:
+        """The record's line, with its end."""
+        snapshot = record.snapshot
+        self._named = []
+        self._forget_ended(record)
+        if snapshot is not None:
+            self._introduce(snapshot.prompt_lens)
+        for request_id, length in record.arrived.items():
+            if snapshot is None or request_id not in snapshot.prompt_lens:
+                self._name(request_id, length)  # anew, even if an earlier request had this id
+        self._ended -= record.arrived.keys()
+        line = StepLine(
+            record.step,
+            record.start,
+            record.duration,
+            arrived=self._numbers(record.arrived),
+            requests=self._shares(record.requests),
+            admitted=self._pairs(record.admitted),
+            resumed=self._numbers(record.resumed),
+            preempted=self._pairs(record.preempted),
+            finished=self._pairs(record.finished),
+            swap_out=record.swap_out,
+            swap_in=record.swap_in,
+            blocked_by=record.blocked_by,
+            prompts=self._pairs(record.prompts),
+            text=self._pairs(record.text),
+        )
+        for name in SAME_AS_BEFORE:
+            value = getattr(record, name)
+            if snapshot is not None or value != self._before.get(name):
+                self._before[name] = value
+                setattr(line, name, self._numbers(value) if isinstance(value, list) else value)
+        if snapshot is not None:
+            tables, num_tokens = self._pairs(snapshot.tables), self._pairs(snapshot.num_tokens)
+            line.snapshot = SnapshotLine(tables, num_tokens, snapshot.cached)
+        line.named = self._named
+        self._ended.update(record.finished)
+        return self._encoder.encode(line) + b"\n"
+
+    def _forget_ended(self, record: StepRecord) -> None:
+        """A request that has ended may be computed once more, for nothing; after that nobody speaks of it again."""
+        if self._ended:
+            # With asynchronous scheduling it still runs in the record after its end, even if it has no share there.
+            spoken_of = {*record.waiting, *record.running, *record.swapped, *record.finished}
+            spoken_of.update(share.request_id for share in record.requests)
+            for request_id in self._ended - spoken_of:
+                self._known.pop(request_id, None)
+            self._ended &= spoken_of
+
+    def _introduce(self, prompt_lens: dict[str, int]) -> None:
+        """Name all that live once more, with the numbers that they have; whoever else is mentioned from now on is new."""
+        self._known = {
+            request_id: known for request_id, known in self._known.items() if prompt_lens.get(request_id) == known[1]
+        }
+        for request_id, length in prompt_lens.items():
+            if request_id in self._known:
+                self._named.append((self._known[request_id][0], request_id, length))
+            else:
+                self._name(request_id, length)
+
+    def _name(self, request_id: str, length: int) -> int:
+        number = self._name_once(request_id, length)
+        self._known[request_id] = (number, length)
+        return number
+
+    def _name_once(self, request_id: str, length: int) -> int:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._named.append((number, request_id, length))
+        return number
+
+    def _number(self, request_id: str) -> int:
+        known = self._known.get(request_id)
+        # One who ended long ago, and is mentioned once more: nobody would say when to forget it.
+        return known[0] if known is not None else self._name_once(request_id, 0)
+
+    def _numbers(self, request_ids: Iterable[str]) -> list[int]:
+        return [self._number(request_id) for request_id in request_ids]
+
+    def _pairs(self, by_request: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        return [(self._number(request_id), value) for request_id, value in by_request.items()]
+
+    def _shares(self, shares: Iterable[TracedRequest]) -> list[list[int | list[int]]]:
+        known, hide_tokens = self._known, self.hide_tokens
+        written: list[list[int | list[int]]] = []
+        for share in shares:  # hundreds in every step of a busy engine
+            number, length = known.get(share.request_id, (0, -1))
+            if length != share.num_prompt_tokens:
+                number = self._name(share.request_id, share.num_prompt_tokens)
+            sampled = [HIDDEN_TOKEN] * len(share.sampled) if hide_tokens else share.sampled
+            if share.num_tokens == 1 and len(sampled) == 1 and not share.new_block_ids:
+                written.append([number, share.start, sampled[0]])
+            else:
+                written.append([number, share.start, share.num_tokens, share.new_block_ids, sampled])
+        return written
+
+
+class TraceDecoder:
+    """Reads lines, one after another, as records.
+
+    Args:
+        settings: those of the header.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._decoder = msgspec.json.Decoder(StepLine)
+        self._pool_size: int | None = settings.get("num_blocks")
+        self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
+        self._before: dict[str, Any] = {
+            "waiting": [],
+            "running": [],
+            "swapped": [],
+            "held": {},
+            "num_free_blocks": 0,
+            "num_blocks": settings.get("num_blocks", 0),
+            "num_evictions": 0,
+            "token_budget": settings.get("token_budget", 0),
+        }
+
+    def decode(self, line: bytes) -> StepRecord:
+        """The record of a line.
+
+        Raises:
+            ValueError: the line is not one of this format; says what is wrong with it.
+        """
+        parsed = self._decoder.decode(line)
+        try:
+            return self._record(parsed)
+        except KeyError as error:
+            raise ValueError(f"request number {error} has not been named") from None
+
+    def _record(self, line: StepLine) -> StepRecord:
+        for table in (line.held or {}).values():
+            self._check_blocks(table)
+        for number, request_id, length in line.named:
+            self._names[number] = (request_id, length)
+        for name in SAME_AS_BEFORE:
+            value = getattr(line, name)
+            if value is not None:
+                self._before[name] = self._ids(value) if isinstance(value, list) else value
+        return StepRecord(
+            line.step,
+            line.start,
+            line.duration,
+            requests=[self._share(share) for share in line.requests],
+            arrived={self._names[number][0]: self._names[number][1] for number in line.arrived},
+            admitted=self._by_id(line.admitted),
+            resumed=self._ids(line.resumed),
+            preempted=self._by_id(line.preempted),
+            finished=self._by_id(line.finished),
+            swap_out=line.swap_out,
+            swap_in=line.swap_in,
+            blocked_by=line.blocked_by,
+            snapshot=self._snapshot(line),
+            prompts=self._by_id(line.prompts),
+            text=self._by_id(line.text),
+            **self._before,
+        )
+
+    def _ids(self, numbers: Iterable[int]) -> list[str]:
+        return [self._names[number][0] for number in numbers]
+
+    def _by_id(self, pairs: Iterable[tuple[int, Any]]) -> dict[str, Any]:
+        return {self._names[number][0]: value for number, value in pairs}
+
+    def _share(self, share: list[Any]) -> TracedRequest:
+        new_block_ids: list[int] = []
+        if len(share) == 3:
+            number, start, token = share
+            num_tokens, sampled = 1, [token]
+        elif len(share) == 5:
+            number, start, num_tokens, new_block_ids, sampled = share
+            token = num_tokens
+        else:
+            raise ValueError(f"a share has 3 or 5 entries, not {len(share)}")
+        lists = isinstance(new_block_ids, list) and isinstance(sampled, list)
+        if isinstance(number, list) or isinstance(start, list) or isinstance(token, list) or not lists:
+            raise ValueError(f"not a share: {share}")
+        self._check_blocks(new_block_ids)
+        request_id, length = self._names[number]
+        return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled)
+
+    def _snapshot(self, line: StepLine) -> Snapshot | None:
+        if line.snapshot is None:
+            return None
+        for block_ids in (line.snapshot.cached, *(table for _, table in line.snapshot.tables)):
+            self._check_blocks(block_ids)
+        queued = {*self._before["waiting"], *self._before["running"], *self._before["swapped"]}
+        return Snapshot(
+            self._by_id(line.snapshot.tables),
+            self._by_id(line.snapshot.num_tokens),
+            line.snapshot.cached,
+            {request_id: length for _, request_id, length in line.named if request_id in queued},
+        )
+
+    def _check_blocks(self, block_ids: list[int]) -> None:
+        if block_ids and self._pool_size is not None:
+            wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._pool_size]
+            if wrong:
+                raise ValueError(f"there is no block {wrong[0]} in a pool of {self._pool_size}")

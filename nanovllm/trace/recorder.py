@@ -1,0 +1,213 @@
+"""Turns what the scheduler decides into step records: the same for the engine and for a simulation of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from nanovllm.data.request import EngineOutput, RequestStatus
+from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
+
+RecordSink = Callable[[StepRecord], None]
+
+
+def trace_settings(scheduler: Scheduler) -> dict[str, Any]:
+    """What those need to know who draw a scheduler's steps."""
+    config, manager = scheduler.config, scheduler.manager
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": manager.pool.num_blocks,
+        "token_budget": config.token_budget,
+        "max_num_seqs": config.max_num_seqs,
+        "batching_policy": config.batching_policy,
+        "enable_prefix_caching": manager.enable_prefix_caching,
+    }
+
+
+class StepRecorder:
+    """Watches one scheduler, writes its steps into a trace, and shows them to whoever looks on.
+
+    Args:
+        trace: where the records go, if not only to those who `watch`. The scheduler's settings are noted in it.
+        scheduler: whose steps they are.
+    """
+
+    def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
+        self._trace = trace
+        self.scheduler = scheduler
+        if trace is not None:
+            trace.settings |= trace_settings(scheduler)
+        self._sinks: list[RecordSink] = [] if trace is None else [trace.record]
+        self._new_sinks: list[RecordSink] = []  # they begin with the next record that has a snapshot
+        self._snapshot_due = False
+        self._arrived: dict[str, int] = {}
+        self._ended: dict[str, str] = {}
+        self._begun: list[StepRecord] = []
+        self._held_before: dict[str, list[int]] = {}  # as the last record says
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that it was made with."""
+        assert self._trace is not None, "this recorder only shows its records to those who watch"
+        return self._trace
+
+    # ---------------------------------------------------------------- who looks on
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand it all records, from the next one with a snapshot on. One that watches already just gets a snapshot."""
+        if sink not in self._sinks + self._new_sinks:
+            self._new_sinks.append(sink)
+        self._snapshot_due = True
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand it no more records. Nothing happens if it does not watch."""
+        self._sinks = [s for s in self._sinks if s != sink]
+        self._new_sinks = [s for s in self._new_sinks if s != sink]
+
+    @property
+    def has_readers(self) -> bool:
+        """False when nobody would see a record."""
+        return bool(self._sinks or self._new_sinks)
+
+    def ask_for_snapshot(self) -> None:
+        """The pool has changed in a way that no record tells: the next one shows all of it."""
+        self._snapshot_due = True
+
+    # ---------------------------------------------------------------- what happens
+
+    def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
+        """A request was queued; the next record says so."""
+        self._arrived[request_id] = num_prompt_tokens
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """A request ended between two steps; the next record says so."""
+        self._ended[request_id] = reason
+
+    def begin(self, plan: Schedule, step: int, start: float) -> StepRecord:
+        """What the scheduler decided, before the step changes the queues again.
+
+        Args:
+            step: number of the step.
+            start: when it began, in seconds (or simulated units) since the trace began.
+        """
+        scheduler, pool = self.scheduler, self.scheduler.manager.pool
+        # The next step may begin before this one is finished: what has happened until now belongs to this one.
+        arrived, self._arrived = self._arrived, {}
+        ended, self._ended = self._ended, {}
+        requests = scheduler.requests
+        # Who has blocks and waits for what others bring still waits, as far as those can tell who look on.
+        receiving = scheduler.queues.get(RequestStatus.RECEIVING, [])
+        waiting = sorted(scheduler.waiting + receiving, key=lambda r: r.order)
+        record = StepRecord(
+            step=step,
+            start=start,
+            duration=0.0,
+            token_budget=scheduler.config.token_budget,
+            requests=[
+                TracedRequest(
+                    r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, r.new_block_ids
+                )
+                for r in plan.requests
+            ],
+            arrived=arrived,
+            admitted=plan.admitted,
+            resumed=plan.resumed,
+            preempted=plan.preempted,
+            finished=ended,
+            swap_out=plan.swap_out,
+            swap_in=plan.swap_in,
+            blocked_by=plan.blocked_by,
+            waiting=[r.request_id for r in waiting],
+            running=[r.request_id for r in scheduler.running],
+            swapped=[r.request_id for r in scheduler.swapped],
+            held=self._held(),
+            num_free_blocks=pool.num_free,
+            num_blocks=pool.num_blocks,
+            num_evictions=pool.num_evictions,
+        )
+        self._held_before = record.held
+        if self._snapshot_due:
+            self._snapshot_due = False
+            record.snapshot = self._snapshot(record.held)
+        self._begun.append(record)
+        return record
+
+    def _held(self) -> dict[str, list[int]]:
+        """Tables that KV transfers hold; see `StepRecord`."""
+        scheduler, manager = self.scheduler, self.scheduler.manager
+        receiving = scheduler.queues.get(RequestStatus.RECEIVING)
+        if receiving is None:
+            return {}
+        arrived = [request for request in scheduler.running if not request.num_sent_tokens]
+        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*receiving, *arrived]}
+        return tables | manager.held
+
+    def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
+        manager, requests = self.scheduler.manager, self.scheduler.requests
+        tables = {request_id: list(table) for request_id, table in manager.tables.items() if request_id not in held}
+        return Snapshot(
+            tables=tables,
+            num_tokens={request_id: requests[request_id].num_computed_tokens for request_id in tables},
+            cached=[b for b in manager.pool.free_blocks if manager.pool.block_hashes[b] is not None],
+            prompt_lens={request_id: r.num_prompt_tokens for request_id, r in requests.items()},
+        )
+
+    def finish(
+        self, record: StepRecord | None, duration: float, result: StepResult, outputs: Iterable[EngineOutput]
+    ) -> None:
+        """Add what the step sampled and who ended with it, and write the record. Steps finish in the order in which
+        they began.
+
+        Args:
+            record: None for a step that began when nobody looked.
+        """
+        ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+        self._begun = [begun for begun in self._begun if begun is not record]
+        self._tell_latecomers(ends)
+        if record is None:
+            return
+        record.duration = duration
+        sampled = result.sampled
+        for request in record.requests:
+            token = sampled.get(request.request_id)
+            if token is not None:
+                request.sampled.append(token.token_id)
+        record.finished |= ends
+        if record.snapshot is not None:
+            self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
+        for sink in self._sinks:
+            sink(record)
+
+    def _tell_latecomers(self, ends: dict[str, str]) -> None:
+        """A snapshot that was taken while a step was under way shows requests that end with that step. Who starts to
+        read there never sees the record that says so; therefore a later one says it again."""
+        for record in self._begun:
+            if record.snapshot is not None:
+                shown = ends.keys() & record.snapshot.prompt_lens.keys()
+                self._ended |= {request_id: ends[request_id] for request_id in shown}
+                for share in record.requests:
+                    if share.request_id in shown:  # computed once more, for nothing
+                        record.snapshot.num_tokens[share.request_id] = share.start
+
+    def start_over(self, scheduler: Scheduler, lost: list[str]) -> None:
+        """The steps that had begun broke off, and these requests with them; the next record says so."""
+        for record in reversed(self._begun):
+            self._arrived = record.arrived | self._arrived
+            self._ended = record.finished | self._ended
+        self._begun = []
+        self._ended |= dict.fromkeys(lost, "error")
+        self._snapshot_due = True
+        self.scheduler = scheduler
+
+    def flush(self, step: int, start: float, is_idle: bool = True) -> None:
+        """Write what no step has told yet, if anything, as a record without requests: what transfers hold now, and if no step may
+        ever follow, who has ended. No step is in flight.
+
+        Args:
+            step, start: number of the step that would come next, and the time now.
+            is_idle: no step may ever follow.
+        """
+        is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
+        if (is_idle and is_due) or self._held() != self._held_before:
+            self.finish(self.begin(Schedule(), step, start), 0.0, StepResult(), [])

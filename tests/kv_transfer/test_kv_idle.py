@@ -1,0 +1,180 @@
+"""An engine that can only wait for KV sleeps: it neither steps, nor reports, nor orders its ranks about until something has come."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections import Counter
+from contextlib import closing
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.distributed.life_signs import TRANSFER_ENDED, Watch
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.process import Command, EngineLoop, Report
+from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from nanovllm.kv import connector as base
+from nanovllm.kv.connector import KVConnectorOutput
+from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
+from nanovllm.kv_transfer.transport.transfers import Ended
+from nanovllm.scheduler.scheduler import Schedule, StepResult
+from tests.kv_engines import Fleet, ask, decode_first, make_engine
+from tests.oracle import make_checkpoint, reference_tokens
+from tests.server_process import wait_until
+
+PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
+SECONDS = 1.5
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+@pytest.mark.parametrize("way", ["push", "pull"])
+def test_waiting_for_kv(
+    way: str, backend: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The producer has the order and does not begin: some steps per second, where there were a thousand. Then it computes, and the
+    consumer is woken by what comes: it looks by itself only once a minute."""
+    checkpoint = str(make_checkpoint(tmp_path))
+    context, counts = zmq.Context(), Counter[str]()
+    producer = make_engine(checkpoint, "kv_producer")
+    core = make_engine(checkpoint, "kv_consumer", distributed_executor_backend=backend)
+    request.addfinalizer(lambda: (core.close(), producer.close()))
+    if backend == "uni":  # ranks in other processes show every second that they live
+        monkeypatch.setattr(base, "PATIENT_SECONDS", 60.0)
+
+    def count(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*arguments: Any) -> Any:
+            counts[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(core, "step")
+    count(core.executor, "launch")
+
+    def run() -> None:
+        with closing(context.socket(zmq.PULL)) as inbox, closing(context.socket(zmq.PUSH)) as outbox:
+            inbox.connect("inproc://commands")
+            outbox.connect("inproc://reports")
+            EngineLoop(core, inbox, outbox).run()
+
+    with closing(context.socket(zmq.PUSH)) as commands, closing(context.socket(zmq.PULL)) as reports:
+        commands.bind("inproc://commands")
+        reports.bind("inproc://reports")
+        loop = threading.Thread(target=run, daemon=True)
+        loop.start()
+
+        def tell(command: Command) -> None:
+            commands.send(msgspec.msgpack.encode(command))
+
+        def hear(milliseconds: int) -> Report:
+            assert reports.poll(milliseconds), "it says nothing"
+            counts["report"] += 1
+            return msgspec.msgpack.decode(reports.recv(), type=Report)
+
+        hear(60_000)
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        tell(Command(add=[EngineRequest("r", PROMPT, params, kv_transfer_params=decode_first(producer, way))]))
+        wait_until(lambda: producer.has_work and (way == "pull" or core.connector._books.under_way))
+        time.sleep(0.3)
+        while reports.poll(0):
+            hear(0)
+        counts.clear()
+        time.sleep(SECONDS)
+        while reports.poll(0):
+            hear(0)
+        assert counts["report"] == 0 and max(counts.values(), default=0) < 20 * SECONDS, counts
+        tokens: list[int] = []
+        while len(tokens) < 5:
+            if producer.has_work:
+                producer.step()
+            elif reports.poll(20):
+                tokens += [token for output in hear(0).outputs for token in output.new_token_ids]
+            assert counts["report"] < 200
+        assert tokens == reference_tokens(checkpoint, PROMPT, 5)
+        tell(Command(order="shutdown"))
+        loop.join(30)
+        assert not loop.is_alive()
+    context.term()
+
+
+def looks_again(core: EngineCore) -> bool:
+    """Whether the engine's loop would step again without anything new: the step before has left a source readable."""
+    return not core.is_idle or bool(select.select(core.sources, [], [], 0)[0])
+
+
+def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step in flight reports the end, and the notification stays behind."""
+    checkpoint = str(make_checkpoint(tmp_path))
+    producer, consumer = make_engine(checkpoint, "kv_producer"), make_engine(checkpoint, "kv_consumer")
+    fleet = Fleet([producer, consumer])
+    worker, reader = producer.runner.connector, consumer.runner.connector
+    assert isinstance(worker, DisaggregatedWorker) and isinstance(reader, DisaggregatedWorker)
+    transfers = worker.transport.transfers
+
+    def poll_late(seconds: float) -> list[Ended]:
+        wait_until(lambda: not transfers.num_open)
+        return transfers.poll(seconds)
+
+    monkeypatch.setattr(worker.transport, "poll", poll_late)
+    ask(consumer, "r", PROMPT, 5, decode_first(producer, "push"))
+    Fleet([consumer]).run_until(lambda: reader.transport.transfers.num_open == 1)
+    assert fleet.complete("r") == reference_tokens(checkpoint, PROMPT, 5)
+    fleet.settle()
+    producer.step()
+    assert not looks_again(producer) and not looks_again(consumer)
+    fleet.close()
+
+
+def test_who_waits_for_blocks_under_a_lease_forgets_an_old_notification(tmp_path: Any) -> None:
+    core = make_engine(str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8)
+    fleet = Fleet([core])
+    ask(core, "leased", PROMPT, 1, {"do_remote_decode": True})
+    fleet.complete("leased")
+    ask(core, "waits", PROMPT[::-1], 1)
+    core.runner.connector.notify()  # type: ignore[union-attr]
+    assert select.select(core.sources, [], [], 0)[0], "a step is due"
+    core.step()
+    assert core.has_unfinished and not looks_again(core)
+    core.runner.connector.notify()  # type: ignore[union-attr]
+    assert select.select(core.sources, [], [], 0)[0], "and a new notification wakes it again"
+    core.abort_request("leased")
+    fleet.complete("waits")
+    fleet.settle()
+    fleet.close()
+
+
+class TalkingRanks(RemoteExecutor):
+    """One rank, which notifies and then answers with what has ended."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineConfig(model="none"))
+        self.ranks = [RemoteRank(0, self.grid)]
+        self._watch = Watch(self.ranks)
+
+    def _send(self, order: bytes) -> None:
+        pass
+
+    def _listen(self, timeout: float) -> None:
+        answer = StepResult(connector_output=KVConnectorOutput(finished_sending={"r"}))
+        self.ranks[0].take(TRANSFER_ENDED)
+        self.ranks[0].take((self._num_orders, answer))
+
+
+def test_a_notification_that_comes_with_the_answer_can_be_forgotten() -> None:
+    ranks = TalkingRanks()
+    result = ranks.launch(Schedule(connector_metadata="something to ask"))()
+    assert result.connector_output is not None and result.connector_output.finished_sending == {"r"}
+    assert ranks.transfer_has_ended, "it may be of another transfer"
+    ranks.forget_ends()
+    assert not ranks.transfer_has_ended

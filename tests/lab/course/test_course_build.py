@@ -1,0 +1,468 @@
+"""Lectures to modules: directives, folding, imports, and the positions of errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from nanovllm.lab.course.__main__ import main
+from nanovllm.lab.course.build import build, find_lectures, read_lectures
+from nanovllm.lab.course.notebook import CourseError
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+TITLE = "# Paged memory\n\n> Hands out blocks."
+
+
+def make_course(root: Path, **lectures: list[str]) -> Path:
+    """A course of lectures; a cell that begins with `# ` and a title, or with words, is markdown."""
+    (root / "notebooks").mkdir(exist_ok=True)
+    (root / "pyproject.toml").write_text(PYPROJECT.read_text())
+    for name, sources in lectures.items():
+        cells = []
+        for number, source in enumerate(sources):
+            source = textwrap.dedent(source).strip("\n")
+            cell = {"id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+            if source.startswith(("# Paged", "# Other", "Prose")):
+                cells.append({"cell_type": "markdown", **cell})
+            else:
+                cells.append({"cell_type": "code", "execution_count": None, "outputs": [], **cell})
+        metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+        notebook = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+        (root / "notebooks" / f"{name}.ipynb").write_text(json.dumps(notebook, indent=1) + "\n")
+    return root
+
+
+def built(root: Path, *cells: str, module: str = "pool") -> str:
+    """The text of the module that one lecture of these cells builds, below its docstring."""
+    make_course(root, lecture=[TITLE, f"#| default_exp {module}", *cells])
+    (item,) = build(root, read_lectures(root))
+    return item.text.partition('build`.\n"""\n')[2].lstrip("\n")
+
+
+def export(code: str) -> str:
+    return "#| export\n" + textwrap.dedent(code).strip("\n")
+
+
+def expected(code: str) -> str:
+    return textwrap.dedent(code).lstrip("\n")
+
+
+def failure(root: Path, *cells: str) -> str:
+    with pytest.raises(CourseError) as caught:
+        built(root, *cells)
+    return str(caught.value)
+
+
+POOL = export(
+    '''
+    class Pool:
+        """Blocks."""
+
+        size = 16
+
+        def free(self) -> int:
+            return 1
+
+        def take(self) -> int:
+            return 2
+    '''
+)
+
+
+def test_docstring_names_the_lecture_and_comes_from_the_quote(tmp_path: Path) -> None:
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp kv.pool", export("x = 1")])
+    assert main(["--root", str(tmp_path), "build"]) == 0
+    assert (tmp_path / "nanovllm/kv/pool.py").read_text() == expected(
+        '''
+        """Hands out blocks.
+
+        Built by notebooks/lecture.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+        """
+
+        x = 1
+        '''
+    )
+    assert (tmp_path / "nanovllm/kv/__init__.py").exists()
+
+
+def test_one_lecture_builds_several_modules(tmp_path: Path) -> None:
+    first = '#| default_exp models.llama\n"""The model.\n\nWith \\\\ and more.\n"""'
+    second = '#| default_exp models.loader\n#| export\n"""The loader."""\n\nimport os\n\nhome = os.sep'
+    cells = [TITLE, first, export("a = 1"), second, "#| export models.llama\nb = 2", export("c = 3")]
+    make_course(tmp_path, lecture=cells)
+    llama, loader = (item.text for item in build(tmp_path, read_lectures(tmp_path)))
+    assert llama.startswith('r"""The model.\n\nWith \\ and more.\n\nBuilt by notebooks/lecture.ipynb: ')
+    assert llama.endswith('"""\n\na = 1\n\nb = 2\n')
+    assert loader.startswith('"""The loader.\n\nBuilt by')
+    assert loader.endswith('"""\n\nimport os\n\nhome = os.sep\n\nc = 3\n')
+
+
+def test_a_class_grows_over_cells(tmp_path: Path) -> None:
+    text = built(
+        tmp_path,
+        "from nanovllm.lab.course import extend",
+        POOL,
+        "Prose between.",
+        export("def helper() -> int:\n    return 0"),
+        export(
+            """
+            from nanovllm.lab.course import extend
+
+            @extend
+            class Pool(Pool):
+                # Replaces the naive version.
+                def free(self) -> int:
+                    return 10  # now counted
+                    # trailing, in the body
+
+                # --- new members ---
+
+                @staticmethod
+                def least() -> int:
+                    return 0
+
+                # the end
+            """
+        ),
+    )
+    assert text == expected(
+        '''
+        class Pool:
+            """Blocks."""
+
+            size = 16
+
+            # Replaces the naive version.
+            def free(self) -> int:
+                return 10  # now counted
+                # trailing, in the body
+
+            def take(self) -> int:
+                return 2
+
+            # --- new members ---
+
+            @staticmethod
+            def least() -> int:
+                return 0
+
+            # the end
+
+
+        def helper() -> int:
+            return 0
+        '''
+    )
+
+
+def test_every_kind_of_member_survives(tmp_path: Path) -> None:
+    body = '''
+    import abc
+    from dataclasses import dataclass
+    from typing import overload
+
+
+    @dataclass(frozen=True)
+    class Config:
+        size: int
+        name: str = "x"  # trailing
+
+        # above a field
+        depth: int = 1
+
+
+    class Pool(abc.ABC):
+        """Doc."""
+
+        limit: int = 3
+
+        class Inner:
+            def deep(self) -> int:
+                return super().__hash__()
+
+        @property
+        def free(self) -> int:
+            return 1
+
+        @free.setter
+        def free(self, value: int) -> None:
+            self.limit = value
+
+        @free.deleter
+        def free(self) -> None:
+            self.limit = 0
+
+        @overload
+        def take(self, count: int) -> int: ...
+        @overload
+        def take(self, count: str) -> str: ...
+        def take(self, count):
+            return count
+
+        @classmethod
+        def make(cls) -> "Pool":
+            return cls()
+
+        async def wait(self) -> None:
+            pass
+
+
+    class Empty(Exception): ...
+
+
+    # --- section ---
+
+    a, b = 1, 2
+    c = a
+    c += 1
+
+    if c:
+        c = 0
+    # the end
+    '''
+    text = built(tmp_path, export(body))
+    assert text == expected(textwrap.dedent(body).replace("# the end", "# the end"))
+
+
+def test_late_accessors_and_docstring(tmp_path: Path) -> None:
+    first = "class Pool:\n    ...\n"
+    second = "@extend\nclass Pool(Pool):\n    @property\n    def free(self) -> int:\n        return 1"
+    third = (
+        '@extend\nclass Pool(Pool):\n    """Late."""\n\n'
+        "    @Pool.free.setter\n    def free(self, value: int) -> None:\n        print(value)"
+    )
+    assert built(tmp_path, export(first), export(second), export(third)) == expected(
+        '''
+        class Pool:
+            """Late."""
+
+            @property
+            def free(self) -> int:
+                return 1
+
+            @free.setter
+            def free(self, value: int) -> None:
+                print(value)
+        '''
+    )
+
+
+def test_redefinition_replaces_function_and_class_but_no_assignment(tmp_path: Path) -> None:
+    text = built(
+        tmp_path,
+        export("x = 1\n\n\ndef f():\n    return 1\n\n\nclass A:\n    y = 1"),
+        export("@extend\nclass A(A):\n    z = 1"),
+        export("x = x + 1\n\n\n# better\ndef f():\n    return 2"),
+        export("class A:\n    y = 2"),
+    )
+    assert text == expected(
+        """
+        x = 1
+
+
+        # better
+        def f():
+            return 2
+
+
+        class A:
+            y = 2
+
+
+        x = x + 1
+        """
+    )
+
+
+def test_imports_are_collected_merged_sorted_and_pruned(tmp_path: Path) -> None:
+    text = built(
+        tmp_path,
+        export("import torch\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from decimal import Decimal"),
+        export("from nanovllm.data.config import Config\nimport json\n\ndef f(x: Decimal):\n    return json"),
+        export("from __future__ import annotations\n\nfrom collections import deque\n\nqueue = deque()"),
+        export("from nanovllm.lab.course import extend\nfrom collections import Counter"),
+        export("if TYPE_CHECKING:\n    # only here\n    from fractions import Fraction"),
+        export("def f(x: Decimal, y: Fraction, z: Config):\n    return Counter, torch.nn"),
+    )
+    assert text == expected(
+        """
+        from __future__ import annotations
+
+        from collections import Counter, deque
+        from typing import TYPE_CHECKING
+
+        import torch
+
+        from nanovllm.data.config import Config
+
+        if TYPE_CHECKING:
+            from decimal import Decimal
+
+            # only here
+            from fractions import Fraction
+
+
+        def f(x: Decimal, y: Fraction, z: Config):
+            return Counter, torch.nn
+
+
+        queue = deque()
+        """
+    )
+
+
+def test_empty_type_checking_block_goes(tmp_path: Path) -> None:
+    code = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    import re\n\nx = 1"
+    assert built(tmp_path, export(code)) == "x = 1\n"
+
+
+def test_marker_for_nbval_stays_in_the_notebook(tmp_path: Path) -> None:
+    assert built(tmp_path, "# NBVAL_IGNORE_OUTPUT\n#| export\nx = 1") == "x = 1\n"
+
+
+EXTEND = "#| export\n@extend\nclass Pool(Pool):\n"
+ERRORS = {
+    "unknown directive": (["#| exprot\nx = 1"], 3, 1, "unknown directive `exprot`"),
+    "late directive": (["x = 1\n#| export"], 3, 2, "first lines"),
+    "bad module name": (["#| default_exp kv/pool"], 3, 1, "needs the name of a module"),
+    "package name": (["#| export nanovllm.pool\nx = 1"], 3, 1, "without `nanovllm.`"),
+    "syntax error": ([export("x = 1\ny = = 2")], 3, 3, "syntax error"),
+    "magic": ([export("%time x = 1")], 3, 2, "syntax error"),
+    "semicolons": ([export("x = 1; y = 2")], 3, 2, "two statements on one line"),
+    "indentation": ([export("class A:\n  x = 1")], 3, 3, "four spaces"),
+    "never defined": ([EXTEND + "    x = 1"], 3, 2, "no earlier cell defines it"),
+    "no reopening": ([POOL, export("@extend\nclass Other:\n    x = 1")], 4, 2, "write `class Other(Other):`"),
+    "no extend": ([POOL, export("class Pool(Pool):\n    x = 1")], 4, 2, "needs `@extend`"),
+    "more bases": ([POOL, export("@extend\nclass Pool(Pool, int):\n    x = 1")], 4, 2, "nothing else"),
+    "comment above": ([POOL, export("# lost\n@extend\nclass Pool(Pool):\n    x = 1")], 4, 2, "no place"),
+    "super": ([POOL, EXTEND + "    def free(self):\n        return [super().free()]"], 4, 5, "super()"),
+    "__class__": ([POOL, EXTEND + "    def free(self):\n        return __class__"], 4, 5, "super()"),
+    "slots": ([POOL, EXTEND + '    __slots__ = ("x",)'], 4, 4, "__slots__"),
+    "course import": (
+        [export("from nanovllm.lab.course import check, extend\nx = 1")],
+        3,
+        2,
+        "imports nanovllm.lab.course",
+    ),
+    "late course import": (
+        [export("def f():\n    import nanovllm.lab.course.exercise")],
+        3,
+        3,
+        "imports nanovllm.lab.course",
+    ),
+    "undefined name": ([export("def f():\n    x = 1\n    return np.sum(x)")], 3, 4, "Undefined name `np`"),
+    "late name": ([export("def f(b: B): ..."), export("class B: ...")], 3, 2, "Undefined name `B`"),
+    "docstring": ([export('"""Doc."""\nx = 1')], 3, 2, "default_exp"),
+    "second docstring": (['#| default_exp pool\n"""A."""', '#| default_exp pool\n"""B."""'], 4, 2, "docstring already"),
+    "dataclass field": (
+        [
+            export("from dataclasses import dataclass\n\n\n@dataclass\nclass Pool:\n    size: int"),
+            EXTEND + "    # ClassVars are no fields\n    limit: int = 3",
+        ],
+        4,
+        5,
+        "field `limit` cannot be added",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_name_file_cell_and_line(tmp_path: Path, case: str) -> None:
+    cells, cell, line, words = ERRORS[case]
+    message = failure(tmp_path, *cells)
+    assert message.startswith(f"notebooks/lecture.ipynb: cell {cell} (In [{cell - 1}]), line {line}: "), message
+    assert words in message
+
+
+def test_class_variables_may_be_added_to_a_dataclass(tmp_path: Path) -> None:
+    head = "from dataclasses import dataclass\nfrom typing import ClassVar\n\n\n@dataclass\nclass Pool:\n    size: int"
+    text = built(tmp_path, export(head), EXTEND + "    limit: ClassVar[int] = 3")
+    assert text.endswith("    size: int\n\n    limit: ClassVar[int] = 3\n")
+
+
+def test_export_without_module_and_missing_summary(tmp_path: Path) -> None:
+    make_course(tmp_path, lecture=[TITLE, export("x = 1")])
+    with pytest.raises(CourseError, match=r"cell 2 \(In \[1\]\), line 1: `export` before any `default_exp`"):
+        read_lectures(tmp_path)
+    make_course(tmp_path, lecture=["#| default_exp pool", export("x = 1")])
+    with pytest.raises(CourseError, match="pool has no summary"):
+        build(tmp_path, read_lectures(tmp_path))
+
+
+@pytest.mark.parametrize("names", [[], ["b"]])
+def test_two_lectures_may_not_build_one_module(tmp_path: Path, names: list[str]) -> None:
+    make_course(
+        tmp_path,
+        a=[TITLE, "#| default_exp pool", export("x = 1")],
+        b=[TITLE, "#| default_exp other", "#| export pool\ny = 1"],
+    )
+    with pytest.raises(CourseError, match=r"b\.ipynb: cell 3 \(In \[2\]\), line 1: pool is built by notebooks/a"):
+        read_lectures(tmp_path, names)
+
+
+def test_lectures_are_found_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    make_course(tmp_path, **{"11_paged": [TITLE], "12_tables": [TITLE], "12": [TITLE]})
+    assert [path.stem for path in find_lectures(tmp_path, ["11", "12", "notebooks/11_paged.ipynb"])] == [
+        "11_paged",
+        "12",
+    ]
+    with pytest.raises(CourseError, match="`1` is more than one lecture; there are: 11_paged, 12, 12_tables"):
+        find_lectures(tmp_path, ["1"])
+    with pytest.raises(CourseError, match="`13` is no lecture"):
+        find_lectures(tmp_path, ["13"])
+
+
+def test_check_shows_a_diff_until_the_module_is_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp pool", POOL])
+    command = ["--root", str(tmp_path), "build"]
+    assert main([*command, "--check"]) == 1
+    assert "+class Pool:" in capsys.readouterr().out
+    assert not (tmp_path / "nanovllm").exists()
+    assert main(command) == 0
+    assert "wrote nanovllm/pool.py" in capsys.readouterr().out
+    assert main([*command, "--check", "lecture"]) == 0
+    assert main(command) == 0
+    assert "1 modules were up to date" in capsys.readouterr().out
+    module = tmp_path / "nanovllm/pool.py"
+    module.write_text(module.read_text().replace("return 2", "return 3"))
+    assert main([*command, "--check"]) == 1
+    assert "-        return 3\n+        return 2\n" in capsys.readouterr().out
+
+
+def test_check_finds_modules_that_no_lecture_builds_any_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp pool", POOL])
+    assert main(["--root", str(tmp_path), "build"]) == 0
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp store", POOL])
+    assert main(["--root", str(tmp_path), "build"]) == 0
+    capsys.readouterr()
+    assert main(["--root", str(tmp_path), "build", "--check"]) == 1
+    assert capsys.readouterr().out == "nanovllm/pool.py says that notebooks/lecture.ipynb builds it, but it does not\n"
+
+
+def test_build_does_not_overwrite_what_no_lecture_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp pool", POOL])
+    (tmp_path / "nanovllm").mkdir()
+    (tmp_path / "nanovllm/pool.py").write_text("mine = 1\n")
+    assert main(["--root", str(tmp_path), "build"]) == 1
+    assert "nanovllm/pool.py was not built by a lecture" in capsys.readouterr().err
+    assert (tmp_path / "nanovllm/pool.py").read_text() == "mine = 1\n"
+
+
+def test_command_line_finds_the_root_upwards(tmp_path: Path) -> None:
+    make_course(tmp_path, lecture=[TITLE, "#| default_exp pool", POOL])
+    done = subprocess.run(
+        [sys.executable, "-m", "nanovllm.lab.course", "build"],
+        cwd=tmp_path / "notebooks",
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "wrote nanovllm/pool.py\n0 modules were up to date\n"), done.stderr
+    done = subprocess.run([sys.executable, "-m", "nanovllm.lab.course", "--help"], capture_output=True, text=True)
+    assert "build" in done.stdout and "run" in done.stdout and "text" in done.stdout

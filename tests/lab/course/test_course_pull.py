@@ -1,0 +1,314 @@
+"""Edits of modules carried back into lectures."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import textwrap
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.lab.course.__main__ import main
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
+CELLS = [
+    "# Paged memory\n\n> Hands out blocks.",
+    "#| default_exp pool\nprint('not exported')",
+    """
+    #| export
+    from collections import deque
+
+    from nanovllm.lab.course import extend
+    """,
+    """
+    #| export
+    BLOCK = 16
+    LIMIT = 3
+
+    # --- helpers ---
+
+    def blocks(tokens: int) -> int:
+        return -(-tokens//BLOCK)   # unformatted
+    """,
+    '''
+    #| export
+    class Pool:
+        """Free blocks."""
+
+        size: int = 4
+
+        def __init__(self) -> None:
+            self.free = deque(range(self.size))
+
+        def take(self) -> int:
+            return self.free.pop()
+    ''',
+    """
+    #| export
+    @extend
+    class Pool(Pool):
+        # Oldest first.
+        def take(self) -> int:
+            return self.free.popleft()
+
+        def give(self, block: int) -> None:
+            self.free.append(block)
+    """,
+    """
+    #| export
+    @extend
+    class Pool(Pool):
+        @property
+        def empty(self) -> bool:
+            return not self.free
+    """,
+    """
+    #| export
+    @extend
+    class Pool(Pool):
+        @Pool.empty.setter
+        def empty(self, value: bool) -> None:
+            self.free.clear()
+    """,
+    "#| export\npool = Pool()",
+]
+
+
+class Course:
+    """A course of one lecture, its module, and what the notebook has beside sources."""
+
+    def __init__(self, root: Path, cells: list[str] = CELLS) -> None:
+        self.root = root
+        (root / "notebooks").mkdir()
+        (root / "pyproject.toml").write_text(PYPROJECT.read_text())
+        self.notebook = root / "notebooks/lecture.ipynb"
+        self.module = root / "nanovllm/pool.py"
+        output = {"name": "stdout", "output_type": "stream", "text": ["kept\n"]}
+        raw = []
+        for number, source in enumerate(cells):
+            lines = textwrap.dedent(source).strip("\n").splitlines(keepends=True)
+            cell = {"id": f"id-{number}", "metadata": {"tags": [f"tag-{number}"]}, "source": lines}
+            if number:
+                raw.append({"cell_type": "code", "execution_count": number, "outputs": [output], **cell})
+            else:
+                raw.append({"cell_type": "markdown", **cell})
+        text = json.dumps({"cells": raw, "metadata": {"gpu": True}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+        self.notebook.write_text(text + "\n")
+        assert self("build") == 0
+
+    def __call__(self, *command: str) -> int:
+        return main(["--root", str(self.root), *command])
+
+    def edit(self, old: str, new: str) -> None:
+        text = self.module.read_text()
+        assert text.count(old) == 1, text
+        self.module.write_text(text.replace(old, new))
+
+    def cells(self) -> list[str]:
+        return ["".join(cell["source"]) for cell in json.loads(self.notebook.read_text())["cells"]]
+
+    def changed_cells(self) -> dict[int, str]:
+        """Pull; the sources of the cells that it changed. Checks that module and lecture agree afterwards."""
+        before = json.loads(self.notebook.read_text())
+        sources = self.cells()
+        assert self("build", "--pull") == 0
+        assert self("build", "--check") == 0
+        after = json.loads(self.notebook.read_text())
+        changed = {number: now for number, now in enumerate(self.cells()) if now != sources[number]}
+        for raw in (*before["cells"], *after["cells"]):
+            del raw["source"]
+        assert before == after, "something beside sources changed"
+        return changed
+
+
+@pytest.fixture
+def course(tmp_path: Path) -> Course:
+    return Course(tmp_path)
+
+
+def test_nothing_to_pull_changes_nothing(course: Course) -> None:
+    before = course.notebook.read_bytes()
+    assert course.changed_cells() == {}
+    assert course.notebook.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cell"),
+    [
+        ("return -(-tokens // BLOCK)  # unformatted", "return -(tokens // -BLOCK)  # exact", 3),
+        ("# --- helpers ---", "# --- small functions ---", 3),
+        ("LIMIT = 3", "LIMIT = BLOCK // 4", 3),
+        ('"""Free blocks."""', '"""The free blocks\n\n    of a rank.\n    """', 4),
+        ("size: int = 4", "size: int = 8  # blocks", 4),
+        ("class Pool:", "# Not thread-safe.\nclass Pool(object):", 4),
+        ("return self.free.popleft()", "block = self.free.popleft()\n        return block", 5),
+        ("# Oldest first.", "# Least recently used first.", 5),
+        ("return not self.free", "return len(self.free) == 0", 6),
+        ("pool = Pool()", "pool: Pool = Pool()", 8),
+    ],
+)
+def test_a_change_goes_to_the_cell_it_came_from(course: Course, old: str, new: str, cell: int) -> None:
+    course.edit(old, new)
+    changed = course.changed_cells()
+    assert list(changed) == [cell]
+    assert new in changed[cell]
+
+
+def test_unchanged_pieces_of_a_changed_cell_stay_as_written(course: Course) -> None:
+    course.edit("LIMIT = 3", "LIMIT = 4")
+    assert course.changed_cells()[3].endswith("return -(-tokens//BLOCK)   # unformatted")
+
+
+def test_a_late_accessor_keeps_its_way_of_naming_the_property(course: Course) -> None:
+    course.edit("self.free.clear()", "self.free = deque()")
+    assert "    @Pool.empty.setter\n" in course.changed_cells()[7]
+
+
+def test_summary_goes_to_the_quote_or_the_docstring(course: Course) -> None:
+    course.edit("Hands out blocks.", "Hands out blocks\nof equal size.")
+    assert course.changed_cells() == {0: "# Paged memory\n\n> Hands out blocks\n> of equal size."}
+    course.edit("of equal size.\n", "of equal size.\n\nA second paragraph.\n")
+    assert '#| default_exp pool\n"""Hands out blocks\nof equal size.\n\nA second' in course.changed_cells()[1]
+    course.edit("Hands out blocks\nof equal size.\n\nA second paragraph.", "Hands out.")
+    assert course.changed_cells() == {1: '#| default_exp pool\n"""Hands out."""\n\nprint(\'not exported\')'}
+
+
+def test_new_members_follow_the_member_before_them(course: Course) -> None:
+    course.edit("    def give(self,", "    def peek(self) -> int:\n        return self.free[0]\n\n    def give(self,")
+    # `take` stands where its first version stood, in cell 4.
+    assert course.changed_cells()[4].endswith("\n\n    def peek(self) -> int:\n        return self.free[0]")
+
+
+def test_new_things_of_every_kind(course: Course, capsys: pytest.CaptureFixture[str]) -> None:
+    course.edit("from collections import deque", "import math\nfrom collections import Counter, deque")
+    course.edit("LIMIT = 3\n", "LIMIT = 3\nFIRST = math.inf\n# about the last\nLAST = 2\n")
+    course.edit("    size: int = 4", "    size: int = 4\n    counts: Counter[int]")
+    course.edit("pool = Pool()", "def fill(pool: Pool) -> None:\n    pool.give(1)\n\n\npool = Pool()\npool.give(2)")
+    course.edit("    def __init__", "    # --- life ---\n\n    def __init__")
+    changed = course.changed_cells()
+    assert sorted(changed) == [2, 3, 4, 8]
+    assert "import math" in changed[2] and "from collections import Counter" in changed[2]
+    assert changed[3].startswith("#| export\nBLOCK = 16\nLIMIT = 3\nFIRST = math.inf\n# about the last\nLAST = 2\n\n#")
+    assert "    size: int = 4\n    counts: Counter[int]\n\n    # --- life ---\n\n    def __init__" in changed[4]
+    assert "def fill(pool: Pool) -> None:" in changed[4]  # it follows the class, which begins there
+    assert changed[8] == "#| export\npool = Pool()\npool.give(2)"
+    assert "cell 5: added Pool.counts after Pool.size" in capsys.readouterr().out
+
+
+def test_type_checking_and_future_imports(course: Course) -> None:
+    course.edit("from collections", "from __future__ import annotations\n\nfrom collections")
+    course.edit(
+        "import deque\n",
+        "import deque\nfrom typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from nanovllm.data.config import Config\n",
+    )
+    course.edit("def give(self, block: int)", "def give(self, block: int, config: Config | None = None)")
+    assert course.changed_cells()[2].startswith("#| export\nfrom __future__ import annotations\nfrom collections")
+    course.edit("import Config\n", "import Config\n    from nanovllm.data.request import Request\n")
+    course.edit("config: Config |", "config: Config | Request |")
+    assert "import Config\n    from nanovllm.data.request import Request\n" in course.changed_cells()[2]
+
+
+def test_removals(course: Course) -> None:
+    course.edit("    def give(self, block: int) -> None:\n        self.free.append(block)\n\n", "")
+    course.edit("    @empty.setter\n    def empty(self, value: bool) -> None:\n        self.free.clear()\n", "")
+    course.edit("LIMIT = 3\n", "")
+    course.edit("pool = Pool()\n", "")
+    changed = course.changed_cells()
+    assert changed[7] == changed[8] == "#| export"
+    assert "give" not in changed[5] and "LIMIT" not in changed[3]
+
+
+def test_a_class_goes_with_all_its_continuations(course: Course) -> None:
+    text = course.module.read_text()
+    course.module.write_text(
+        text[: text.index("class Pool")].replace("from collections import deque\n", "").rstrip() + "\n"
+    )
+    assert [number for number, source in course.changed_cells().items() if source == "#| export"] == [4, 5, 6, 7, 8]
+
+
+def test_spaces_and_first_members(course: Course) -> None:
+    course.edit("LIMIT = 3\n", "\n\nLIMIT = 3\n")
+    course.edit('    """Free blocks."""\n\n    size: int = 4\n', "    most: int = 9\n    size: int = 4\n")
+    changed = course.changed_cells()
+    assert changed[3].startswith("#| export\nBLOCK = 16\n\n\nLIMIT = 3\n")
+    assert changed[4].startswith("#| export\nclass Pool:\n    most: int = 9\n    size: int = 4\n\n    def __init__")
+    course.edit("BLOCK = 16\n\n\nLIMIT", "FIRST = 1\nBLOCK = 16\nLIMIT")
+    assert course.changed_cells()[3].startswith("#| export\nFIRST = 1\nBLOCK = 16\nLIMIT = 3\n")
+
+
+def test_an_unformatted_module_is_formatted(course: Course) -> None:
+    course.edit("LIMIT = 3", "LIMIT   =   5")
+    assert "LIMIT = 5" in course.changed_cells()[3]
+    course.edit("LIMIT = 5", "LIMIT   = 5")
+    assert course.changed_cells() == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (
+            "    # Oldest first.\n    def take(self) -> int:\n        return self.free.popleft()\n\n",
+            "",
+            "+        return self.free.pop()",
+        ),
+        ("BLOCK = 16\nLIMIT = 3\n", "LIMIT = 3\nBLOCK = 16\n", "BLOCK = 16"),
+        ("return not self.free", "return nothing", "Undefined name `nothing`"),
+        ("return not self.free", "return not not", "nanovllm/pool.py, line 35: Expected an expression"),
+        ("Built by notebooks/lecture.ipynb: ", "Built by hand: ", "Built by hand"),
+        ("self.free.append(block)", "super().__init__()", "super() without arguments"),
+    ],
+)
+def test_what_cannot_be_carried_is_told_and_nothing_is_written(
+    course: Course, capsys: pytest.CaptureFixture[str], old: str, new: str, words: str
+) -> None:
+    course.edit(old, new)
+    notebook, module = course.notebook.read_bytes(), course.module.read_bytes()
+    assert course("build", "--pull") == 1
+    assert words in capsys.readouterr().err
+    assert (notebook, module) == (course.notebook.read_bytes(), course.module.read_bytes())
+
+
+NAMES = st.sampled_from(["alpha", "beta", "gamma", "delta"])
+MEMBERS = st.lists(st.tuples(NAMES, st.integers(0, 9), st.booleans()), min_size=1, max_size=4, unique_by=lambda m: m[0])
+
+
+def members(chosen: list[tuple[str, int, bool]]) -> str:
+    comment = "    # why\n"
+    return "\n\n".join(
+        f"{comment * commented}    def {name}(self):\n        return {value}" for name, value, commented in chosen
+    )
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    parts=st.lists(MEMBERS, min_size=1, max_size=4),
+    edits=st.dictionaries(NAMES, st.integers(10, 19)),
+    new=st.booleans(),
+)
+def test_any_class_over_any_cells_makes_the_round_trip(
+    parts: list[list[tuple[str, int, bool]]], edits: dict[str, int], new: bool
+) -> None:
+    cells = ["# Title\n\n> Doc.", "#| default_exp pool", f"#| export\nclass Pool:\n{members(parts[0])}"]
+    cells += [f"#| export\n@extend\nclass Pool(Pool):\n{members(part)}" for part in parts[1:]]
+    latest = {name: value for part in parts for name, value, _ in part}
+    with tempfile.TemporaryDirectory() as folder:
+        course = Course(Path(folder), cells)
+        for name in latest.keys() & edits.keys():
+            course.edit(
+                f"def {name}(self):\n        return {latest[name]}", f"def {name}(self):\n        return {edits[name]}"
+            )
+            latest[name] = edits[name]
+        if new:
+            course.module.write_text(course.module.read_text() + "\n    def omega(self):\n        return 20\n")
+            latest["omega"] = 20
+        course.changed_cells()
+        scope: dict[str, type] = {}
+        exec(course.module.read_text(), scope)
+        pool = scope["Pool"]()
+        assert {name: getattr(pool, name)() for name in latest} == latest
+        public = [name for name in vars(scope["Pool"]) if not name.startswith("__")]
+        assert public == list(latest), "members stand in the order of their first versions"

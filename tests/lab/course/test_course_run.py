@@ -1,0 +1,180 @@
+"""Running lectures, and lectures as text."""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbformat import v4
+
+from nanovllm.lab.course.__main__ import main
+from nanovllm.lab.course.execute import normalise, without_text_chunks
+
+PLOT = """\
+import matplotlib.pyplot as plt
+
+plt.plot([1, 2], [3, 4])
+plt.show()"""
+STREAMS = "import sys\nprint('a', flush=True)\nprint('b', flush=True)\nprint(object())\nprint('e', file=sys.stderr)"
+PATHS = "import tempfile\nprint(tempfile.mkdtemp())\n{chr(i) for i in range(97, 105)}"
+TIMED = "# NBVAL_IGNORE_OUTPUT\nimport time\nprint(time.time_ns())"
+
+
+def save(root: Path, *sources: str, **metadata: Any) -> Path:
+    (root / "notebooks").mkdir(exist_ok=True)
+    (root / "pyproject.toml").touch()
+    cells = [v4.new_markdown_cell("# Title"), *map(v4.new_code_cell, sources)]
+    for number, cell in enumerate(cells):
+        cell.id = f"id-{number}"
+    path = root / "notebooks/10_first.ipynb"
+    nbformat.write(v4.new_notebook(cells=cells, metadata=metadata), path)
+    return path
+
+
+def cells_of(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["cells"]
+
+
+def test_a_second_run_changes_only_measured_cells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path, "x = 1", STREAMS, PATHS, PLOT, TIMED, gpu=True)
+    assert main(["--root", str(tmp_path), "run", "10"]) == 0
+    first = path.read_text()
+    assert main(["--root", str(tmp_path), "run"]) == 0
+    assert capsys.readouterr().out == "notebooks/10_first.ipynb: saved\n" * 2
+    cells = cells_of(path)
+    measured = cells[5]["outputs"][0]["text"]
+    assert path.read_text().replace(json.dumps(measured[0]), "") == first.replace(
+        json.dumps(json.loads(first)["cells"][5]["outputs"][0]["text"][0]), ""
+    )
+    assert [cell["id"] for cell in cells] == [f"id-{number}" for number in range(6)]
+    assert [cell["execution_count"] for cell in cells[1:]] == [1, 2, 3, 4, 5]
+    assert all(cell["metadata"] == {} for cell in cells)
+    streams = cells[2]["outputs"]
+    assert ["".join(output["text"]) for output in streams if output["name"] == "stdout"] == [
+        "a\nb\n<object object at 0x...>\n"
+    ]
+    assert cells[3]["outputs"][0]["text"] == ["<temporary file>\n"]
+    (image,) = (output["data"]["image/png"] for output in cells[4]["outputs"])
+    assert b"Software" not in base64.b64decode(image)
+    assert json.loads(first)["metadata"]["gpu"] is True
+
+
+def test_a_failing_cell_is_located_and_nothing_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path, "def half(x):\n    if x % 2:\n        raise ValueError('odd')", "x = 3\n\nhalf(x)")
+    before = path.read_bytes()
+    assert main(["--root", str(tmp_path), "run"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("notebooks/10_first.ipynb: cell 3 (In [2]), line 3: ValueError: odd\n")
+    assert "\x1b" not in message
+    assert path.read_bytes() == before
+
+
+def test_a_cell_that_takes_too_long_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, "import time\ntime.sleep(30)")
+    assert main(["--root", str(tmp_path), "run", "--timeout", "1"]) == 1
+    assert "cell 2 (In [1]): took longer than 1 s" in capsys.readouterr().err
+
+
+def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> None:
+    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}}
+    error = v4.new_output("error", ename="E", evalue="at 0x7f0123456789", traceback=[f"{tmp_path}/nanovllm/a.py"])
+    cell = v4.new_code_cell("x", outputs=[v4.new_output("display_data", dict(view)), error], execution_count=9)
+    cell.outputs.append(v4.new_output("execute_result", {**view, "text/plain": "HTML()"}, execution_count=9))
+    cell.metadata.update(execution={"iopub.status.idle": "2024"}, tags=["keep"])
+    notebook = v4.new_notebook(cells=[cell], metadata={"widgets": {}, "jupytext": {}, "gpu": True})
+    normalise(notebook, tmp_path)
+    assert cell.metadata == {"tags": ["keep"]}
+    assert [output.output_type for output in cell.outputs] == ["error", "execute_result"]
+    assert cell.outputs[0].evalue == "at 0x..." and cell.outputs[0].traceback == ["nanovllm/a.py"]
+    assert cell.outputs[1].data == {"text/plain": "HTML()"} and cell.outputs[1].execution_count == 1
+    assert set(notebook.metadata) == {"gpu", "kernelspec", "language_info"}
+    once = nbformat.writes(notebook)
+    assert nbformat.writes(normalise(notebook, tmp_path)) == once
+
+
+def test_png_without_text_is_the_same_picture() -> None:
+    import io
+
+    from PIL import Image, PngImagePlugin
+
+    info = PngImagePlugin.PngInfo()
+    info.add_text("Software", "version 1")
+    plain, dated = io.BytesIO(), io.BytesIO()
+    picture = Image.new("RGB", (3, 2), (1, 2, 3))
+    picture.save(plain, "png")
+    picture.save(dated, "png", pnginfo=info)
+    assert dated.getvalue() != plain.getvalue() == without_text_chunks(dated.getvalue())
+    assert without_text_chunks(b"GIF89a") == b"GIF89a"
+
+
+def test_text_round_trip_keeps_ids_and_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save(tmp_path, "#| export\nx = 1", "print(x)", "y = 2", gpu=True)
+    notebook = nbformat.read(path, 4)
+    for cell in notebook.cells[1:]:
+        cell.outputs = [v4.new_output("stream", text="kept\n")]
+    nbformat.write(normalise(notebook, tmp_path), path)
+    before = path.read_text()
+    text = tmp_path / "10_first.py"
+    command = ["--root", str(tmp_path), "text"]
+    assert main([*command, "10", "--output", str(text)]) == 0
+    assert main([*command, "10_first"]) == 0
+    assert (
+        capsys.readouterr().out
+        == text.read_text()
+        == ("# %% [markdown]\n# # Title\n\n# %%\n#| export\nx = 1\n\n# %%\nprint(x)\n\n# %%\ny = 2\n")
+    )
+    assert main([*command, "--update", str(text)]) == 0
+    assert path.read_text() == before, capsys.readouterr().out
+    assert main([*command, "10", "--update", str(text)]) == 0
+    assert [lecture.name for lecture in path.parent.iterdir()] == [path.name], "10 is the beginning of a name"
+
+    text.write_text(text.read_text().replace("print(x)", "print(x + 1)").replace("# %%\ny", "# %%\nz = 3\n\n# %%\ny"))
+    assert main([*command, "--update", str(text)]) == 0
+    cells = cells_of(path)
+    assert [cell["source"] for cell in cells[1:]] == [["#| export\n", "x = 1"], ["print(x + 1)"], ["z = 3"], ["y = 2"]]
+    assert [cell["id"] for cell in cells[:3]] == ["id-0", "id-1", "id-2"] and cells[4]["id"] == "id-3"
+    assert [bool(cell["outputs"]) for cell in cells[1:]] == [True, False, False, True]
+    assert json.loads(path.read_text())["metadata"]["gpu"] is True
+
+
+def test_text_makes_a_lecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path)
+    text = tmp_path / "11_second.py"
+    text.write_text(
+        "# %% [markdown]\n# # Second\n#\n# > Doc.\n\n# %%\n#| default_exp second\n\n# %%\n#| export\nx = 1\n"
+    )
+    command = ["--root", str(tmp_path), "text"]
+    assert main([*command, "--update", str(text)]) == 0
+    path = tmp_path / "notebooks/11_second.ipynb"
+    made = path.read_text()
+    path.unlink()
+    assert main([*command, "--update", str(text)]) == 0
+    assert path.read_text() == made, "new ids follow from the sources"
+    assert main(["--root", str(tmp_path), "build"]) == 0
+    assert (tmp_path / "nanovllm/second.py").read_text().endswith("x = 1\n")
+    assert main(command) == 1
+    text.write_text("")
+    assert main([*command, "--update", str(text)]) == 1
+    assert "no cells" in capsys.readouterr().err
+
+
+def test_the_engine_does_not_import_the_course() -> None:
+    package = Path(__file__).parents[3] / "nanovllm"
+    modules = [path for path in package.rglob("*.py") if path.parent.name != "course"]
+    assert modules
+    for path in modules:
+        assert (
+            "nanovllm.lab.course import" not in path.read_text()
+            and "import nanovllm.lab.course" not in path.read_text()
+        ), path
+
+
+def test_building_does_not_load_the_notebook_machinery() -> None:
+    code = "import sys, nanovllm.lab.course.__main__; print({'nbclient', 'nbformat', 'jupytext'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -1,0 +1,545 @@
+"""CUDA graphs without a GPU: a double that repeats recorded work on the very same addresses, and refuses any other."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import pathlib
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+from nbformat import v4
+from torch import Tensor
+
+import nanovllm.runner.cuda_graphs
+import nanovllm.runner.runner
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import AttentionMetadata
+from nanovllm.attention.cpu import CpuBackend
+from nanovllm.attention.torch import TorchBackend
+from nanovllm.data.config import EngineConfig
+from nanovllm.lab.course.__main__ import main as course_main
+from nanovllm.models.config import ModelConfig
+from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, graph_maker, ladder
+from nanovllm.runner.runner import ModelRunner
+from nanovllm.scheduler.scheduler import Schedule, ScheduledRequest
+from tests.oracle import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+# ---------------------------------------------------------------- the ladder
+
+
+@pytest.mark.parametrize("most", [*range(1, 70), 100, 256, 257, 300, 512, 1000, 4096])
+def test_ladder(most: int) -> None:
+    sizes = ladder(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    for num_seqs in range(1, most + 1):
+        size = next(size for size in sizes if size >= num_seqs)
+        assert size - num_seqs < max(8, num_seqs / 16), "too much padding"
+
+
+def test_ladder_is_that_of_vllm() -> None:
+    assert ladder(512) == [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    assert ladder(13) == [1, 2, 4, 8, 13]
+    assert len(ladder(100_000)) < 250
+
+
+def test_the_smallest_that_is_large_enough() -> None:
+    recorded: list[Any] = []
+
+    class Listed:
+        def __init__(self) -> None:
+            self.result = torch.zeros(0)
+
+        def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+            recorded.append((len(work()), pool))
+            return "pool"
+
+        def replay(self) -> None:
+            recorded.append("replayed")
+
+    graphs = DecodeGraphs(Listed)
+    for size in (13, 8, 4):
+        graphs.capture(size, torch.zeros)
+    assert recorded == [(13, None), (8, "pool"), (4, "pool")], "all share the memory of the first"
+    assert [graphs.size_for(n) for n in (1, 4, 5, 8, 9, 13)] == [4, 4, 8, 8, 13, 13]
+    graphs.replay(8)
+    assert recorded[-1] == "replayed"
+
+
+# ---------------------------------------------------------------- the double
+
+
+class Watched:
+    """A backend that a graph may record, since what it reads of lengths it reads when it runs. It notes all that a GPU's
+    kernels would be given: addresses, shapes and strides."""
+
+    supports_graphs = True
+    launches: list[Any]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, *rest: Any, **options: Any
+    ) -> Tensor:  # fmt: skip
+        inputs = (metadata.query_start_loc, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping)
+        for tensor in (kv_cache, *inputs):
+            self.launches.append((tensor.data_ptr(), tensor.shape, tensor.stride()))
+        self.launches.append((metadata.max_query_len, metadata.max_seq_len))
+        return super().forward(q, k, v, kv_cache, metadata, *rest, **options)  # type: ignore[misc]
+
+
+class WatchedTorch(Watched, TorchBackend):
+    """An empty context gives zeros here, as in the Triton kernels."""
+
+
+class WatchedCpu(Watched, CpuBackend):
+    """The compiled loops refuse a query without a context, so each padding row sees one key of block 0."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, *rest: Any, **options: Any) -> Tensor:  # fmt: skip
+        seq_lens, tables = metadata.seq_lens, metadata.block_tables
+        padding = seq_lens == 0
+        seq_lens[padding], tables[padding] = 1, 0
+        out = super().forward(q, k, v, kv_cache, metadata, *rest, **options)
+        seq_lens[padding] = 0
+        return out
+
+
+class Recording:
+    """A graph on the CPU. Between its replays its result is spoiled, so that nobody lives on an old one."""
+
+    made: list[Recording]
+    launches: list[Any]
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.num_replays = 0
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+        self.work = work
+        self.result = work()
+        self.launches.clear()
+        work()
+        self.recorded = list(self.launches)
+        self.result.fill_(float("nan"))
+        return pool or object()
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self.result.fill_(float("nan"))
+        self.launches.clear()
+        again = self.work()
+        assert again.data_ptr() == self.result.data_ptr() and again.shape == self.result.shape
+        assert self.launches == self.recorded, "a graph would have read elsewhere"
+
+
+@pytest.fixture(params=[WatchedTorch, WatchedCpu])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type[Recording]:
+    """From here on, runners record graphs, as on a GPU."""
+    monkeypatch.setattr(Watched, "launches", [], raising=False)
+    monkeypatch.setattr(Recording, "launches", Watched.launches, raising=False)
+    monkeypatch.setattr(Recording, "made", [], raising=False)
+    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *arguments, **options: request.param())
+    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda _, __, eager: None if eager else Recording)
+    return Recording
+
+
+def watch_inputs(runner: ModelRunner) -> None:
+    """Note the addresses of token ids and positions, too."""
+    forward = runner.model.forward
+
+    def watched(input_ids: Tensor, positions: Tensor, *others: Any) -> Any:
+        Watched.launches += [(t.data_ptr(), t.shape) for t in (input_ids, positions)]
+        return forward(input_ids, positions, *others)
+
+    runner.model.forward = watched  # type: ignore[method-assign]
+
+
+def make_llm(folder: pathlib.Path, **options: Any) -> LLM:
+    llm = LLM(
+        str(folder),
+        **{"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 24, "max_num_seqs": 13, "max_model_len": 64}
+        | {"num_kv_blocks": 256, "check_invariants": True} | options,
+    )  # fmt: skip
+    return llm
+
+
+def make_prompts(count: int, shared: int = 0) -> list[list[int]]:
+    return [
+        [7 * i % 300 + 3 for i in range(shared)] + [(i * i + 11 * n) % 300 + 3 for i in range(1 + 5 * n % 17)]
+        for n in range(count)
+    ]
+
+
+def serve(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def same_caches(llm: LLM, other: LLM) -> bool:
+    """Whether both have computed the same keys and values into the same slots, and nothing anywhere else."""
+    caches, others = llm.engine.core.runner.kv_caches, other.engine.core.runner.kv_caches
+    return all(torch.allclose(a, b, atol=1e-4) for a, b in zip(caches, others, strict=True))
+
+
+# ---------------------------------------------------------------- the engine with graphs
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 13, 20])
+def test_same_tokens_and_same_cache_as_without(folder, graphs, count) -> None:
+    """With batches of every size, as requests come and end; 13 is no rung but the last."""
+    prompts = make_prompts(count)
+    params = [SamplingParams(temperature=0, max_tokens=3 + 4 * n % 19, ignore_eos=True) for n in range(count)]
+    eager, llm = make_llm(folder, enforce_eager=True), make_llm(folder)
+    assert serve(llm, prompts, params) == serve(eager, prompts, params)
+    assert same_caches(llm, eager)
+    assert eager.engine.core.runner.graphs is None and llm.engine.core.runner.graphs is not None
+    assert llm.engine.core.runner.graphs.sizes == [1, 2, 4, 8, 13]
+    assert sum(graph.num_replays for graph in graphs.made) > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_blocks": 28},
+        {"num_kv_blocks": 28, "preemption_mode": "swap", "swap_space": 0.001},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+        {"batching_policy": "prefill_first", "max_num_batched_tokens": 64},
+        {"max_num_seqs": 7, "block_size": 1},
+    ],
+)
+def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
+    """Twice the same prompts, which begin alike: the second time, most of them is found in the cache."""
+    eager, llm = make_llm(folder, enforce_eager=True, **options), make_llm(folder, **options)
+    prompts = make_prompts(11, shared=9)
+    for _ in range(2):
+        assert serve(llm, prompts) == serve(eager, prompts)
+        assert same_caches(llm, eager)
+    stats = llm.engine.core.stats
+    assert stats == eager.engine.core.stats and stats.num_hit_tokens > 0
+    assert stats.num_preemptions > 0 or options.get("num_kv_blocks") != 28
+
+
+def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) -> None:
+    llm = make_llm(folder)
+    runner = llm.engine.core.runner
+    steps, forwards = [], []
+    build, forward = runner.build_batch, runner._forward
+
+    def noted(batch: Any) -> Tensor:
+        before = [graph.num_replays for graph in graphs.made]
+        hidden = forward(batch)
+        after = [graph.num_replays for graph in graphs.made]
+        sizes = reversed(runner.graphs.sizes)  # recorded from the largest down
+        forwards.append([size for size, a, b in zip(sizes, before, after, strict=True) if a != b])
+        assert len(hidden) == batch.num_scheduled.sum() and hidden.isfinite().all()
+        return hidden
+
+    monkeypatch.setattr(runner, "build_batch", lambda schedule: steps.append(build(schedule)) or steps[-1])
+    monkeypatch.setattr(runner, "_forward", noted)
+    params = [SamplingParams(temperature=0, max_tokens=12 + n, ignore_eos=True) for n in range(13)]
+    serve(llm, make_prompts(13), params)
+    chosen = set()
+    for batch, replayed in zip(steps, forwards, strict=True):
+        n = len(batch.rows)
+        if (batch.num_scheduled == 1).all():
+            size = min(size for size in (1, 2, 4, 8, 13) if size >= n)
+            assert replayed == [size] == [batch.graph_size] and len(batch.input_ids) == size
+            chosen.add((n, size))
+        else:
+            assert replayed == [] and batch.graph_size == 0
+    assert {(13, 13), (8, 8), (5, 8), (3, 4), (1, 1)} <= chosen
+    assert any(not replayed for replayed in forwards), "no step was mixed"
+
+
+def test_other_outputs_of_a_step(folder, graphs) -> None:
+    """Log-probabilities, and prompts of one token, which are read by a decode step."""
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True)
+    prompts = [[5], [6], [7, 8, 9], [10]]
+    both = [
+        make_llm(folder, **options).generate(prompts, params, use_tqdm=False)
+        for options in ({}, {"enforce_eager": True})
+    ]
+    for mine, other in zip(*both, strict=True):
+        assert mine.outputs[0].token_ids == other.outputs[0].token_ids
+        for a, b in zip(mine.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert a.keys() == b.keys()
+            assert all(a[token].logprob == pytest.approx(b[token].logprob, abs=1e-3) for token in a)
+        assert len(mine.prompt_logprobs) == len(other.prompt_logprobs)
+
+
+def test_budget_below_the_number_of_requests(folder, graphs) -> None:
+    """Then a step has fewer requests than may run."""
+    config = EngineConfig(dtype="float32", max_num_seqs=3000)
+    config.settle(256, 4)
+    runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
+    assert runner._graph_sizes()[-1] == 2048
+
+
+# ---------------------------------------------------------------- padding
+
+
+def padded_runner(folder: pathlib.Path) -> ModelRunner:
+    config = EngineConfig(dtype="float32", max_num_seqs=6, block_size=4, max_num_batched_tokens=16)
+    config.settle(64, 32)
+    runner = ModelRunner(config, ModelConfig.from_pretrained(folder), folder)
+    runner.allocate(32)
+    watch_inputs(runner)
+    assert runner.make_graph is not None
+    runner.graphs = runner._capture_graphs()
+    return runner
+
+
+def step(runner: ModelRunner, *parts: tuple[str, int, list[int], list[int]]) -> Schedule:
+    """Of each request: its name, where it begins, its new tokens and blocks."""
+    known = runner.rows.row_of
+    return Schedule(
+        [
+            ScheduledRequest(name, start, len(tokens), tokens, blocks, *(() if name in known else (GREEDY, len(tokens))))
+            for name, start, tokens, blocks in parts
+        ]
+    )  # fmt: skip
+
+
+def test_padding_after_a_larger_step(folder, graphs) -> None:
+    """What the larger step left behind is overwritten, in every buffer that padding rows read."""
+    runner = padded_runner(folder)
+    wide = [(name, 0, [9 + i, 8, 7], [2 * i + 1]) for i, name in enumerate("ABCDE")]
+    runner.execute(step(runner, *wide))
+    before = [cache.clone() for cache in runner.kv_caches]
+    plan = step(runner, ("A", 3, [50], []), ("B", 3, [51], []), ("C", 3, [52], []))
+    result = runner.execute(plan)
+    assert set(result.sampled) == {"A", "B", "C"}
+    ids, places, metadata = runner._inputs(4, 4, 1, 4)
+    assert ids.tolist() == [50, 51, 52, 0] and places.tolist() == [3, 3, 3, 0]
+    assert metadata.slot_mapping.tolist() == [1 * 4 + 3, 3 * 4 + 3, 5 * 4 + 3, -1]
+    assert metadata.seq_lens.tolist() == [4, 4, 4, 0]
+    assert metadata.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    written = [1, 3, 5]
+    for cache, old in zip(runner.kv_caches, before, strict=True):
+        others = [block for block in range(len(cache)) if block not in written]
+        assert torch.equal(cache[others], old[others]), "padding was written"
+        assert not torch.equal(cache[written], old[written])
+
+
+def break_slots(runner: ModelRunner, first: int, end: int) -> None:
+    slots = runner._slot_mapping.array[first:end].copy()
+    INTACT(runner, first, end)
+    runner._slot_mapping.array[first:end] = slots
+
+
+def break_starts(runner: ModelRunner, first: int, end: int) -> None:
+    starts = runner._query_start_loc.array[first + 1 : end + 1].copy()
+    INTACT(runner, first, end)
+    runner._query_start_loc.array[first + 1 : end + 1] = starts[::-1]
+
+
+def break_first_row(runner: ModelRunner, first: int, end: int) -> None:
+    INTACT(runner, max(0, first - 1), end)
+
+
+INTACT = ModelRunner._pad
+
+
+@pytest.mark.parametrize("mistake", [break_slots, break_starts, break_first_row])
+def test_mistakes_in_padding_are_seen(folder, graphs, monkeypatch, mistake) -> None:
+    """What the tests above compare does differ if padding is wrong."""
+    eager = make_llm(folder, enforce_eager=True)
+    monkeypatch.setattr(ModelRunner, "_pad", mistake)
+    params = [SamplingParams(temperature=0, max_tokens=3 + n, ignore_eos=True) for n in range(13)]
+    expected = serve(eager, make_prompts(13), params)
+    try:
+        llm = make_llm(folder)
+        different = serve(llm, make_prompts(13), params) != expected or not same_caches(llm, eager)
+    except (IndexError, RuntimeError):  # the backend noticed
+        different = True
+    assert different
+
+
+def test_a_buffer_made_anew_is_seen(folder, graphs) -> None:
+    runner = padded_runner(folder)
+    runner.execute(step(runner, ("A", 0, [9, 8, 7], [1])))
+    runner.execute(step(runner, ("A", 3, [6], [])))
+    # The old ones stay alive, as on a GPU, where the graph would go on reading them.
+    old = runner._input_ids, runner._slot_mapping
+    runner._make_buffers(16, 16)
+    with pytest.raises(AssertionError, match="would have read elsewhere"):
+        runner.execute(step(runner, ("A", 4, [5], [2])))
+    assert old[0].array.ctypes.data != runner._input_ids.array.ctypes.data
+
+
+# ---------------------------------------------------------------- when there are graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "eager", "warned"),
+    [
+        ("cpu", TorchBackend(), False, False),
+        ("cpu", WatchedTorch(), False, False),
+        ("cuda", WatchedTorch(), True, False),
+        ("cuda", TorchBackend(), True, False),
+        ("cuda", TorchBackend(), False, True),
+    ],
+)
+def test_no_graphs(caplog, device, backend, eager, warned) -> None:
+    assert graph_maker(torch.device(device), backend, eager) is None
+    assert ("no CUDA graphs" in caplog.text and "backend 'torch'" in caplog.text) == warned
+    assert len(caplog.records) == warned
+
+
+def test_backends_that_say_so() -> None:
+    triton = pytest.importorskip("nanovllm.attention.triton")
+    assert triton.TritonBackend.supports_graphs
+    assert not hasattr(TorchBackend, "supports_graphs") and not hasattr(CpuBackend, "supports_graphs")
+
+
+def test_what_is_asked_of_cuda(monkeypatch) -> None:
+    """Work is done once on the stream that records, and then recorded, in the memory of the first graph."""
+    events: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = str(name)
+
+        def wait_stream(self, other: Stream) -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Handle:
+        def pool(self) -> str:
+            return "pool"
+
+        def replay(self) -> None:
+            events.append("replay")
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Any:
+        events.append(f"on {stream.name}")
+        yield
+
+    @contextlib.contextmanager
+    def recording(graph: Handle, pool: Any, stream: Stream) -> Any:
+        events.append(f"record on {stream.name} in {pool}")
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Handle)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    make_graph = graph_maker(torch.device("cuda"), WatchedTorch(), False)
+    assert make_graph is not None
+    graphs = DecodeGraphs(make_graph)
+    for size in (2, 1):
+        graphs.capture(size, lambda size: events.append(f"work {size}") or torch.zeros(size))
+    graphs.replay(2)
+    rounds = [
+        [
+            "cuda waits for main", "on cuda", f"work {size}", "main waits for cuda",
+            f"record on cuda in {pool}", f"work {size}",
+        ]
+        for size, pool in ((2, None), (1, "pool"))
+    ]  # fmt: skip
+    assert events == [*rounds[0], *rounds[1], "replay"]
+    assert isinstance(make_graph(), CudaGraph)
+
+
+@pytest.mark.parametrize("flags", [[], ["--enforce-eager"], ["--no-enforce-eager"]])
+def test_flag(flags: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    EngineConfig.add_arguments(parser)
+    config = EngineConfig.from_arguments(parser.parse_args(flags))
+    assert config.enforce_eager is (flags == ["--enforce-eager"])
+    with pytest.raises(ValueError, match="enforce_eager must be True or False"):
+        EngineConfig(enforce_eager="yes")  # type: ignore[arg-type]
+
+
+def test_option_of_llm(folder, graphs) -> None:
+    llm = make_llm(folder, enforce_eager=True)
+    serve(llm, make_prompts(2))
+    assert graphs.made == [] and llm.engine.core.runner.graphs is None
+
+
+# ---------------------------------------------------------------- cells of lectures that need a GPU
+
+
+@pytest.fixture
+def lecture(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A lecture whose second cell needs a GPU, and put out something when it last had one."""
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    sources = ("x = 1", "raise SystemError('no GPU')", "print(x + 1)")
+    cells = [v4.new_code_cell(source, execution_count=i) for i, source in enumerate(sources, start=1)]
+    cells[1].metadata["tags"] = ["gpu"]
+    for cell, text in zip(cells[1:], ("42 kernels\n", "2\n"), strict=True):
+        cell.outputs = [v4.new_output("stream", text=text)]
+    path = tmp_path / "notebooks/10_gpu.ipynb"
+    nbformat.write(v4.new_notebook(cells=cells), path)
+    return path
+
+
+def test_gpu_cells_keep_their_outputs_without_a_gpu(lecture, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for _ in range(2):
+        assert course_main(["--root", str(lecture.parents[1]), "run"]) == 0
+        cells = nbformat.read(lecture, 4).cells
+        assert [[o.text for o in cell.outputs] for cell in cells] == [[], ["42 kernels\n"], ["2\n"]]
+        assert [cell.execution_count for cell in cells] == [1, 2, 3]
+    assert capsys.readouterr().out.split("\n")[1].endswith("unchanged")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert course_main(["--root", str(lecture.parents[1]), "run"]) == 1
+    assert "cell 2 (In [2])" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_gpu_cells_are_reported_as_skipped(lecture, available) -> None:
+    course = pathlib.Path(nanovllm.__file__).parents[1] / "notebooks/conftest.py"
+    # What the real conftest does, with another answer to its question.
+    answer = f"import torch\n\ntorch.cuda.is_available = lambda: {available}\n"
+    (lecture.parent / "conftest.py").write_text(course.read_text().replace("import torch\n", answer))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", "-rs"]
+    done = subprocess.run([*command, str(lecture)], capture_output=True, text=True, cwd=lecture.parent)
+    if available:
+        assert done.returncode == 1 and "1 failed, 2 passed" in done.stdout and "no GPU" in done.stdout
+    else:
+        assert done.returncode == 0, done.stdout
+        assert "2 passed, 1 skipped" in done.stdout and "needs a GPU" in done.stdout
+
+
+class Forgetful:
+    """A graph that keeps nothing of what it records, as one on a GPU."""
+
+    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
+        work()
+        return pool
+
+    def replay(self) -> None:
+        raise AssertionError("nobody replays it")
+
+
+def test_an_engine_with_graphs_gives_its_memory_back_at_once(folder, monkeypatch) -> None:
+    """A cycle through the graphs would keep a GPU full until the garbage collector comes by, which the next engine
+    does not wait for."""
+    monkeypatch.setattr(Watched, "launches", [], raising=False)
+    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *arguments, **options: WatchedTorch())
+    monkeypatch.setattr(nanovllm.runner.runner, "graph_maker", lambda *arguments: Forgetful)
+    llm = make_llm(folder)
+    runner = weakref.ref(llm.engine.core.runner)
+    assert llm.engine.core.runner.graphs is not None
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert runner() is None
+    finally:
+        gc.enable()

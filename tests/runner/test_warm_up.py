@@ -1,0 +1,65 @@
+"""Before it serves, an engine on a GPU has every attention kernel compiled that its batches will launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import nanovllm.runner.runner
+from nanovllm import LLM, SamplingParams, ops
+from nanovllm.attention import triton as attention
+from nanovllm.attention.torch import TorchBackend
+from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.lab.kernel_compiler import TARGETS, record_launches, specialise
+from nanovllm.ops.triton_support import is_interpreted
+from tests.oracle import make_checkpoint
+
+if is_interpreted():
+    pytest.skip("nothing is compiled", allow_module_level=True)
+
+
+class Noted(TritonBackend):
+    """Notes in which specialisation its kernels would be compiled; plain torch computes."""
+
+    seen: set[Any]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any, rotary: Any = None, soft_cap: float = 0.0) -> Tensor:  # fmt: skip
+        def launch() -> Tensor:
+            return super(Noted, self).forward(q, k, v, kv_cache, metadata, *rest, soft_cap=soft_cap, rotary=rotary)
+
+        for recorded in record_launches(launch):
+            source, options = specialise(recorded, TARGETS["sm_90"])
+            self.seen.add((recorded.function.__name__, source.hash(), options.hash()))
+        if not metadata.seq_lens.all():
+            return torch.zeros_like(q)  # padding
+        q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
+        return TorchBackend().forward(q, k, v, kv_cache, metadata, *rest, soft_cap=soft_cap)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_what_is_served_was_warmed_up(variant: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Noted, "seen", set(), raising=False)
+    monkeypatch.setattr(attention, "SHORT_CONTEXT", 64)  # the tiny model has no long contexts
+    backend = Noted(Hardware(6, 227 * 1024))
+    monkeypatch.setattr(nanovllm.runner.runner, "get_backend", lambda *_, **__: backend)
+    llm = LLM(
+        str(make_checkpoint(tmp_path, variant)), device="cpu", dtype="bfloat16", num_kv_blocks=512, max_num_seqs=13,
+        max_num_batched_tokens=160,
+    )  # fmt: skip
+    llm.engine.core.runner._warm_up()
+    warm = set(Noted.seen)
+    Noted.seen.clear()
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    for count in (1, 3, 13):
+        lengths = [1, 2, 9, 17, 40, 150, 240, 3, 33, 65, 5, 100, 12][:count]
+        prompts = [{"prompt_token_ids": [3 + (i * 7 + j) % 300 for j in range(n)]} for i, n in enumerate(lengths)]
+        llm.generate(prompts, params, use_tqdm=False)
+    llm.generate({"prompt_token_ids": [5] * 245}, params, use_tqdm=False)
+    names = {name for name, *_ in Noted.seen}
+    assert names == {"write_kv_kernel", "decode_attention_kernel", "combine_kernel", "mixed_attention_kernel"}
+    assert Noted.seen <= warm, f"{len(Noted.seen - warm)} kernels would be compiled in mid-serving"

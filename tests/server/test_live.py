@@ -1,0 +1,684 @@
+"""Looking on while the engine works, and looking back: the stream of a server, the page, recorded traces."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from starlette.testclient import TestClient
+
+from nanovllm import SamplingParams
+from nanovllm.cli import main as cli
+from nanovllm.cli import trace as trace_cli
+from nanovllm.cli.main import main
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import CompletionOutput, RequestOutput
+from nanovllm.data.request import EngineRequest
+from nanovllm.engine.async_engine import AsyncEngine
+from nanovllm.engine.process import Report
+from nanovllm.lab.viz import SimulatedRequest, simulate
+from nanovllm.lab.viz.animation.animate import VIEWS
+from nanovllm.lab.viz.data import pool_states
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.server import page
+from nanovllm.trace import stream as step_stream
+from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line, parse_header
+from nanovllm.trace.stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
+from nanovllm.trace.trace import Snapshot, StepRecord, Trace
+from tests.server_process import ServerProcess, wait_until
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+class Viewer:
+    """Reads a stream as it comes, from an engine in this process."""
+
+    def __init__(self, engine: AsyncEngine, rank: int = 0) -> None:
+        self.stream = engine.watch(rank)
+        self.raw = b""
+        self.trace = Trace()
+        self._decoder: TraceDecoder | None = None
+
+    async def read_until(self, is_enough: Any) -> None:
+        """Read on until a record is enough."""
+        async with asyncio.timeout(30):
+            while not any(map(is_enough, self.trace.steps)):
+                self.take(await anext(self.stream))
+
+    def take(self, chunk: bytes) -> None:
+        assert chunk.endswith(b"\n"), "a chunk ends where a line ends"
+        self.raw += chunk
+        for line in chunk.splitlines():
+            if self._decoder is None:
+                self.trace.settings = parse_header(line, "the stream")
+                self._decoder = TraceDecoder(self.trace.settings)
+            else:
+                self.trace.steps.append(self._decoder.decode(line))
+
+
+def ends(*request_ids: str) -> Any:
+    return lambda step: set(request_ids) <= step.finished.keys()
+
+
+async def answer(engine: AsyncEngine, prompt: Any, request_id: str, params: SamplingParams = GREEDY) -> str:
+    return "".join([output.outputs[0].text async for output in engine.generate(prompt, params, request_id)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
+    """An engine that shows no text."""
+    config = EngineConfig(str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64)
+    running = await AsyncEngine.start(config)
+    yield running
+    await running.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def open_engine(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
+    """An engine that shows text, under the name "tiny"."""
+    config = EngineConfig(
+        str(tiny_model), served_model_name="tiny", attention_backend="torch", dtype="float32", num_kv_blocks=64,
+        async_scheduling=True,
+    )  # fmt: skip
+    running = await AsyncEngine.start(config, show_text=True)
+    yield running
+    await running.shutdown()
+
+
+# ---------------------------------------------------------------- the stream
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_viewer_sees_every_step_and_no_text(engine: AsyncEngine) -> None:
+    viewer = Viewer(engine)
+    await viewer.read_until(lambda step: step.snapshot is not None)  # at once, although nothing happens
+    assert viewer.trace.settings["live"] is True and viewer.trace.settings["num_blocks"] == 64
+    text = await answer(engine, "a secret of mine", "seen")
+    await viewer.read_until(ends("seen"))
+    first, *steps = viewer.trace.steps
+    assert not first.requests and not first.snapshot.tables
+    assert [share.request_id for step in steps for share in step.requests] == ["seen"] * len(steps)
+    assert sum(step.num_tokens for step in steps) == len("a secret of mine") + 12 - 1
+    assert {token for s in steps for share in s.requests for token in share.sampled} == {HIDDEN_TOKEN}
+    assert text and not any(step.text or step.prompts for step in steps)
+    for secret in ("secret", text, json.dumps(text)[1:-1]):
+        assert secret.encode() not in viewer.raw
+    *_, last = pool_states(viewer.trace)
+    assert last.tables  # the last step's blocks are given up when the next one is planned
+    viewer.stream.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_nothing_is_recorded_unless_somebody_looks(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[Report] = []
+    take = engine._take
+
+    def noting(report: Report) -> None:
+        reports.append(report)
+        take(report)
+
+    monkeypatch.setattr(engine, "_take", noting)
+    await answer(engine, "unseen", "alone")
+    assert reports and not any(report.steps for report in reports)
+    viewers = [Viewer(engine), Viewer(engine)]
+    await answer(engine, "seen", "together")
+    for viewer in viewers:
+        await viewer.read_until(ends("together"))
+    viewers[0].stream.close()
+    viewers[0].stream.close()  # twice is as good as once
+    await answer(engine, "seen", "still")
+    await viewers[1].read_until(ends("still"))
+    assert not any(map(ends("still"), viewers[0].trace.steps))
+    viewers[1].stream.close()
+    assert engine.broadcasts[0].num_watching == 0
+    await answer(engine, "unseen", "last")  # the order to stop is carried out before this one is taken
+    await answer(engine, "unseen", "very last")
+    del reports[:]
+    await answer(engine, "unseen", "alone again")
+    assert reports and not any(report.steps for report in reports)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_who_comes_late_starts_at_a_snapshot(engine: AsyncEngine) -> None:
+    early = Viewer(engine)
+    long = GREEDY.clone(max_tokens=150)
+    task = asyncio.create_task(answer(engine, "a long story", "long", long))
+    await early.read_until(lambda step: bool(step.requests))
+    late = Viewer(engine)
+    await late.read_until(ends("long"))
+    await early.read_until(ends("long"))
+    await task
+    first = late.trace.steps[0]
+    assert first.snapshot is not None and list(first.snapshot.tables) == ["long"]
+    assert first.snapshot.prompt_lens == {"long": len("a long story")} and "long" not in first.arrived
+    states = {r.step: s for r, s in zip(early.trace, pool_states(early.trace), strict=True) if r.requests}
+    shared = [(r, s) for r, s in zip(late.trace, pool_states(late.trace), strict=True) if r.requests]
+    assert len(shared) > 5
+    for record, state in shared:
+        assert state.tables == states[record.step].tables and state.num_tokens == states[record.step].num_tokens
+    for viewer in (early, late):
+        viewer.stream.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_with_show_text_everybody_can_read(open_engine: AsyncEngine) -> None:
+    engine = open_engine
+    early = Viewer(engine)
+    await early.read_until(lambda step: step.snapshot is not None)
+    assert early.trace.settings["model"] == "tiny"
+    long = GREEDY.clone(max_tokens=120, n=2, temperature=1.0, seed=3)
+    ids = [5, 6, 7, 300]
+
+    async def both() -> list[str]:
+        texts = ["", ""]
+        async for output in engine.generate({"prompt_token_ids": ids}, long, "two"):
+            for piece in output.outputs:
+                texts[piece.index] += piece.text
+        return texts
+
+    task = asyncio.create_task(both())
+    await early.read_until(lambda step: bool(step.text))
+    late = Viewer(engine)
+    await late.read_until(ends("two-0", "two-1"))
+    await early.read_until(ends("two-0", "two-1"))
+    texts = await task
+    prompt = engine.tokenizer.decode(ids, skip_special_tokens=False)
+    for viewer in (early, late):
+        said = {f"two-{i}": "" for i in range(2)}
+        for step in viewer.trace:
+            for request_id, text in step.text.items():
+                said[request_id] += text
+        assert list(said.values()) == texts, "who comes late gets what has been said so far"
+        prompts: dict[str, str] = {}
+        for step in viewer.trace:
+            prompts |= step.prompts
+        assert prompts == {"two-0": prompt, "two-1": prompt}
+        assert all(token >= 0 for s in viewer.trace for share in s.requests for token in share.sampled)
+        viewer.stream.close()
+    assert any(step.text for step in late.trace.steps[1:])
+    texts_kept = engine.broadcasts[0].texts
+    assert texts_kept is not None
+    await answer(engine, "nobody looks", "unseen")
+    assert not any((texts_kept._prompts, texts_kept._said, texts_kept._new, texts_kept._sequence_ids))
+
+
+# ---------------------------------------------------------------- several engines
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def two_engines(tiny_model: pathlib.Path) -> AsyncIterator[AsyncEngine]:
+    """Data parallelism; the engines show text."""
+    config = EngineConfig(
+        str(tiny_model), attention_backend="torch", dtype="float32", num_kv_blocks=64, device="cpu",
+        data_parallel_size=2,
+    )  # fmt: skip
+    running = await AsyncEngine.start(config, show_text=True)
+    yield running
+    await running.shutdown()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_each_of_several_engines_shows_what_it_computes(two_engines: AsyncEngine) -> None:
+    viewers = [Viewer(two_engines, rank) for rank in range(2)]
+    for viewer in viewers:
+        await viewer.read_until(lambda step: step.snapshot is not None)
+    prompts = {f"r{i}": f"{i} is where this begins" for i in range(6)}
+    texts = await asyncio.gather(*(answer(two_engines, prompts[name], name) for name in prompts))
+    seen: dict[str, int] = {}
+    for rank, viewer in enumerate(viewers):
+        settings = viewer.trace.settings
+        assert (settings["data_rank"], settings["data_parallel_size"]) == (rank, 2)
+        arrived, ended = set[str](), set[str]()
+        async with asyncio.timeout(30):
+            while not arrived or arrived != ended:
+                viewer.take(await anext(viewer.stream))
+                arrived = {name for step in viewer.trace for name in step.arrived}
+                ended = {name for step in viewer.trace for name in step.finished}
+        assert len(arrived) == 3, "half of the requests"
+        assert not seen.keys() & arrived
+        seen |= dict.fromkeys(arrived, rank)
+        shown = {name: "".join(step.text.get(name, "") for step in viewer.trace) for name in arrived}
+        assert shown == {name: text for name, text in zip(prompts, texts, strict=True) if name in arrived}
+        told = {name: prompt for step in viewer.trace for name, prompt in step.prompts.items()}
+        assert told == {name: prompts[name] for name in arrived}
+        assert list(pool_states(viewer.trace))[-1].tables
+        viewer.stream.close()
+    assert seen.keys() == prompts.keys()
+    each = two_engines.stats.engines
+    assert [stats.num_queried_tokens for stats in each] == [
+        sum(len(prompts[name]) for name in prompts if seen[name] == rank) for rank in range(2)
+    ]
+    assert two_engines.stats.num_steps == sum(stats.num_steps for stats in each)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_only_the_engine_that_somebody_looks_at_records(
+    two_engines: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    take = two_engines._take
+    monkeypatch.setattr(two_engines, "_take", lambda report: (reports.append(report), take(report)))
+
+    async def burst(name: str) -> None:
+        await asyncio.gather(*(answer(two_engines, f"{i}{name}", f"{name}{i}") for i in range(4)))
+
+    await burst("unseen")
+    assert reports and not any(report.steps for report in reports)
+    viewer = Viewer(two_engines, 1)
+    await viewer.read_until(lambda step: step.snapshot is not None)
+    await burst("seen")
+    assert {engine for report in reports for engine in report.steps} == {1}
+    texts = two_engines.broadcasts[0].texts
+    assert texts is not None and not texts._new.get(0)
+    viewer.stream.close()
+    for name in ("on its way", "gone"):  # the order to stop is carried out before the second burst
+        await burst(name)
+    del reports[:]
+    await burst("unseen again")
+    assert reports and not any(report.steps for report in reports)
+    assert not any((texts._prompts, texts._said, texts._new, texts._sequence_ids))
+
+
+@pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2), (1, 1)])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_engine_that_there_is_not(two_engines: AsyncEngine, engine: AsyncEngine, rank: int, size: int) -> None:
+    fitting = {1: "engine must be 0, the only one", 2: "engine must be from 0 to 1"}[size]
+    with pytest.raises(ValueError, match=f"^{fitting}, not {rank}$"):
+        {1: engine, 2: two_engines}[size].watch(rank)
+
+
+def test_texts_come_with_the_lines_of_their_engine() -> None:
+    texts = RequestTexts(Words())  # type: ignore[arg-type]
+    encoders = [TraceEncoder({}), TraceEncoder({})]
+    for name in ("a", "b", "never begun"):
+        texts.expect(name, f"prompt {name}", [EngineRequest(name, [1], GREEDY)])
+
+    def line(engine: int, name: str) -> StepRecord:
+        record = StepRecord(1, 0.0, 0.1, 64, [], running=[name])
+        record.snapshot = Snapshot({name: [1]}, {name: 1}, [], {name: 1})
+        _, start = texts.write(encoders[engine].encode(record), True, True, engine)
+        texts.forget(engine)
+        assert start is not None
+        return TraceDecoder({}).decode(start)
+
+    def say(engine: int, name: str, text: str, reason: str | None = None) -> None:
+        piece = CompletionOutput(0, text, finish_reason=reason, engine=engine)
+        texts.add(RequestOutput(name, None, [], [piece], False))
+
+    say(0, "a", "of the first")
+    say(1, "b", "of the second")  # both are number 0 where they are
+    for engine, name, text in ((1, "b", "of the second"), (0, "a", "of the first")):
+        shown = line(engine, name)
+        assert shown.text == {name: text} and shown.prompts == {name: f"prompt {name}"}
+    say(1, "b", ".", "stop")
+    texts.forget(0)
+    assert line(1, "b").text == {"b": "of the second."}, "until then it was kept"
+    say(0, "never begun", "", "abort")
+    texts.forget(0)
+    assert list(texts._prompts) == list(texts._said) == ["a"] and not texts._new
+
+
+# ---------------------------------------------------------------- slow readers
+
+
+def broadcast() -> tuple[StepBroadcast, list[str]]:
+    orders: list[str] = []
+    return StepBroadcast({"live": True}, orders.append), orders
+
+
+async def test_news_are_gathered() -> None:
+    shared, _ = broadcast()
+    stream = shared.watch()
+    assert await anext(stream) == header_line({"live": True})
+    shared.put([(b"not yet\n", False), (b"start\n", True)])
+    for i in range(100):
+        shared.put([(b"%d\n" % i, False)])
+    chunk = await anext(stream)
+    assert chunk.splitlines() == [b"start", *(b"%d" % i for i in range(100))]
+    shared.put([(b"last\n", False)])
+    shared.end()
+    assert [chunk async for chunk in stream] == [b"last\n"]
+    assert [chunk async for chunk in shared.watch()] == [header_line({"live": True})], "it is over"
+
+
+async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_stream, "MAX_BACKLOG_BYTES", 1000)
+    shared, orders = broadcast()
+    slow, fast = shared.watch(), shared.watch()
+    assert orders == ["watch", "watch"]
+    shared.put([(b"start\n", True)])
+    read = await anext(fast)
+    for i in range(1000):
+        shared.put([(b"%09d\n" % i, False)])
+        assert sum(map(len, slow._lines)) <= 1000 + len(b"start\n")
+        if i % 50 == 0:
+            read += await anext(fast)
+    assert orders == ["watch"] * 3, "it is resynchronised once: until then it waits"
+    shared.put([(b"again\n", True), (b"on\n", False)])
+    read += await anext(fast)
+    assert read.splitlines()[1:] == [b"start", *(b"%09d" % i for i in range(1000)), b"again", b"on"]
+    assert (await anext(slow)).splitlines()[1:] == [b"again", b"on"]
+    # Larger than what may wait, but there is no other way to start; and one can go on from there.
+    shared.put([(b"x" * 5000 + b"\n", True), (b"on\n", False)])
+    assert len(await anext(slow)) == 5001 + 3 and orders == ["watch"] * 3
+    slow.close()
+    assert orders[3:] == []
+    fast.close()
+    assert orders[3:] == ["unwatch"]
+
+
+class Words:
+    """A tokenizer whose tokens are words of four characters; it counts those that it writes out."""
+
+    num_decoded = 0
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        self.num_decoded += len(token_ids)
+        return "".join(f"{token:3d} " for token in token_ids)
+
+
+def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -> None:
+    words = Words()
+    texts = RequestTexts(words)  # type: ignore[arg-type]
+    ids = [f"r{i}" for i in range(500)]
+    long = list(range(9_000))
+    for i, request_id in enumerate(ids):
+        request = EngineRequest(request_id, long, GREEDY)
+        texts.expect(request_id, "a text " * 9_000 if i == 1 else None, [request])
+    for piece in ("the beginning ", "and so on " * 9_000, "the end"):
+        texts.add(RequestOutput("r0", None, [], [CompletionOutput(0, piece)], False))
+    record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
+    record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
+    encoder = TraceEncoder({})
+    on, start = texts.write(encoder.encode(record), is_start=True, is_last=False, engine=0)
+    assert start is not None and len(start) < 30_000 and words.num_decoded <= MAX_PROMPT_TOKENS
+    shown = TraceDecoder({}).decode(start)
+    assert list(shown.prompts) == ["r0", "r1"] and shown.prompts["r1"].startswith("a text a text")
+    assert all(len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in shown.prompts.values())
+    assert len(shown.text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", shown.text["r0"])
+    decoder = TraceDecoder({})
+    assert not decoder.decode(on).prompts, "who reads on knows them"
+    begins = StepRecord(2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:])
+    line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True, engine=0)
+    assert list(decoder.decode(line).prompts) == ["r2", "r3"]
+
+
+# ---------------------------------------------------------------- over HTTP
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with a key that shows texts."""
+    folder = tmp_path_factory.mktemp("guarded")
+    with ServerProcess(tiny_model, folder, "--api-key", "open sesame", "--show-text") as running:
+        yield running
+
+
+def test_the_page_asks_for_the_key_and_the_stream_needs_it(guarded: ServerProcess) -> None:
+    assert f"{guarded.url}/\n" in guarded.text, "the server says where the page is"
+    assert guarded.get("/web/style.json").status_code == 200
+    for path in ("/trace", "/web", "/webs/style.json", "/trace/"):
+        assert guarded.get(path).status_code == 401, path
+    for query, message in (("1", "engine must be 0, the only one, not 1"), ("x", "engine: ")):
+        answer = guarded.get(f"/trace?engine={query}", headers={"Authorization": "Bearer open sesame"})
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["message"].startswith(message)
+        assert error["param"] == "engine" and error["type"] == "invalid_request_error"
+    described = guarded.get("/openapi.json").json()["paths"]["/trace"]["get"]["responses"]
+    assert "application/x-ndjson" in described["200"]["content"]
+
+
+def test_the_stream_over_http_and_its_end(guarded: ServerProcess) -> None:
+    headers = {"Authorization": "Bearer open sesame"}
+    with guarded.client.stream("GET", "/trace", headers=headers) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"] == "application/x-ndjson"
+        lines = response.iter_lines()
+        settings = parse_header(next(lines).encode(), "the stream")
+        assert settings["model"] == "tiny" and settings["live"] is True
+        decoder = TraceDecoder(settings)
+        assert decoder.decode(next(lines).encode()).snapshot is not None
+        body = {"prompt": "open text", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = guarded.post("/v1/completions", body, headers=headers).json()
+        steps: list[StepRecord] = []
+        while not steps or not steps[-1].finished:
+            steps.append(decoder.decode(next(lines).encode()))
+        (request_id,) = steps[-1].finished
+        assert request_id.startswith(answer["id"])
+        assert "".join(step.text.get(request_id, "") for step in steps) == answer["choices"][0]["text"]
+        assert steps[0].prompts == {request_id: "open text"}
+        guarded.process.send_signal(signal.SIGTERM)  # who looks on does not delay the end
+        assert guarded.process.wait(20) == 0
+        assert all(decoder.decode(line.encode()) for line in lines), "the stream ends with a whole line"
+
+
+def client() -> TestClient:
+    return TestClient(page.create_replay(header_line({}), []), raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize("folder", page.FOLDERS, ids=lambda folder: folder.parent.name)
+def test_every_file_of_the_page_is_served(folder: pathlib.Path) -> None:
+    types = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".json": "application/json"}
+    files = sorted(folder.iterdir())
+    assert files
+    for file in files:
+        response = client().get(f"/web/{file.name}")
+        assert response.status_code == 200 and response.content == file.read_bytes()
+        assert response.headers["content-type"].startswith(types[file.suffix])
+        assert response.headers["cache-control"] == "no-cache"
+        assert "default-src 'self'" in response.headers["content-security-policy"]
+
+
+def test_the_page_itself() -> None:
+    response = client().get("/")
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
+    policy = response.headers["content-security-policy"]
+    assert "script" not in policy and "unsafe" not in policy, "only scripts and styles from files of our own"
+    assert "frame-ancestors 'none'" in policy
+    scripts = re.findall(r'(?:src|href)="/?web/([\w.]+)"', response.text)
+    assert scripts and all(client().get(f"/web/{name}").status_code == 200 for name in scripts)
+
+
+def test_a_long_trace_arrives_whole() -> None:
+    lines = [b"%d" % i for i in range(2 * page.CHUNK_LINES + 1)]
+    app = page.create_replay(header_line({}), lines)
+    assert TestClient(app).get("/trace").content == header_line({}) + b"".join(line + b"\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_open"),
+    [
+        (["--show-text", "--host", "0.0.0.0"], True),
+        (["--show-text", "--host", "localhost"], False),
+        (["--show-text", "--host", "0.0.0.0", "--api-key", "open sesame"], False),
+        (["--host", "0.0.0.0"], False),
+    ],
+)
+def test_one_is_told_when_everybody_can_read(
+    words: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(config: EngineConfig, listener: socket.socket, arguments: Any) -> None:
+        listener.close()
+
+    monkeypatch.setattr(cli, "_serve", serve)
+    assert main(["serve", "--port", "0", *words]) == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == error.count("all who can reach 0.0.0.0 can read all prompts") == is_open
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["none.js", "../page.py", "..%2Fpage.py", "%2e%2e/page.py", "..%5Cpage.py", ".hidden", "", "page.py",
+     "style.json%00.js", "%2Fetc%2Fpasswd", "....//page.py", "x" * 3000 + ".js"],
+)  # fmt: skip
+def test_nothing_else_is_served(path: str) -> None:
+    assert client().get(f"/web/{path}").status_code == 404
+
+
+# ---------------------------------------------------------------- recorded traces
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("recorded") / "run.jsonl"
+    requests = [SimulatedRequest(3 * i, list(range(40)) if i % 2 else 30, 12) for i in range(8)]
+    simulate(requests, num_kv_blocks=20, block_size=4, max_num_batched_tokens=64).save(path)
+    return path
+
+
+def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    output = tmp_path / "output.txt"
+    command = [sys.executable, "-m", "nanovllm", "replay", str(recorded), "--port", "0"]
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+    try:
+        wait_until(lambda: "http://" in output.read_text() or process.poll() is not None, 60)
+        (url,) = re.findall(r"(http://\S+)/ ", output.read_text())
+        assert httpx.get(f"{url}/").text == (page.FOLDERS[0] / "index.html").read_text()
+        header, *lines = httpx.get(f"{url}/trace").content.splitlines(keepends=True)
+        trace = Trace.load(recorded)
+        assert parse_header(header, "") == trace.settings | {"live": False}
+        assert b"".join(lines) == recorded.read_bytes().partition(b"\n")[2]
+        taken = subprocess.run([*command[:-1], url.rpartition(":")[2]], capture_output=True, text=True)
+        assert taken.returncode == 2 and "cannot listen on" in taken.stderr and taken.stderr.count("\n") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
+def test_looking_at_traces_imports_neither_torch_nor_matplotlib() -> None:
+    code = (
+        "import sys, nanovllm.cli.trace, nanovllm.server.page, nanovllm.trace.perfetto; "
+        "print(*{'torch', 'transformers', 'matplotlib', 'zmq'} & set(sys.modules))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "\n"
+
+
+def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(recorded)]) == 0
+    printed = capsys.readouterr().out
+    rows = dict(re.findall(r"│ (\S.*?) +│ +(.*?) │", printed))
+    trace = Trace.load(recorded)
+    assert rows["steps"] == str(sum(bool(step.requests) for step in trace))
+    assert rows["requests"] == "8" and rows["ended"] == "8 length"
+    assert rows["tokens generated"] == str(8 * 12)
+    assert rows["preemptions"] == str(sum(len(step.preempted) for step in trace)) != "0"
+    found = sum(tokens for step in trace for tokens in step.admitted.values())
+    assert rows["prompt tokens from the prefix cache"].startswith(f"{found} of ") and found
+    assert rows["KV blocks held at most"] == "100% of 20"
+
+
+def test_a_trace_becomes_a_picture_and_events(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    gif, events = tmp_path / "run.gif", tmp_path / "run.json"
+    assert main(["trace", str(recorded), "--gif", str(gif), "--steps", "0:3", "--perfetto", str(events)]) == 0
+    assert gif.read_bytes().startswith(b"GIF89a")
+    content = json.loads(events.read_text())["traceEvents"]
+    instants = [event["name"] for event in content if event["ph"] == "i"]
+    assert instants.count("first token") == 8 and instants.count("finished (length)") == 8
+    by_track: dict[int, set[str]] = {}
+    for event in content:
+        if event["ph"] == "X" and event["tid"]:
+            by_track.setdefault(event["tid"], set()).add(event["cname"])
+    assert len(by_track) == 8 and all(len(colors) == 1 for colors in by_track.values()), "one colour a request"
+
+
+def test_the_views_are_those_that_can_be_drawn() -> None:
+    assert list(trace_cli.VIEWS) == list(VIEWS)
+
+
+def test_prefix_hits_are_those_that_the_engine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedulers: list[Scheduler] = []
+    initialize = Scheduler.__init__
+
+    def watched(self: Scheduler, *arguments: Any) -> None:
+        initialize(self, *arguments)
+        schedulers.append(self)
+
+    monkeypatch.setattr(Scheduler, "__init__", watched)
+    requests = [SimulatedRequest(3 * i, list(range(40)) if i % 2 else 30, 12) for i in range(8)]
+    trace = simulate(requests, num_kv_blocks=20, block_size=4, max_num_batched_tokens=64)
+    (scheduler,) = schedulers
+    admissions = [request_id for record in trace for request_id in record.admitted]
+    assert len(admissions) > len(set(admissions)), "somebody is meant to be admitted twice"
+    counted = f"{scheduler.num_hit_tokens:,} of {scheduler.num_queried_tokens:,} "
+    assert trace_cli.summary(trace)["prompt tokens from the prefix cache"].startswith(counted)
+    assert scheduler.num_hit_tokens > 0
+
+
+MISTAKES = [
+    (["trace", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
+    (["replay", "{folder}/none.jsonl"], r"none.jsonl: No such file"),
+    (["trace", "{folder}"], "Is a directory"),
+    (["trace", "{foreign}"], "not a nanovllm trace"),
+    (["replay", "{foreign}"], "not a nanovllm trace"),
+    (["trace", "{cut}"], r"cut.jsonl, line \d+: .*cut off after \d+ whole steps.*--partial"),
+    (["replay", "{cut}"], r"cut.jsonl, line \d+: .*cut off"),
+    (["replay", "{damaged}"], r"damaged.jsonl, line 2: not a step record"),
+    (["replay", "{sizeless}"], r"sizeless.jsonl cannot be drawn: its first line does not say block_size"),
+    (["trace", "{sizeless}", "--gif", "{folder}/a.gif"], r"sizeless.jsonl cannot be drawn"),
+    (["trace", "{trace}", "--view", "pool"], "--view and --steps .* need --gif"),
+    (["trace", "{trace}", "--steps", "0:3"], "--view and --steps .* need --gif"),
+    (["trace", "{trace}", "--perfetto", "/dev/full"], "error: /dev/full: [A-Z]"),
+    (["trace", "{trace}", "--steps", "3"], "two step numbers such as 10:20"),
+    (["trace", "{trace}", "--steps", "5:5"], "two step numbers such as 10:20"),
+    (["trace", "{trace}", "--gif", "{folder}/a.gif", "--steps", "900:901"], "none of these steps"),
+    (["trace", "{folder}/none.jsonl", "--gif", "{folder}/a.gif", "--view", "tarot"], "--view.*'tarot'"),
+    (["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"], "none/a.gif: No such file"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=lambda part: part[:40] if isinstance(part, str) else None)
+def test_mistakes_are_told_in_a_line(
+    words: list[str], message: str, recorded: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("foreign", "cut", "damaged", "sizeless")}
+    files["foreign"].write_text("step,start\n")
+    files["cut"].write_bytes(recorded.read_bytes()[:-30])
+    files["damaged"].write_bytes(header_line({"block_size": 4, "num_blocks": 4}) + b'{"step": "one"}\n')
+    files["sizeless"].write_bytes(header_line({"model": "tiny"}))
+    places = {"folder": tmp_path, "trace": recorded} | files
+    try:
+        code = main([word.format(**places) for word in words])
+    except SystemExit as exit:
+        code = exit.code  # type: ignore[assignment]
+    printed = capsys.readouterr()
+    assert code == 2 and printed.out == "" and printed.err.count("\n") == 1
+    assert re.search(message, printed.err)
+
+
+def test_a_trace_that_was_cut_off_can_be_read_all_the_same(
+    recorded: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(recorded.read_bytes()[:-30])
+    assert main(["trace", str(cut), "--partial"]) == 0
+    assert "steps" in capsys.readouterr().out
+
+
+def test_without_matplotlib_pictures_are_a_clear_error(
+    recorded: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "nanovllm.lab.viz.animation.animate", None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["trace", str(recorded), "--gif", "never.gif"]) == 2
+    assert "pip install 'nanovllm[course]'" in capsys.readouterr().err

@@ -1,0 +1,483 @@
+"""The server through the official client: what a program that was written for OpenAI's API sees."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families as metric_families
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import CompletionOutput, EngineStats
+from nanovllm.engine.request_stream import RequestTimes
+from nanovllm.server.app import add_token_routes
+from nanovllm.server.completions import CompletionEndpoint
+from nanovllm.server.errors import APIError
+from nanovllm.server.generation import Endpoint
+from nanovllm.server.metrics import Metrics
+from nanovllm.server.protocol import ChatCompletionRequest, CompletionRequest
+from nanovllm.text.processor import EngineLimits
+from tests.server_process import ServerProcess, wait_until
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("tiny", "model", "nanovllm")
+    assert model.model_extra is not None and model.model_extra["max_model_len"] == 256
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, max_completion_tokens=6, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "tiny"
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.finish_reason == "length" and choice.logprobs is None
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.usage.prompt_tokens) == (6, len("<user>hello\n<assistant>"))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 6
+
+
+def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "temperature": 0, "n": 2}
+    whole = client.chat.completions.create(**options)
+    chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert [(c.choices[0].index, c.choices[0].delta.role) for c in chunks[:2]] == [(0, "assistant"), (1, "assistant")]
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for choice in whole.choices:
+        mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert "".join(piece.delta.content or "" for piece in mine) == choice.message.content
+        assert [piece.finish_reason for piece in mine if piece.finish_reason] == [choice.finish_reason]
+        assert mine[-1].finish_reason is not None, "the reason comes last"
+
+
+def test_usage_is_left_out_of_streams_unless_asked_for(server: ServerProcess) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": HELLO}), ("/v1/completions", {"prompt": "abc"})):
+        events = server.events(path, body | {"max_tokens": 3})
+        assert all("usage" not in event for event in events)
+        assert all(len(event["choices"]) == 1 for event in events)
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    options["extra_body"] = {"ignore_eos": True}
+    whole = client.chat.completions.create(**options, top_logprobs=3).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.content is not None
+    assert len(whole.logprobs.content) == 5
+    for entry in whole.logprobs.content:
+        assert len(entry.top_logprobs) == 3
+        assert entry.logprob == entry.top_logprobs[0].logprob, "the likeliest token was taken"
+        assert entry.bytes is not None and bytes(entry.bytes).decode("utf-8", "replace") == entry.token
+    stream = client.chat.completions.create(**options, top_logprobs=3, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in stream]
+    assert [e for piece in pieces if piece for e in piece.content or []] == whole.logprobs.content
+    bare = client.chat.completions.create(**options).choices[0]
+    assert bare.logprobs is not None and bare.logprobs.content is not None
+    assert bare.logprobs.content[0].top_logprobs == []
+
+
+def test_completions_of_texts_and_token_ids(client: openai.OpenAI, server: ServerProcess) -> None:
+    options: Any = {"model": "tiny", "max_tokens": 8, "temperature": 0}
+    ids = {text: server.post("/tokenize", {"prompt": text}).json()["tokens"] for text in ("abc", "de")}
+    alone = {text: client.completions.create(prompt=text, **options).choices[0].text for text in ids}
+    several = client.completions.create(prompt=["abc", "de"], n=2, **options)
+    assert several.object == "text_completion"
+    assert [(c.index, c.text) for c in several.choices] == list(enumerate([alone["abc"]] * 2 + [alone["de"]] * 2))
+    assert several.usage is not None and several.usage.prompt_tokens == 5
+    as_ids = client.completions.create(prompt=ids["abc"], **options)
+    assert [c.text for c in as_ids.choices] == [alone["abc"]]
+    lists = client.completions.create(prompt=list(ids.values()), **options)
+    assert [c.text for c in lists.choices] == list(alone.values())
+    streamed = ["", ""]
+    for chunk in client.completions.create(prompt=["abc", "de"], stream=True, **options):
+        assert chunk.object == "text_completion"
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == list(alone.values())
+
+
+def test_sixteen_tokens_by_default_and_the_rest_of_the_context_in_a_chat(server: ServerProcess) -> None:
+    assert server.complete(ignore_eos=True)["usage"]["completion_tokens"] == 16
+    body = {"messages": HELLO, "ignore_eos": True, "temperature": 0}
+    usage = server.post("/v1/chat/completions", body).json()["usage"]
+    assert usage["total_tokens"] == 256
+
+
+def test_echo_and_logprobs_of_completions(server: ServerProcess) -> None:
+    answer = server.complete(prompt="abcde", echo=True, logprobs=2, max_tokens=3, ignore_eos=True)
+    (choice,) = answer["choices"]
+    lists = choice["logprobs"]
+    assert choice["text"].startswith("abcde")
+    assert lists["tokens"][:5] == list("abcde") and len(lists["tokens"]) == 8
+    assert lists["token_logprobs"][0] is None and lists["top_logprobs"][0] is None
+    assert all(value < 0 for value in lists["token_logprobs"][1:])
+    assert lists["text_offset"] == [len("".join(lists["tokens"][:i])) for i in range(8)]
+    told = list(zip(lists["tokens"], lists["token_logprobs"], lists["top_logprobs"], strict=True))[1:]
+    # Fewer where two of them are bytes that mean nothing alone, which have the same text.
+    assert all(1 <= len(top) <= 3 and top[token] == logprob for token, logprob, top in told)
+    assert any(len(top) == 3 for _, _, top in told), "a token that is not one of the two likeliest ones"
+
+    only = server.complete(prompt=["abcde", "xy"], echo=True, logprobs=2, max_tokens=0)
+    assert [c["text"] for c in only["choices"]] == ["abcde", "xy"]
+    again = only["choices"][0]["logprobs"]["token_logprobs"]
+    assert again[0] is None and again[1:] == pytest.approx(lists["token_logprobs"][1:5], abs=1e-3)
+    assert only["usage"]["completion_tokens"] == 0 and only["choices"][0]["finish_reason"] == "length"
+
+    body = {"prompt": "abcde", "echo": True, "logprobs": 2, "max_tokens": 3, "ignore_eos": True, "temperature": 0}
+    pieces = [event["choices"][0] for event in server.events("/v1/completions", body)]
+    assert "".join(piece["text"] for piece in pieces) == choice["text"]
+    for name in ("tokens", "text_offset"):
+        assert [v for piece in pieces if piece["logprobs"] for v in piece["logprobs"][name]] == lists[name]
+
+
+def test_an_echo_with_logprobs_waits_for_a_prompt_of_several_steps(
+    tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    body: dict[str, Any] = {"prompt": ["abcdefgh" * 12, "x" * 90], "echo": True, "logprobs": 1, "n": 2}
+    body |= {"max_tokens": 4, "ignore_eos": True, "temperature": 0}
+    options = ["--max-num-batched-tokens", "16", "--max-num-seqs", "4"]
+    with ServerProcess(tiny_model, tmp_path, *options) as server:
+        for changes in ({}, {"max_tokens": 0}):
+            whole = server.complete(**body | changes)["choices"]
+            pieces = [event["choices"][0] for event in server.events("/v1/completions", body | changes)]
+            for choice in whole:
+                mine = [piece for piece in pieces if piece["index"] == choice["index"]]
+                assert "".join(piece["text"] for piece in mine) == choice["text"]
+                for name in ("tokens", "text_offset"):
+                    told = [v for piece in mine if piece["logprobs"] for v in piece["logprobs"][name]]
+                    assert told == choice["logprobs"][name]
+
+
+def test_top_logprobs_of_completions_have_the_sampled_token(server: ServerProcess) -> None:
+    # Token 68 is "b". Only the bias makes it likely, and log-probabilities are those before any bias.
+    options: dict[str, Any] = {"logit_bias": {"68": 100}, "max_tokens": 4, "ignore_eos": True}
+    for count in (0, 1, 3):
+        lists = server.complete(**options, logprobs=count)["choices"][0]["logprobs"]
+        assert lists["tokens"] == ["b"] * 4
+        for logprob, top in zip(lists["token_logprobs"], lists["top_logprobs"], strict=True):
+            assert top["b"] == logprob and count <= len(top) <= count + 1
+
+
+def test_prompt_logprobs(server: ServerProcess) -> None:
+    entries = server.complete(prompt="abc", prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == 3
+    assert all({"logprob", "rank", "decoded_token"} == set(e) for p in entries[1:] for e in p.values())
+    body = {"messages": HELLO, "prompt_logprobs": 0, "max_tokens": 1}
+    assert len(server.post("/v1/chat/completions", body).json()["prompt_logprobs"]) == 23
+
+
+def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:
+    body = {"max_tokens": 40, "ignore_eos": True}
+    text = server.complete(**body)["choices"][0]["text"]
+    stop = next(c for c in text[3:] if c.isascii() and c.isprintable())
+    before = text[: text.index(stop)]
+    for extra, expected in (({}, before), ({"include_stop_str_in_output": True}, before + stop)):
+        choice = server.complete(**body, stop=[stop], **extra)["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    events = server.events("/v1/completions", {"prompt": "abc", "temperature": 0, "stop": stop, **body})
+    assert "".join(event["choices"][0]["text"] for event in events) == before
+    token = server.post("/tokenize", {"prompt": stop}).json()["tokens"][0]
+    choice = server.complete(**body, stop_token_ids=[token])["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (before, "stop", token)
+
+
+def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
+    def text(**options: Any) -> str:
+        return server.complete(**{"max_tokens": 12, "ignore_eos": True} | options)["choices"][0]["text"]
+
+    assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
+    assert text(temperature=1, top_k=1) == text(temperature=1, min_p=1.0) == text(temperature=1, top_p=1e-9) == text()
+    assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(repetition_penalty=0.01) != text()
+    biased = {"logit_bias": {"68": 10}}
+    assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
+
+
+def test_equal_prompts_share_cached_tokens_unless_salted(server: ServerProcess) -> None:
+    def cached(**options: Any) -> int:
+        usage = server.complete(prompt="a prompt that is long enough to fill a block", **options)["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") == 32
+    assert cached(cache_salt="yours") == 0
+
+
+def test_the_assistants_message_can_be_continued(server: ServerProcess) -> None:
+    chat = [*HELLO, {"role": "assistant", "content": "I am"}]
+    for options, end in (
+        ({"continue_final_message": True}, "<assistant>I am"),
+        ({"add_generation_prompt": False}, "<assistant>I am\n"),
+        ({}, "<assistant>I am\n<assistant>"),
+    ):
+        tokens = server.post("/tokenize", {"messages": chat, **options}).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "<user>hello\n" + end
+        answer = server.post("/v1/chat/completions", {"messages": chat, "max_tokens": 2, **options})
+        assert answer.json()["usage"]["prompt_tokens"] == len(tokens)
+    parts = [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    tokens = server.post("/tokenize", {"messages": parts}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": tokens}).json()["prompt"] == "<system>a\nb\n<assistant>"
+
+
+def test_tokenize_and_detokenize(server: ServerProcess) -> None:
+    answer = server.post("/tokenize", {"model": "tiny", "prompt": "héllo", "return_token_strs": True}).json()
+    assert answer["count"] == len(answer["tokens"]) == 6 and answer["max_model_len"] == 256
+    assert answer["token_strs"] == ["h", "Ã", "©", "l", "l", "o"]
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "héllo"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
+    threads = []
+
+    def convert(*_: Any, **__: Any) -> list[str]:
+        threads.append(threading.get_ident())
+        return ["a"]
+
+    tokenizer = SimpleNamespace(convert_ids_to_tokens=convert, backend=SimpleNamespace(decode_batch=convert))
+    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
+    engine = SimpleNamespace(tokenizer=tokenizer, limits=limits)
+    app = FastAPI()
+    encode = AsyncMock(return_value=[3])
+    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None, encode_prompt=encode)
+    add_token_routes(app, endpoint)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        text = (await client.post("/detokenize", json={"tokens": [3]})).json()
+        strings = (await client.post("/tokenize", json={"prompt": "a", "return_token_strs": True})).json()
+    assert text == {"prompt": "a"} and strings["token_strs"] == ["a"]
+    assert len(threads) == 2 and threading.get_ident() not in threads
+
+
+async def test_others_get_their_turn_between_a_requests_prompts() -> None:
+    turns = []
+
+    async def encode(text: str, add_special_tokens: bool, most: int) -> list[int]:
+        turns.append("prompt")
+        return [3]
+
+    async def somebody_else() -> None:
+        while True:
+            turns.append("other")
+            await asyncio.sleep(0)
+
+    tokenizer = SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda: {"a": 3}))
+    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
+    engine.has_room = lambda number: False  # all that matters here is over by then
+    engine.config = SimpleNamespace(max_num_waiting=1)
+    other = asyncio.create_task(somebody_else())
+    with pytest.raises(APIError, match="too many requests wait"):
+        await CompletionEndpoint(engine, "tiny").submit_request(CompletionRequest(prompt=["a"] * 5))
+    other.cancel()
+    assert turns.count("prompt") == 5 and turns.count("other") >= 4
+
+
+async def test_a_slow_template_holds_up_only_chats() -> None:
+    """While many chats wait, the threads that prepare long prompts are free; more chats than may wait are refused."""
+    go_on = threading.Event()
+    names: list[str] = []
+
+    def render(**arguments: Any) -> str:
+        names.append(threading.current_thread().name)
+        assert go_on.wait(120)
+        return "text"
+
+    async def encode(text: str, add_special_tokens: bool, most: int) -> list[int]:
+        return [3]
+
+    tokenizer = SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda: {"a": 3}), apply_chat_template=render)
+    limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
+    engine.config = SimpleNamespace(max_num_waiting=49)
+    endpoint, body = Endpoint(engine, "tiny"), ChatCompletionRequest(messages=HELLO)
+    chats = [asyncio.create_task(endpoint.encode_chat(body)) for _ in range(50)]
+    try:
+        await asyncio.sleep(0)  # each has begun
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 30) == "free"
+        with pytest.raises(APIError, match=r"too many chats wait .*--max-num-waiting 49") as caught:
+            await asyncio.wait_for(endpoint.encode_chat(body), 30)
+        assert caught.value.status_code == 429
+    finally:
+        go_on.set()
+    assert await asyncio.gather(*chats) == [[3]] * 50 and len(set(names)) == 1
+    assert await endpoint.encode_chat(body) == [3]
+
+
+def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None:
+    harmless = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+    }
+    empty: dict[str, Any] = {"tools": [], "tool_choice": "none", "functions": None, "response_format": {"type": "text"}}
+    empty |= {
+        "modalities": ["text"],
+        "audio": None,
+        "suffix": None,
+        "best_of": 1,
+        "echo": False,
+        "add_special_tokens": False,
+        "return_token_ids": None,
+        "return_tokens_as_token_ids": False,
+        "logit_bias": None,
+        "stop": None,
+    }
+    body = {"messages": HELLO, "max_tokens": 4, "temperature": 0}
+    plain = server.post("/v1/chat/completions", body).json()["choices"]
+    assert server.post("/v1/chat/completions", body | harmless | empty).json()["choices"] == plain
+    for _ in range(3):
+        assert server.complete(never_heard_of=1)["choices"]
+    assert server.text.count("never_heard_of") == 1, "one warning a field"
+
+
+async def test_the_asynchronous_client_runs_many_at_once(server: ServerProcess) -> None:
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+    async def one(i: int) -> str:
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": f"{i}"}], max_tokens=20, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    together = await asyncio.gather(*(one(i) for i in range(12)))
+    assert [await one(i) for i in range(12)] == together
+    await client.close()
+
+
+@pytest.mark.parametrize("leave", ["in a stream", "while waiting for the whole answer"])
+def test_clients_that_go_away_free_their_blocks(server: ServerProcess, leave: str) -> None:
+    wait_until(server.is_idle)
+    body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "n": 4}
+    # This model needs a few hundred milliseconds for the whole answer: on a busy machine it may be there before the
+    # client has left, and the attempt shows nothing. It never shows anything if leaving does not abort.
+    aborted = 'request_success_total{finished_reason="abort"}'
+    for _ in range(20):
+        before = server.metrics()[aborted]
+        if leave == "in a stream":
+            with server.client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                next(response.iter_lines())
+        else:
+            post_and_leave(server, json.dumps(body).encode())
+        wait_until(server.is_idle, 5)
+        if server.metrics()[aborted] == before + 4:
+            return
+    raise AssertionError("nobody noticed that the client had left")
+
+
+def post_and_leave(server: ServerProcess, content: bytes) -> None:
+    """Send a request for a whole answer, and hang up once it runs."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    before = server.metrics()["generation_tokens_total"]
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        wait_until(lambda: server.metrics()["generation_tokens_total"] > before)
+
+
+def test_metrics_have_names_and_move(server: ServerProcess) -> None:
+    before = server.metrics()
+    usage = server.complete(prompt="m" * 64, max_tokens=7, ignore_eos=True)["usage"]
+    after = server.metrics()
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown["prompt_tokens_total"] == usage["prompt_tokens"] == 64
+    assert grown["generation_tokens_total"] == 7
+    assert grown['request_success_total{finished_reason="length"}'] == 1
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 1
+    assert grown["inter_token_latency_seconds_count"] == 6
+    assert 0 < grown["time_to_first_token_seconds_sum"] < grown["e2e_request_latency_seconds_sum"] < 60
+    assert grown["prefix_cache_queries_total"] == 64
+    server.complete(prompt="m" * 64)
+    assert server.metrics()["prefix_cache_hits_total"] - after["prefix_cache_hits_total"] == 48
+    assert {"num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"} <= set(
+        after
+    )
+
+
+def test_metrics_say_which_engine(server: ServerProcess) -> None:
+    samples = [s for family in metric_families(server.get("/metrics").text) for s in family.samples]
+    assert {(s.labels["model_name"], s.labels["engine"]) for s in samples} == {("tiny", "0")}
+
+    each = [
+        EngineStats(3, 1, kv_cache_usage=0.5, num_hit_tokens=7, num_waves=2),
+        EngineStats(4, kv_cache_usage=0.75, num_waves=3),
+    ]
+    stats = EngineStats.together(each)
+    assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
+    engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats)
+    metrics = Metrics(engine, "tiny")
+    times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
+    metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
+    metrics.tokens(times, last, 2.0)
+    metrics.finished(times, last, 2.0)
+    found: dict[str, dict[str, float]] = {}
+    for family in metric_families(metrics.render().decode()):
+        for s in family.samples:
+            if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
+                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+    for name, values in {
+        "num_requests_running": (3, 4),
+        "num_requests_waiting": (1, 0),
+        "kv_cache_usage_perc": (0.5, 0.75),
+        "prefix_cache_hits_total": (7, 0),
+        "generation_tokens_total": (1, 2),
+        "request_success_total": (0, 1),
+        "e2e_request_latency_seconds_sum": (0, 2),
+    }.items():
+        assert found[name] == dict(zip("01", values, strict=True)), name
+
+
+def test_health_version_and_description(server: ServerProcess) -> None:
+    import nanovllm
+
+    assert server.get("/health").status_code == 200
+    assert server.get("/version").json() == {"version": nanovllm.__version__}
+    paths = server.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/metrics"} <= set(paths)
+
+
+def test_the_course_model_answers_the_line_that_is_printed(tmp_path: pathlib.Path) -> None:
+    """The whole way, with the curl line taken from the server's own words."""
+    import subprocess
+
+    with ServerProcess(pathlib.Path("smollm2-135m"), tmp_path, "--num-kv-blocks", "64") as server:
+        line = server.text[server.text.index("  curl ") :].split("\n\n")[0]
+        line = line.replace("}]}'", '}], "temperature": 0, "max_tokens": 12}\'')
+        answer = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True).stdout
+        assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_up(server: ServerProcess, path: str) -> None:
+    body = {"max_tokens": 6, "ignore_eos": True, "temperature": 0, "stream": True}
+    body |= {"prompt": "abc"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "abc"}]}
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    with server.client.stream("POST", path, json=body) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    counts = [json.loads(event)["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and counts[0] <= 1 and counts[-1] == 6

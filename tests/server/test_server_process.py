@@ -1,0 +1,210 @@
+"""Keys, bounds, and all the ways in which a server can end."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from nanovllm.server.signalled import say
+from tests.server_process import ServerProcess, wait_until
+
+LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+# Long enough to be caught in the middle even on a fast machine: 128 completions of 250 tokens.
+VERY_LONG = LONG | {"max_tokens": 250, "n": 128}
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with two keys, two places and a short queue, in which each key has one place."""
+    options = ["--api-key", "first", "--api-key", "second", "--max-num-seqs", "2", "--max-num-waiting", "2"]
+    with ServerProcess(tiny_model, tmp_path_factory.mktemp("guarded"), *options) as server:
+        yield server
+
+
+def test_only_who_has_a_key_comes_in(guarded: ServerProcess) -> None:
+    body = {"prompt": "abc", "max_tokens": 1}
+    for key in ("first", "second"):
+        response = guarded.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+    wrong = ["Bearer third", "Bearer", "Basic first", "first", "Bearer first second", "Bearer \xff", ""]
+    for header in wrong:
+        response = guarded.post("/v1/completions", body, headers={"Authorization": header.encode("latin-1")})
+        assert response.status_code == 401, header
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/v1/models", "/tokenize", "/detokenize", "/trace", "/health/", "/v1/nothing"):
+        assert guarded.get(path).status_code == 401, path
+    for path in ("/health", "/version", "/metrics"):
+        assert guarded.get(path).status_code == 200
+    # A body of any size is not even read.
+    assert guarded.post("/v1/completions", content=b"x" * 20_000_000).status_code == 401
+
+
+def test_past_the_bound_clients_are_asked_to_come_back(guarded: ServerProcess) -> None:
+    headers = {"Authorization": "Bearer first"}
+
+    def ask(_: int) -> httpx.Response:
+        return httpx.post(f"{guarded.url}/v1/completions", json=LONG, headers=headers, timeout=60)
+
+    with ThreadPoolExecutor(12) as pool:
+        responses = list(pool.map(ask, range(12)))
+    refused = [response for response in responses if response.status_code == 429]
+    assert {response.status_code for response in responses} == {200, 429}
+    # Two can run, and one of this key can wait; as some end, others may come in.
+    assert len(refused) >= 6
+    assert refused[0].headers["retry-after"] == "1"
+    error = refused[0].json()["error"]
+    assert "--max-num-waiting 2, divided among 2 keys" in error["message"]
+    assert error["type"] == "rate_limit_error"
+    wait_until(guarded.is_idle)
+    assert guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
+
+
+def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) -> None:
+    over, refused = threading.Event(), []
+
+    def flood() -> None:
+        with httpx.Client(headers={"Authorization": "Bearer first"}, timeout=60) as client:
+            while not over.is_set():
+                status = client.post(f"{guarded.url}/v1/completions", json=LONG).status_code
+                refused.append(status == 429)
+
+    with ThreadPoolExecutor(6) as pool:
+        floods = [pool.submit(flood) for _ in range(6)]
+        try:
+            wait_until(lambda: refused.count(True) > 20)
+            headers = {"Authorization": "Bearer second"}
+            body = LONG | {"max_tokens": 5}
+            answers = [guarded.post("/v1/completions", body, headers=headers) for _ in range(5)]
+        finally:
+            over.set()
+    assert [answer.status_code for answer in answers] == [200] * 5
+    assert [flooding.result() for flooding in floods]
+
+
+def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ServerProcess(tiny_model, tmp_path) as server:
+        found: dict[str, Any] = {}
+
+        def whole() -> None:
+            found["whole"] = httpx.post(f"{server.url}/v1/completions", json=VERY_LONG, timeout=30)
+
+        def stream() -> None:
+            found["stream"] = server.events("/v1/completions", VERY_LONG)
+
+        threads = [threading.Thread(target=whole), threading.Thread(target=stream)]
+        for thread in threads:
+            thread.start()
+        other = httpx.Client(base_url=server.url)
+        wait_until(lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text)
+        server.engine.kill()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive(), "somebody waits for a dead engine"
+        assert found["whole"].status_code == 503
+        error = found["whole"].json()["error"]
+        assert error["code"] == "engine_dead" and error["type"] == "server_error" and "-9" in error["message"]
+        assert "-9" in found["stream"][-1]["error"]["message"]
+        assert other.get("/health").status_code == 503
+        assert other.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        assert other.get("/version").status_code == other.get("/metrics").status_code == 200
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_engine_ends_with_its_parent(tiny_model: pathlib.Path, tmp_path: pathlib.Path, busy: bool) -> None:
+    with ServerProcess(tiny_model, tmp_path) as server:
+        thread = threading.Thread(target=lambda: _ignore_cut(server))
+        if busy:
+            thread.start()
+            wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+        server.process.kill()
+        gone, _ = psutil.wait_procs([server.engine], timeout=10)
+        assert gone, "the engine has outlived its parent"
+        if busy:
+            thread.join(10)
+    assert not list(tmp_path.glob("nanovllm-*")), "sockets were left behind"
+
+
+def _ignore_cut(server: ServerProcess) -> None:
+    with pytest.raises(httpx.HTTPError):
+        server.post("/v1/completions", VERY_LONG)
+
+
+def test_a_signal_lets_running_requests_end(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    trace = tmp_path / "run.jsonl"
+    with ServerProcess(tiny_model, tmp_path, "--trace", str(trace)) as server:
+        with ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG | {"n": 16}, timeout=60)
+            stream = pool.submit(server.events, "/v1/completions", LONG | {"n": 16})
+            wait_until(lambda: 'running{engine="0",model_name="tiny"} 32' in httpx.get(f"{server.url}/metrics").text)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: _refuses_connections(server.url), 5)
+            assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
+            reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
+            assert reasons.count("length") == 16
+        assert server.process.wait(20) == 0
+        psutil.wait_procs([server.engine], timeout=5)
+        assert not server.engine.is_running()
+    from nanovllm.trace.trace import Trace
+
+    assert len(Trace.load(trace).steps) >= 200
+    assert "Traceback" not in server.text
+
+
+def _refuses_connections(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health")
+    except httpx.ConnectError:
+        return True
+    except httpx.RemoteProtocolError:
+        pass  # it was taken on at the last moment, and not served
+    return False
+
+
+def test_after_the_timeout_requests_are_aborted(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ServerProcess(tiny_model, tmp_path, "--shutdown-timeout", "0.2") as server:
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(server.events, "/v1/completions", VERY_LONG)
+            wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+            server.process.send_signal(signal.SIGINT)
+            reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
+            assert reasons.count("abort") == 128
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with ServerProcess(tiny_model, tmp_path) as server:
+        thread = threading.Thread(target=lambda: _ignore_cut(server))
+        thread.start()
+        wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        assert server.process.poll() is None, "it still drains"
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(5) == 128 + signal.SIGINT
+        gone, _ = psutil.wait_procs([server.engine], timeout=10)
+        assert gone
+        thread.join(10)
+
+
+def test_a_stdout_that_takes_no_more_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        say("a banner")
+        say("and more")
+    assert caplog.text.count("stdout cannot be written to") == 1

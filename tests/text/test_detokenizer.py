@@ -1,0 +1,314 @@
+"""Text in pieces is the text as a whole; stop strings are found and never leaked, wherever the pieces are cut."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker, border_lengths
+from nanovllm.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+
+EMOJI = "👩‍🚀"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def byte_level_backend() -> Backend:
+    """Every byte, a few longer tokens that end inside a character, and a special token with a space in it."""
+    character_of_byte = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+
+    def spell(data: bytes) -> str:
+        return "".join(character_of_byte[byte] for byte in data)
+
+    pieces = [*SPECIAL, *character_of_byte.values(), spell(b" the"), spell(b"\xf0\x9f"), spell(b"a\xe2\x82")]
+    pieces += [spell(b"\xac b"), spell("\ufffd".encode()), spell(b"\x91\xa9\xe2")]
+    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in [*SPECIAL, "<a special ▁ one>"]])
+    backend.add_tokens(["<tool call>"])
+    return backend
+
+
+def sentencepiece_backend(decoder: decoders.Decoder) -> Backend:
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁the", "a", "é", "a▁", EMOJI]
+    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[]))
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    return backend
+
+
+def llama_decoder(*strip: decoders.Decoder) -> decoders.Decoder:
+    return decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
+
+
+BACKENDS = {
+    "byte-level": byte_level_backend(),
+    "llama": sentencepiece_backend(llama_decoder(decoders.Strip(" ", 1, 0))),
+    "gemma": sentencepiece_backend(llama_decoder()),
+    "metaspace": sentencepiece_backend(decoders.Metaspace()),
+    "metaspace, never stripped": sentencepiece_backend(decoders.Metaspace(prepend_scheme="never")),
+}
+TOKENIZERS = {name: Tokenizer(backend) for name, backend in BACKENDS.items()}
+SMALL_VOCABULARY = 280  # larger than that of any of the above: ids without a token come up too
+
+# Bytes of which valid, truncated, overlong and impossible sequences are made, more often than by chance.
+TELLING_BYTES = [0x20, 0x41, 0x80, 0x82, 0x9F, 0xA0, 0xAC, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xED, 0xF0, 0xF4, 0xF5, 0xFF]
+TELLING_IDS = [*(3 + byte for byte in TELLING_BYTES), *range(3), *range(259, SMALL_VOCABULARY)]
+IDS = st.lists(st.sampled_from(TELLING_IDS) | st.integers(0, SMALL_VOCABULARY), max_size=40)
+
+
+def cut(sequence: Sequence, sizes: list[int]) -> list[Sequence]:
+    """The sequence in pieces of these sizes (repeated; 0 is an empty piece)."""
+    pieces, start, i = [], 0, 0
+    while start < len(sequence):
+        size = sizes[i % len(sizes)]
+        pieces.append(sequence[start : start + size])
+        start, i = start + size, i + 1
+    return pieces
+
+
+SIZES = st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any)
+
+
+def check_detokenizer(tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], skip: bool) -> None:
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+    expected = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    emitted = ""
+    for piece in cut(token_ids, sizes):
+        emitted += detokenizer.append(piece)
+        assert expected.startswith(emitted), "what was emitted must be final"
+        assert detokenizer.text == emitted
+    emitted += detokenizer.flush()
+    assert emitted == expected
+    assert detokenizer.text == expected
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=400)
+@given(token_ids=IDS, sizes=SIZES, skip=st.booleans())
+def test_pieces_are_the_text_for_any_ids(name: str, token_ids: list[int], sizes: list[int], skip: bool) -> None:
+    check_detokenizer(TOKENIZERS[name], token_ids, sizes, skip)
+
+
+@pytest.fixture(scope="session")
+def course_tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(resolve_model("smollm2-135m"))
+
+
+@settings(max_examples=300)
+@given(token_ids=st.lists(st.integers(0, 49160), max_size=40), sizes=SIZES, skip=st.booleans())
+def test_pieces_are_the_text_for_the_course_model(
+    course_tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], skip: bool
+) -> None:
+    check_detokenizer(course_tokenizer, token_ids, sizes, skip)
+
+
+@given(text=st.text() | st.text(f"é€{EMOJI}🇫🇷 a"), sizes=SIZES)
+def test_pieces_of_real_text_for_the_course_model(course_tokenizer: Tokenizer, text: str, sizes: list[int]) -> None:
+    check_detokenizer(course_tokenizer, course_tokenizer.encode(text), sizes, skip=True)
+
+
+def test_byte_level_text_comes_as_soon_as_a_character_is_whole() -> None:
+    tokenizer = TOKENIZERS["byte-level"]
+    byte_ids = [tokenizer.backend.token_to_id(character) for character in BYTE_OF_CHARACTER]
+    id_of_byte = dict(zip(BYTE_OF_CHARACTER.values(), byte_ids, strict=True))
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces = [detokenizer.append([id_of_byte[byte]]) for byte in "a€b".encode()]
+    assert pieces == ["a", "", "", "€", "b"]
+    # A bad byte is final at once, and the next character is not delayed by it.
+    pieces = [detokenizer.append([id_of_byte[byte]]) for byte in b"\xff\xe2\x82A"]
+    assert pieces == ["\ufffd", "", "", "\ufffdA"]
+    assert detokenizer.append([id_of_byte[0xF0]]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_sentencepiece_byte_run_is_decided_as_a_whole() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    a = tokenizer.backend.token_to_id("a")
+    euro = [3 + byte for byte in "€".encode()]
+    good, bad = IncrementalDetokenizer(tokenizer), IncrementalDetokenizer(tokenizer)
+    assert [good.append([index]) for index in [*euro, a]] == ["", "", "", "€a"]
+    # `tokenizers` replaces each byte of a run with a bad one: emitting "€" early would have been wrong.
+    assert [bad.append([index]) for index in [*euro, 3 + 0xFF, a]] == ["", "", "", "", "\ufffd" * 4 + "a"]
+    assert tokenizer.decode([*euro, 3 + 0xFF, a]) == "\ufffd" * 4 + "a"
+
+
+def test_leading_space_after_a_prompt() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    the = tokenizer.backend.token_to_id("▁the")
+    assert IncrementalDetokenizer(tokenizer).append([the, the]) == "the the"
+    continued = IncrementalDetokenizer(tokenizer, keep_leading_space=True)
+    assert [continued.append([the]), continued.append([the])] == [" the", " the"]
+    byte_level = TOKENIZERS["byte-level"]
+    the = byte_level.backend.token_to_id("Ġthe")
+    for keep in (True, False):
+        assert IncrementalDetokenizer(byte_level, keep_leading_space=keep).append([the]) == " the"
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the tokens that pass through `decode` and `token_bytes`."""
+
+    decoded = 0
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        self.decoded += 1
+        return super().token_bytes(token_id)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kind", ["words", "bad bytes", "bytes without end", "special tokens"])
+def test_work_is_linear_in_the_length(name: str, kind: str) -> None:
+    tokenizer = CountingTokenizer(BACKENDS[name])
+    the, byte = tokenizer.backend.token_to_id("▁the") or tokenizer.backend.token_to_id("Ġthe"), 3 + 0xFF
+    cycle = {"words": [the], "bad bytes": [byte, byte, the], "bytes without end": [byte], "special tokens": [2]}[kind]
+    length = 2000
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    for i in range(length):
+        detokenizer.append([cycle[i % len(cycle)]])
+    detokenizer.flush()
+    assert tokenizer.decoded <= 3 * length
+
+
+# --- Stop strings --------------------------------------------------------------------------------------------
+
+
+def first_stop(text: str, stop: list[str]) -> tuple[int, int] | None:
+    """Where the stop string that is complete first begins and ends, the longest if several end there."""
+    ends = [(start + len(s), start) for s in stop for start in range(len(text)) if text.startswith(s, start)]
+    if not ends:
+        return None
+    end, start = min(ends)
+    return start, end
+
+
+def stream(checker: StopChecker, pieces: Sequence[str]) -> tuple[list[str], str | None]:
+    """What is emitted for each piece up to a match, or the end."""
+    emitted = []
+    for piece in pieces:
+        text, matched = checker.append(piece)
+        emitted.append(text)
+        if matched is not None:
+            return emitted, matched
+    return [*emitted, checker.flush()], None
+
+
+STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
+
+
+@settings(max_examples=1000)
+@given(text=st.text("abc", max_size=30), stop=STOPS, sizes=SIZES, include=st.booleans())
+@example(text="abcabd", stop=["abd"], sizes=[1], include=False)
+@example(text="aaab", stop=["aab"], sizes=[1], include=False)
+def test_stop_strings_cut_the_text_alike_for_any_pieces(
+    text: str, stop: list[str], sizes: list[int], include: bool
+) -> None:
+    found = first_stop(text, stop)
+    emitted, matched = stream(StopChecker(stop, include), cut(text, sizes))
+    if found is None:
+        assert (matched, "".join(emitted)) == (None, text)
+    else:
+        start, end = found
+        assert (matched, "".join(emitted)) == (text[start:end], text[: end if include else start])
+    assert stream(StopChecker(stop, include), [text])[1] == matched
+
+
+@settings(max_examples=500)
+@given(text=st.text("ab", max_size=20), stop=STOPS)
+def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
+    checker = StopChecker(stop)
+    seen = emitted = ""
+    for character in text:
+        seen += character
+        piece, matched = checker.append(character)
+        emitted += piece
+        if matched is not None:
+            break
+        ends = [k for s in stop for k in range(len(s)) if seen.endswith(s[:k])]
+        assert emitted == seen[: len(seen) - max(ends, default=0)]
+
+
+def test_stop_string_over_several_pieces() -> None:
+    checker = StopChecker(["\n\nUser:"])
+    assert [checker.append(piece) for piece in ["Yes.", "\n", "\nUs", "es it. ", "\n\nUser", ": more"]] == [
+        ("Yes.", None),
+        ("", None),
+        ("", None),
+        ("\n\nUses it. ", None),
+        ("", None),
+        ("", "\n\nUser:"),
+    ]
+
+
+def test_the_stop_string_that_is_complete_first_wins() -> None:
+    assert StopChecker(["b", "abc"]).append("abc") == ("a", "b")
+    assert StopChecker(["bc", "abc", "c"]).append("xabcx") == ("x", "abc")
+    assert StopChecker(["ab", "abc"]).append("abc") == ("", "ab")
+
+
+def test_stop_string_in_the_output() -> None:
+    checker = StopChecker(["END"], include_stop_str_in_output=True)
+    assert checker.append("the E") == ("the E", None)
+    assert checker.append("NDing") == ("ND", "END")
+
+
+def test_stop_strings_before_min_tokens_do_not_count() -> None:
+    checker = StopChecker(["END"])
+    assert checker.append("END ", check=False) == ("END ", None)
+    assert checker.append("EN", check=False) == ("", None)
+    assert checker.append("D EN", check=True) == ("", "END"), "complete where it counts"
+    checker = StopChecker(["ab", "abab"])
+    assert checker.append("ab", check=False) == ("", None)
+    assert checker.append("c") == ("abc", None), "complete where it did not count"
+    assert checker.append("ab") == ("", "ab")
+    checker = StopChecker(["aa"])
+    assert checker.append("aa", check=False) == ("a", None)
+    assert checker.append("a") == ("", "aa"), "its end counts, not its beginning"
+
+
+def test_flush_gives_what_is_held_back_once() -> None:
+    checker = StopChecker(["END"])
+    assert checker.append("the EN") == ("the ", None)
+    assert checker.flush() == "EN"
+    assert checker.flush() == ""
+
+
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        StopChecker(["a", ""])
+
+
+class CountingText(str):
+    """A stop string that counts how often one of its characters is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        CountingText.looks += 1
+        return super().__getitem__(key)
+
+
+def test_repetitive_stop_strings_cost_no_more() -> None:
+    size = 2000
+    stop = CountingText("a" * size + "b")
+    CountingText.looks = 0
+    checker = StopChecker([stop])
+    for _ in range(size):
+        checker.append("a" * 3)
+    assert CountingText.looks < 40 * size
+
+
+def test_border_lengths() -> None:
+    assert border_lengths("abab") == [0, 0, 1, 2]
+    assert border_lengths("aabaaab") == [0, 1, 0, 1, 2, 2, 3]
+    for string in ("abacabab", "aaaa", "abcd"):
+        for end, length in enumerate(border_lengths(string), start=1):
+            prefix = string[:end]
+            assert length == max(k for k in range(end) if prefix.endswith(prefix[:k]))
