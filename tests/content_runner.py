@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Collection
 from functools import lru_cache
 
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, StepResult
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 
 VOCABULARY = 6
 
@@ -40,7 +40,7 @@ class ContentRunner:
         self.sampled: dict[str, int] = {}  # request id -> its last token, which may be needed before it is sent
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
 
-    def execute(self, schedule: Schedule) -> StepResult:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Move blocks, write what is new, check everything that is read, sample."""
         self._copy(schedule.swap_out, self.device, self.host)
         self._copy(schedule.swap_in, self.host, self.device)
@@ -66,7 +66,7 @@ class ContentRunner:
                 assert slot not in written, "two writers in one step"
                 written.add(slot)
                 self.device[slot] = self._content(scheduled.request_id, position)
-        result = StepResult()
+        result = ModelRunnerOutput()
         for scheduled in schedule.requests:
             tokens, end = self.tokens[scheduled.request_id], scheduled.start + scheduled.num_tokens
             for position in range(end):

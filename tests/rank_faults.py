@@ -14,13 +14,13 @@ import threading
 import time
 from typing import Any
 
+from nanovllm.data.schedule import ModelRunnerOutput
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor import base, worker
 from nanovllm.executor.base import InProcessExecutor
 from nanovllm.executor.worker import Worker, WorkerSetup
 from nanovllm.scheduler.data_parallel import Waves
-from nanovllm.scheduler.scheduler import StepResult
 
 EXIT_CODE = 7
 BURN_SECONDS = 2.5
@@ -75,7 +75,7 @@ class FaultyWorker(Worker):
     def launch(self, *arguments: Any) -> Any:
         """A step, if all goes well."""
         if self.fault.strike("launch"):
-            return StepResult
+            return ModelRunnerOutput
         return super().launch(*arguments)
 
 

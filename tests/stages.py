@@ -12,13 +12,13 @@ import pytest
 
 import nanovllm.engine.core
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.runner import ModelRunner
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 
 @contextlib.contextmanager
@@ -84,10 +84,10 @@ class StagedExecutor(Executor):
         for _, runner in self._each():
             runner.allocate(num_blocks, num_host_blocks)
 
-    def _launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         waits = [runner.launch(schedule) for _, runner in self._each()]
         for wait in waits[:-1]:
-            assert wait() == StepResult(), "only the last stage samples"
+            assert wait() == ModelRunnerOutput(), "only the last stage samples"
         return waits[-1]
 
     def forget_requests(self) -> dict[str, list[int]]:

@@ -161,3 +161,36 @@ class EngineStats:
         total.kv_cache_usage /= len(engines)
         total.num_waves = max(engine.num_waves for engine in engines)
         return total
+
+
+@dataclass
+class KVConnectorOutput:
+    """What has come to an end, by request id.
+
+    Attributes:
+        finished_sending: nobody will read these requests' blocks any more.
+        finished_recving: nobody will write to these requests' blocks any more: what was asked for is there, except for
+            `invalid_block_ids`.
+        invalid_block_ids: by request, blocks whose content did not come or cannot be trusted. (In vLLM a set for all requests
+            together; but a block's number may mean another request's block by the time at which the last rank says so.)
+        abandoned: requests that need not wait any longer, and under which name their blocks are to be held, since somebody may
+            still write to them: until `finished_recving` has this name.
+        reasons: by request, what went wrong.
+    """
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
+    abandoned: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.finished_sending or self.finished_recving or self.abandoned)
+
+    def add(self, other: KVConnectorOutput) -> None:
+        """Take over what another one says."""
+        self.finished_sending |= other.finished_sending
+        self.finished_recving |= other.finished_recving
+        self.reasons |= other.reasons
+        for request_id, block_ids in other.invalid_block_ids.items():
+            self.invalid_block_ids[request_id] = self.invalid_block_ids.get(request_id, set()) | block_ids

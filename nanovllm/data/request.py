@@ -19,6 +19,8 @@ from typing import Any
 
 from nanovllm.data.sampling_params import SamplingParams
 
+BlockCopies = list[tuple[int, int]]  # (from block, to block)
+
 
 class RequestStatus(enum.Enum):
     """In which of the scheduler's queues a request stands."""

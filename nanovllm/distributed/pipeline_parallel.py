@@ -136,7 +136,7 @@ class StageLink:
     ) -> None:
         self.group = group or get_pp_group()
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
         """Wait for what the stage before has computed for this step; None on the first stage."""
@@ -161,20 +161,20 @@ class StageLink:
         for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
             # No more steps than stages are under way, so what was sent that long ago has arrived, and this is no wait.
             # (gloo marks a send as completed only once somebody has waited for it.)
-            if len(self._under_way) >= 2 * self.group.world_size:
+            if len(self._in_flight) >= 2 * self.group.world_size:
                 with waiting_for_others(), transfer:
-                    self._under_way.popleft()[0].wait()
+                    self._in_flight.popleft()[0].wait()
             self.group.calls["send"] += 1
             self.group.bytes_sent["send"] += tensor.nbytes
             with waiting_for_others(), transfer:  # NCCL connects two ranks when they first talk
                 work = dist.isend(tensor, target, group=self.group.device_group)
             assert work is not None, "both ranks are of the group"
-            self._under_way.append((work, tensor))
+            self._in_flight.append((work, tensor))
 
     def flush(self) -> None:
         """Wait until all that was sent has arrived."""
-        while self._under_way:
-            self._under_way.popleft()[0].wait()
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
 
     def blank(self, num_tokens: int) -> IntermediateTensors | None:
         """What could have been received: for steps that a stage runs alone, to measure or to record them."""

@@ -17,6 +17,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.executor.base import create_executor, with_expert_settings
 from nanovllm.kv.block_pool import InvariantError
@@ -26,7 +27,7 @@ from nanovllm.kv_transfer.factory import create_scheduler_connector
 from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Waves
-from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.text.processor import EngineLimits
 from nanovllm.trace.recorder import RecordSink, StepRecorder, trace_settings
 from nanovllm.trace.trace import StepRecord, Trace
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class StepUnderWay:
+class StepInFlight:
     """A step that was launched: its plan, what waits for its results, its record if anybody watches, and its wave."""
 
-    plan: Schedule
-    wait: Callable[[], StepResult]
+    plan: SchedulerOutput
+    wait: Callable[[], ModelRunnerOutput]
     record: StepRecord | None
     start: float
     wave: int
@@ -75,7 +76,7 @@ class EngineCore:
             self.trace.settings["model"] = config.served_model_name or config.model
         self._open_books(num_blocks, num_host_blocks)
         self.waves = Waves()
-        self._under_way: deque[StepUnderWay] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         # Steps that may be under way when `step` returns: those that the next one has to be planned without.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
@@ -207,7 +208,7 @@ class EngineCore:
     def is_idle(self) -> bool:
         """True if the next step can wait for a request, for something on `sources`, or until `idle_seconds` have passed: it has
         nothing to compute, at most transfers to wait for."""
-        waits = self._num_idle_steps > 0 and not self._under_way and not self.executor.transfer_has_ended
+        waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
         return not self.has_work or (waits and self.connector is not None and not self.connector.has_news)
 
     @property
@@ -262,7 +263,7 @@ class EngineCore:
             self._recorder.unwatch(sink)
             if not self._recorder.has_readers:
                 self._recorder = None
-                for step in self._under_way:
+                for step in self._in_flight:
                     step.record = None
 
     def step(self) -> list[EngineOutput]:
@@ -290,14 +291,14 @@ class EngineCore:
 
     def _step(self) -> list[EngineOutput]:
         start, outputs = self._now(), self._take_transfers()
-        waits = self._under_way and self.scheduler.waits_for_tokens
-        plan = self.scheduler.schedule() if not waits else Schedule()
+        waits = self._in_flight and self.scheduler.waits_for_tokens
+        plan = self.scheduler.schedule() if not waits else SchedulerOutput()
         waits_for_transfers = self.scheduler.waits_for_transfers
-        self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._under_way else 0
-        if plan.empty and self.has_unfinished and not self._under_way and not waits_for_transfers:
+        self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._in_flight else 0
+        if plan.empty and self.has_unfinished and not self._in_flight and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
         if plan.empty and not self.config.in_lock_step and plan.connector_metadata is None:
-            if waits_for_transfers and not self._under_way:
+            if waits_for_transfers and not self._in_flight:
                 self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
@@ -305,15 +306,15 @@ class EngineCore:
         if plan.empty:
             # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed. Or there
             # is nothing to compute, and something to move.
-            plan = Schedule(connector_metadata=plan.connector_metadata)
+            plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         plan.unfinished = self.has_unfinished
         record = None
         if self._recorder is not None and (self.config.in_lock_step or not plan.empty):
             record = self._recorder.begin(plan, self.num_steps, start)
-        self._under_way.append(StepUnderWay(plan, self.executor.launch(plan), record, start, self.waves.ended))
+        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, self.waves.ended))
         self.num_steps += self.config.in_lock_step or not plan.empty
         outputs += self._take_results(keep=self._steps_ahead)
-        while self.connector is not None and self._under_way and all(s.plan.empty for s in self._under_way):
+        while self.connector is not None and self._in_flight and all(s.plan.empty for s in self._in_flight):
             outputs += self._take_results()
         return outputs
 
@@ -342,17 +343,17 @@ class EngineCore:
         """If there is nothing to do, no step may ever come, to take the results of the last one or to tell of the ends."""
         outputs = []
         if not self.has_work:
-            while self._under_way:
+            while self._in_flight:
                 outputs += self._take_results()
-        if self._recorder is not None and not self._under_way:
+        if self._recorder is not None and not self._in_flight:
             self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
         return outputs
 
     def _take_results(self, keep: int | None = None) -> list[EngineOutput]:
         """Wait for the oldest step under way, unless no more than `keep` are, and take over what it sampled."""
-        if len(self._under_way) <= (keep or 0):
+        if len(self._in_flight) <= (keep or 0):
             return []
-        step = self._under_way.popleft()
+        step = self._in_flight.popleft()
         result = step.wait()
         outputs = self.scheduler.update(step.plan, result)
         if not result.anyone_unfinished:
@@ -370,7 +371,7 @@ class EngineCore:
         return outputs
 
     def _start_over(self) -> None:
-        self._under_way.clear()
+        self._in_flight.clear()
         lost = list(self.scheduler.requests)
         abandoned = self.executor.forget_requests()
         if self.connector is not None:

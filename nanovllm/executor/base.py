@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.pd.control import Mailbox
@@ -63,7 +63,7 @@ class Executor:
         """How other engines' ranks reach those of this one, in order; see `kv_transfer`."""
         raise NotImplementedError
 
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; returns what waits for its results. Plans are carried out in order, and their results fetched in
         that order.
 
@@ -130,7 +130,7 @@ class InProcessExecutor(Executor):
         """Of the only rank."""
         return [self.runner.handshake_metadata()]
 
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`."""
         self.forget_ends()  # before the runner asks: a later end notifies anew
         return self.runner.launch(schedule)

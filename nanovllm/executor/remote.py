@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 import psutil
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
 from nanovllm.executor.base import Executor, ExecutorError
-from nanovllm.kv.connector import KVConnectorOutput, OutputAggregator
-from nanovllm.scheduler.scheduler import Schedule, StepResult
+from nanovllm.kv.connector import OutputAggregator
 
 # Loading a large model takes long; a rank that has not begun to serve after this will not.
 START_SECONDS = 600.0
@@ -130,7 +131,7 @@ class RemoteExecutor(Executor):
         """Have every rank make its caches and buffers; the settings are settled now."""
         self._call("allocate", self._config, num_blocks, num_host_blocks)
 
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Tell every rank; the result comes from the first rank of the last stage."""
         if schedule.connector_metadata is not None:
             self.forget_ends()
@@ -150,7 +151,7 @@ class RemoteExecutor(Executor):
         for rank in self.ranks:
             rank.transfer_has_ended = False
 
-    def _gather(self, number: int, output_rank: RemoteRank) -> StepResult:
+    def _gather(self, number: int, output_rank: RemoteRank) -> ModelRunnerOutput:
         """The result of a step in which something is transferred: a transfer has ended when it has on every rank."""
         results = [self._answer(rank, number) for rank in self.ranks]
         result = results[output_rank.rank]

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
 from nanovllm.distributed.life_signs import (
     STEP_SECONDS,
@@ -31,7 +32,6 @@ from nanovllm.distributed.life_signs import (
 )
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 if TYPE_CHECKING:
     from nanovllm.distributed.shared_memory import QueueHandle
@@ -109,7 +109,7 @@ class Worker:
         """See `ModelRunner.handshake_metadata`."""
         return self.runner.handshake_metadata()
 
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`; every rank computes its part."""
         return self.runner.launch(schedule)
 
@@ -179,8 +179,8 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
     return True
 
 
-def _transfers_of(wait: Callable[[], StepResult]) -> Callable[[], StepResult]:
-    return lambda: StepResult(connector_output=wait().connector_output)
+def _transfers_of(wait: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
+    return lambda: ModelRunnerOutput(connector_output=wait().connector_output)
 
 
 def _done(value: Any) -> Callable[[], Any]:

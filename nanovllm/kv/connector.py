@@ -3,18 +3,18 @@
 A connector has two halves, as in vLLM, whose names (KVConnectorBase_V1) the methods bear. One half lives with the scheduler: it
 knows which tokens' KV can be had elsewhere, and who waits for what; it touches no tensor. The other lives on every rank: it
 moves blocks, and knows no request but by its id. What the first tells the second travels with the step's plan
-(`Schedule.connector_metadata`), and what the second has to say comes back with the step's result
-(`StepResult.connector_output`).
+(`SchedulerOutput.connector_metadata`), and what the second has to say comes back with the step's result
+(`ModelRunnerOutput.connector_output`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 
 if TYPE_CHECKING:
@@ -23,41 +23,8 @@ if TYPE_CHECKING:
 
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import EngineRequest, Request
+    from nanovllm.data.schedule import SchedulerOutput
     from nanovllm.kv_transfer.transport.layout import KVLayout
-    from nanovllm.scheduler.scheduler import Schedule
-
-
-@dataclass
-class KVConnectorOutput:
-    """What has come to an end, by request id.
-
-    Attributes:
-        finished_sending: nobody will read these requests' blocks any more.
-        finished_recving: nobody will write to these requests' blocks any more: what was asked for is there, except for
-            `invalid_block_ids`.
-        invalid_block_ids: by request, blocks whose content did not come or cannot be trusted. (In vLLM a set for all requests
-            together; but a block's number may mean another request's block by the time at which the last rank says so.)
-        abandoned: requests that need not wait any longer, and under which name their blocks are to be held, since somebody may
-            still write to them: until `finished_recving` has this name.
-        reasons: by request, what went wrong.
-    """
-
-    finished_sending: set[str] = field(default_factory=set)
-    finished_recving: set[str] = field(default_factory=set)
-    invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
-    abandoned: dict[str, str] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.abandoned)
-
-    def add(self, other: KVConnectorOutput) -> None:
-        """Take over what another one says."""
-        self.finished_sending |= other.finished_sending
-        self.finished_recving |= other.finished_recving
-        self.reasons |= other.reasons
-        for request_id, block_ids in other.invalid_block_ids.items():
-            self.invalid_block_ids[request_id] = self.invalid_block_ids.get(request_id, set()) | block_ids
 
 
 class OutputAggregator:
@@ -170,7 +137,7 @@ class KVConnectorScheduler:
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: Schedule) -> Any:
+    def build_connector_meta(self, schedule: SchedulerOutput) -> Any:
         """What the ranks have to do with this step, pickled on its way; None if nothing, now or still under way."""
         return None
 

@@ -9,10 +9,8 @@ import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
 
-from nanovllm.data.request import Request
+from nanovllm.data.request import BlockCopies, Request
 from nanovllm.kv.block_pool import BlockPool, InvariantError
-
-BlockCopies = list[tuple[int, int]]  # (from block, to block)
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -65,7 +63,7 @@ class KVCacheManager:
             hashes.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size]))
         return hashes
 
-    def find_prefix(self, request: Request) -> list[int]:
+    def get_computed_blocks(self, request: Request) -> list[int]:
         """Blocks, held or free, that already contain the beginning of the request's tokens.
 
         The last token is never taken from the cache: its logits are needed, so it has to be computed. A request
@@ -164,7 +162,7 @@ class KVCacheManager:
         """
         assert self.host_pool is not None
         host_table = self.host_tables[request.request_id]
-        prefix = self.find_prefix(request)[: request.num_computed_tokens // self.block_size]
+        prefix = self.get_computed_blocks(request)[: request.num_computed_tokens // self.block_size]
         if not self.admit(request, prefix, num_tokens):
             return None
         table = self.tables[request.request_id]

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
+from nanovllm.data.request import BlockCopies
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ScheduledRequest
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.manager import BlockCopies
 from nanovllm.runner.sampling import SamplingRow
-from nanovllm.scheduler.scheduler import ScheduledRequest
 
 
 class RequestRows:

@@ -22,6 +22,7 @@ from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_c
 from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import TokenLogprobs
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.kv.block_pool import InvariantError
@@ -36,7 +37,6 @@ from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.cuda_graphs import DecodeGraphs, graph_maker, ladder
 from nanovllm.runner.memory import MemoryBudget
 from nanovllm.runner.sampling import Sampler, start_fetch, start_logprobs, upload
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, StepResult
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
 LOGPROB_ROWS = 256
@@ -141,7 +141,7 @@ class ModelRunner:
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
-    def build_batch(self, schedule: Schedule) -> Batch:
+    def build_batch(self, schedule: SchedulerOutput) -> Batch:
         """Pack the step's tokens one request after another, into buffers that are always the same ones."""
         rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
         starts = np.array([scheduled.start for scheduled in schedule.requests])
@@ -225,12 +225,12 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- one step
 
-    def execute(self, schedule: Schedule) -> StepResult:
+    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, and wait for what it samples; see `launch`."""
         return self.launch(schedule)()
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start one step: move blocks, build the batch, run the model, sample. The next step may be launched before this
         one has ended, with tokens that only the device knows (`last_is_pending`). Nothing waits for a GPU, but for
         blocks that are swapped and for an attention backend that reads lengths on the host ("torch"). On a stage of a
@@ -245,10 +245,10 @@ class ModelRunner:
         if schedule.connector_metadata is None or self.connector is None:
             return self._launch(schedule)
         with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
-            wait = self._launch(schedule) if not schedule.empty else StepResult
+            wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
         return lambda: replace(wait(), connector_output=output)
 
-    def _launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         if schedule.empty and get_dp_group().world_size == 1:
             raise InvariantError("a schedule without requests is not to be run")
         copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
@@ -260,13 +260,13 @@ class ModelRunner:
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
         if hidden is None:
-            return StepResult
+            return ModelRunnerOutput
         sampled = self._sample(schedule, batch, hidden)
         prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
-        return lambda: StepResult(sampled(), prompt_logprobs(), anyone_unfinished())
+        return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
 
-    def _ask_around(self, schedule: Schedule) -> Callable[[], bool]:
+    def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
         """Whether any of the engines in lock-step has requests: all come to the same answer for the same step."""
         group = get_dp_group()
         if group.world_size == 1:
@@ -296,7 +296,7 @@ class ModelRunner:
         with forward_context(ForwardContext(self.backend, caches, metadata, self.connector)):
             return self.model(input_ids, positions, received)
 
-    def _sample(self, schedule: Schedule, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
+    def _sample(self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not len(batch.due):
             return dict
@@ -315,7 +315,7 @@ class ModelRunner:
         return wait
 
     def _prompt_logprobs(
-        self, schedule: Schedule, batch: Batch, hidden: Tensor
+        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
     ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
         """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
         first = 0

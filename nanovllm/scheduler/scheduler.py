@@ -6,102 +6,11 @@ Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovl
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import EngineOutput, Request, RequestStatus, TokenLogprobs
-from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv.manager import BlockCopies, KVCacheManager
-
-if TYPE_CHECKING:
-    from nanovllm.kv.connector import KVConnectorOutput
-
-
-@dataclass
-class ScheduledRequest:
-    """One request's share of a step: compute `num_tokens` tokens from position `start` on.
-
-    Attributes:
-        new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
-        new_block_ids: blocks appended to the request's table since the runner last saw it.
-        samples: the step samples a token for it.
-        last_is_pending: the last token to compute is the one that the step before samples; nobody knows it yet.
-        sampling_params, num_prompt_tokens: set only on the first step after an admission; None says "you know it".
-    """
-
-    request_id: str
-    start: int
-    num_tokens: int
-    new_token_ids: list[int]
-    new_block_ids: list[int]
-    sampling_params: SamplingParams | None = None
-    num_prompt_tokens: int = 0
-    samples: bool = False
-    last_is_pending: bool = False
-
-
-@dataclass
-class Schedule:
-    """A step as plain data: everything a runner, here or in another process, has to know.
-
-    Attributes:
-        requests: who computes what, in the order in which the tokens are packed.
-        removed_ids: requests whose state the runner drops before the step (ended or preempted).
-        swap_out, swap_in: block copies to make before the step, in this order.
-        preempted, admitted, resumed: what happened to whom; for those who watch.
-        num_tokens, num_samples: tokens that the step computes, and that it samples.
-        blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
-        unfinished: the engine has requests; told to the engines that it is in lock-step with.
-        connector_metadata: what the ranks have to fetch from elsewhere or to save there; None if nothing. See `kv_transfer`.
-    """
-
-    requests: list[ScheduledRequest] = field(default_factory=list)
-    removed_ids: list[str] = field(default_factory=list)
-    swap_out: BlockCopies = field(default_factory=list)
-    swap_in: BlockCopies = field(default_factory=list)
-    preempted: dict[str, str] = field(default_factory=dict)
-    admitted: dict[str, int] = field(default_factory=dict)
-    resumed: list[str] = field(default_factory=list)
-    blocked_by: str = ""
-    unfinished: bool = True
-    connector_metadata: Any = None
-    num_tokens: int = field(init=False)
-    num_samples: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_tokens = sum(request.num_tokens for request in self.requests)
-        self.num_samples = sum(request.samples for request in self.requests)
-
-    def add(self, request: ScheduledRequest) -> None:
-        """Put a request's share into the step."""
-        self.requests.append(request)
-        self.num_tokens += request.num_tokens
-        self.num_samples += request.samples
-
-    @property
-    def empty(self) -> bool:
-        """True when there is nothing to compute."""
-        return not self.requests
-
-
-@dataclass
-class SampledToken:
-    """What the runner sampled for one request."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass
-class StepResult:
-    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
-    any of the engines in lock-step had a request; and which transfers have come to an end."""
-
-    sampled: dict[str, SampledToken] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    anyone_unfinished: bool = True
-    connector_output: KVConnectorOutput | None = None
+from nanovllm.data.request import EngineOutput, Request, RequestStatus
+from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.kv.manager import KVCacheManager
 
 
 class Scheduler:
@@ -133,7 +42,7 @@ class Scheduler:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self._removed_ids: list[str] = []
-        self._steps_under_way: list[Schedule] = []
+        self._steps_in_flight: list[SchedulerOutput] = []
 
     # ---------------------------------------------------------------- in and out
 
@@ -144,7 +53,7 @@ class Scheduler:
             ValueError: its id is in use, or it could not run even if it were alone.
         """
         limit = self.config.max_request_tokens
-        computed = (scheduled.request_id for plan in self._steps_under_way for scheduled in plan.requests)
+        computed = (scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests)
         if request.request_id in self.requests or request.request_id in computed:
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not 0 < request.num_tokens < limit:
@@ -193,9 +102,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- one step
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         """Decide the next step, and count its tokens as computed."""
-        plan = Schedule(removed_ids=self._removed_ids)
+        plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         if self.config.batching_policy == "chunked":
             self._continue_running(plan, self.running)
@@ -208,13 +117,13 @@ class Scheduler:
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._steps_under_way.append(plan)
+            self._steps_in_flight.append(plan)
         return plan
 
-    def _budget(self, plan: Schedule) -> int:
+    def _budget(self, plan: SchedulerOutput) -> int:
         return self.config.token_budget - plan.num_tokens
 
-    def _share(self, request: Request, plan: Schedule) -> int:
+    def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """Tokens of the request that this step may compute."""
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
             return 0  # a first stage cannot wait for what the last one samples; or what is on its way is the last one
@@ -225,7 +134,7 @@ class Scheduler:
             wanted = min(wanted, self.config.long_prefill_token_threshold)
         return min(wanted, budget)
 
-    def _continue_running(self, plan: Schedule, candidates: list[Request]) -> None:
+    def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
         """Give each running request its share, first come first served; preempt from the other end."""
         for request in list(candidates):
             if request.status is not RequestStatus.RUNNING:
@@ -236,7 +145,7 @@ class Scheduler:
             if share == 0:
                 continue
             while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
-                if plan.empty and self._steps_under_way:
+                if plan.empty and self._steps_in_flight:
                     return  # their results may free blocks; and a plan that throws out and computes nothing is not run
                 if (victim := self._victim(request, share)) is not None:
                     self._preempt(victim, plan)
@@ -245,7 +154,7 @@ class Scheduler:
             else:
                 self._schedule(request, share, blocks, plan)
 
-    def _admit(self, plan: Schedule) -> None:
+    def _admit(self, plan: SchedulerOutput) -> None:
         """Let swapped and waiting requests in, strictly in order, while budget, places and blocks last."""
         while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
             plan.blocked_by = self._why_not(plan)
@@ -259,7 +168,7 @@ class Scheduler:
             if plan.blocked_by:
                 return
 
-    def _why_not(self, plan: Schedule) -> str:
+    def _why_not(self, plan: SchedulerOutput) -> str:
         if plan.preempted:
             return "preemption"  # whoever got in now would be thrown out next
         if len(self.running) >= self.config.max_num_seqs:
@@ -274,8 +183,8 @@ class Scheduler:
             return "static batch"  # the batch has begun to decode: it takes nobody until all have ended
         return ""
 
-    def _admit_waiting(self, request: Request, plan: Schedule) -> str:
-        prefix = self.manager.find_prefix(request)
+    def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
+        prefix = self.manager.get_computed_blocks(request)
         request.num_computed_tokens = len(prefix) * self.manager.block_size
         share = self._share(request, plan)
         if share == 0:
@@ -294,7 +203,7 @@ class Scheduler:
     def _in_stages(self) -> bool:
         return self.config.pipeline_parallel_size > 1
 
-    def _is_full(self, plan: Schedule, num_requests: int) -> bool:
+    def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
         """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
@@ -302,12 +211,12 @@ class Scheduler:
         was_preempted = request.num_pending_tokens  # while its token was on its way
         return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
 
-    def _start(self, request: Request, share: int, plan: Schedule) -> None:
+    def _start(self, request: Request, share: int, plan: SchedulerOutput) -> None:
         self._move(request, RequestStatus.RUNNING)
         request.num_sent_tokens = 0
         self._schedule(request, share, self.manager.tables[request.request_id], plan)
 
-    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
+    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         first = request.num_sent_tokens == 0
         before = request.num_computed_tokens
         if request.num_cached_tokens < 0:
@@ -331,9 +240,9 @@ class Scheduler:
 
     # ---------------------------------------------------------------- after the step
 
-    def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
-        self._steps_under_way = [step for step in self._steps_under_way if step is not plan]
+        self._steps_in_flight = [step for step in self._steps_in_flight if step is not plan]
         outputs = []
         for scheduled in plan.requests:
             request = self.requests.get(scheduled.request_id)
@@ -398,7 +307,7 @@ class Scheduler:
         """The request to preempt so that `request` can compute `share` tokens; None if it has to wait instead."""
         return self.running[-1]
 
-    def _preempt(self, victim: Request, plan: Schedule) -> None:
+    def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
         """Take all blocks from a running request; what it has sampled so far is kept."""
         copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
         if copies is not None:
@@ -413,7 +322,7 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _admit_swapped(self, request: Request, plan: Schedule) -> str:
+    def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
         share = self._share(request, plan)
         if share == 0:
             return self._why_no_share(request)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nanovllm.data.request import EngineOutput, RequestStatus
-from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
@@ -84,7 +85,7 @@ class StepRecorder:
         """A request ended between two steps; the next record says so."""
         self._ended[request_id] = reason
 
-    def begin(self, plan: Schedule, step: int, start: float) -> StepRecord:
+    def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord:
         """What the scheduler decided, before the step changes the queues again.
 
         Args:
@@ -154,7 +155,7 @@ class StepRecorder:
         )
 
     def finish(
-        self, record: StepRecord | None, duration: float, result: StepResult, outputs: Iterable[EngineOutput]
+        self, record: StepRecord | None, duration: float, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]
     ) -> None:
         """Add what the step sampled and who ended with it, and write the record. Steps finish in the order in which
         they began.
@@ -210,4 +211,4 @@ class StepRecorder:
         """
         is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
         if (is_idle and is_due) or self._held() != self._held_before:
-            self.finish(self.begin(Schedule(), step, start), 0.0, StepResult(), [])
+            self.finish(self.begin(SchedulerOutput(), step, start), 0.0, ModelRunnerOutput(), [])

@@ -1,4 +1,4 @@
-"""The tests in tests/interpreted, each module in a process whose Triton interprets, and which may crash."""
+"""The tests in tests/attention/interpreted, each module in a process whose Triton interprets, and which may crash."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-MODULES = sorted((ROOT / "tests" / "interpreted").glob("test_*.py"))
+MODULES = sorted((ROOT / "tests" / "attention" / "interpreted").glob("test_*.py"))
 TIMEOUT = 600  # seconds
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform")
@@ -51,5 +51,5 @@ def test_a_crash_is_seen(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_ordinary_run_leaves_them_out() -> None:
-    result = run_interpreted("--collect-only", "tests/interpreted", TRITON_INTERPRET="0")
+    result = run_interpreted("--collect-only", "tests/attention/interpreted", TRITON_INTERPRET="0")
     assert "no tests collected" in result.stdout

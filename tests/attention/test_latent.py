@@ -1,6 +1,6 @@
 """Latent attention: against float64, against transformers with every feature, on several ranks, and YaRN's numbers.
 
-The Triton kernel is tested in tests/interpreted/test_latent.py, tokens of transformers in test_against_transformers.py.
+The Triton kernel is tested in tests/attention/interpreted/test_latent.py, tokens of transformers in test_against_transformers.py.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineRequest
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import Peer
 from nanovllm.engine import core as engine
@@ -41,7 +42,6 @@ from nanovllm.scheduler.data_parallel import (
     rank_config,
     trace_path,
 )
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 from nanovllm.trace.trace import Trace
 from tests import rank_faults
 from tests.content_runner import ContentRunner, next_token
@@ -241,7 +241,7 @@ class LockStepExecutor(Executor):
     def forget_requests(self) -> dict[str, list[int]]:
         return {}
 
-    def launch(self, schedule: Schedule) -> Callable[[], StepResult]:
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         step = len(self.kinds)
         self.kinds.append("dummy" if schedule.empty else "real")
         result = self.runner.execute(schedule)
@@ -390,7 +390,7 @@ def test_nobody_waits_for_ever(
     core._listen_until(core._all_pause, 10)
     steps = [len(rank.core.executor.kinds) for rank in core.ranks]
     assert len(set(steps)) == 1, f"engines have made different numbers of steps: {steps}"
-    assert not any(rank.core.has_work or rank.core._under_way for rank in core.ranks)
+    assert not any(rank.core.has_work or rank.core._in_flight for rank in core.ranks)
     assert len({rank.core.waves.ended for rank in core.ranks}) == 1
 
 

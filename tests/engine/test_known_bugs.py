@@ -77,11 +77,11 @@ def test_no_stale_hash_after_a_block_found_a_new_owner() -> None:
     manager = KVCacheManager(num_blocks=2, block_size=4)
     old, new, again = request("old", prompt(8)), request("new", prompt(8, 99)), request("again", prompt(8))
     for r in (old, new):
-        assert manager.admit(r, manager.find_prefix(r), 8)
+        assert manager.admit(r, manager.get_computed_blocks(r), 8)
         r.num_computed_tokens = 8
         manager.publish(r, 0)
         manager.free(r)
-    assert manager.find_prefix(again) == []
+    assert manager.get_computed_blocks(again) == []
 
 
 def test_freed_duplicate_page_stays_intact_for_the_other_table() -> None:
@@ -95,7 +95,7 @@ def test_freed_duplicate_page_stays_intact_for_the_other_table() -> None:
         manager.publish(r, 0)
     manager.free(two)
     manager.check_invariants([one])
-    assert manager.find_prefix(request("three", prompt(9))) == manager.tables["one"][:2]
+    assert manager.get_computed_blocks(request("three", prompt(9))) == manager.tables["one"][:2]
 
 
 def test_double_free_is_caught() -> None:

@@ -19,6 +19,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import Grid, get_pp_group
 from nanovllm.distributed.pipeline_parallel import (
     Elsewhere,
@@ -33,7 +34,7 @@ from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz import pool_states
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
 
@@ -178,9 +179,9 @@ def drive(scheduler: Scheduler, stages: int) -> list[list[str]]:
         steps.append([r.request_id for r in plan.requests])
         under_way += [plan] if not plan.empty else []
         if len(under_way) == stages or plan.empty:
-            first: Schedule = under_way.pop(0)
+            first: SchedulerOutput = under_way.pop(0)
             sampled = {r.request_id: SampledToken(7) for r in first.requests if r.samples}
-            scheduler.update(first, StepResult(sampled))
+            scheduler.update(first, ModelRunnerOutput(sampled))
         scheduler.check_invariants()
     return steps
 
@@ -213,7 +214,7 @@ def test_a_group_that_shrinks_gets_some_of_the_others() -> None:
     for _ in range(4):
         plan = plans.pop(0)
         sampled = {r.request_id: SampledToken(7) for r in plan.requests if r.samples}
-        scheduler.update(plan, StepResult(sampled))
+        scheduler.update(plan, ModelRunnerOutput(sampled))
         plans.append(scheduler.schedule())
         sizes.append(plans[-1].num_samples)
     assert sizes == [4, 4, 4, 4]
@@ -362,7 +363,7 @@ def test_the_trace_of_several_steps_under_way(folder: pathlib.Path) -> None:
     core, tables = llm.engine.core, []
     schedule = core.scheduler.schedule
 
-    def watched() -> Schedule:
+    def watched() -> SchedulerOutput:
         plan = schedule()
         if not plan.empty:
             tables.append({name: list(table) for name, table in core.manager.tables.items()})

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.engine.core import EngineCore
 from nanovllm.kv import connector as base
-from nanovllm.kv.connector import KVConnectorOutput, OutputAggregator
+from nanovllm.kv.connector import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import (
     PATIENCE,

@@ -14,17 +14,17 @@ import pytest
 import zmq
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import TRANSFER_ENDED, Watch
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.kv import connector as base
-from nanovllm.kv.connector import KVConnectorOutput
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.server_process import wait_until
@@ -166,14 +166,14 @@ class TalkingRanks(RemoteExecutor):
         pass
 
     def _listen(self, timeout: float) -> None:
-        answer = StepResult(connector_output=KVConnectorOutput(finished_sending={"r"}))
+        answer = ModelRunnerOutput(connector_output=KVConnectorOutput(finished_sending={"r"}))
         self.ranks[0].take(TRANSFER_ENDED)
         self.ranks[0].take((self._num_orders, answer))
 
 
 def test_a_notification_that_comes_with_the_answer_can_be_forgotten() -> None:
     ranks = TalkingRanks()
-    result = ranks.launch(Schedule(connector_metadata="something to ask"))()
+    result = ranks.launch(SchedulerOutput(connector_metadata="something to ask"))()
     assert result.connector_output is not None and result.connector_output.finished_sending == {"r"}
     assert ranks.transfer_has_ended, "it may be of another transfer"
     ranks.forget_ends()

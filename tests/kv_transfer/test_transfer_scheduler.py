@@ -17,10 +17,10 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.request import EngineRequest, Request, RequestStatus
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
-from nanovllm.scheduler.scheduler import Schedule
 from tests.content_runner import ContentRunner
 from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
@@ -244,7 +244,7 @@ class TransferMachine(SchedulerMachine):
         self.under_way.append((plan, self.runner.execute(plan)))
         self.take_results(self.ahead)
 
-    def could_run(self, plan: Schedule) -> list[str]:
+    def could_run(self, plan: SchedulerOutput) -> list[str]:
         """Running requests that could compute something now if all requests behind them were preempted, but for those whose
         blocks are being read."""
         found, manager, running = [], self.manager, self.scheduler.running

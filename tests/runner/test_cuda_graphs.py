@@ -25,11 +25,11 @@ from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.lab.course.__main__ import main as course_main
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, graph_maker, ladder
 from nanovllm.runner.runner import ModelRunner
-from nanovllm.scheduler.scheduler import Schedule, ScheduledRequest
 from tests.oracle import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -301,10 +301,10 @@ def padded_runner(folder: pathlib.Path) -> ModelRunner:
     return runner
 
 
-def step(runner: ModelRunner, *parts: tuple[str, int, list[int], list[int]]) -> Schedule:
+def step(runner: ModelRunner, *parts: tuple[str, int, list[int], list[int]]) -> SchedulerOutput:
     """Of each request: its name, where it begins, its new tokens and blocks."""
     known = runner.rows.row_of
-    return Schedule(
+    return SchedulerOutput(
         [
             ScheduledRequest(name, start, len(tokens), tokens, blocks, *(() if name in known else (GREEDY, len(tokens))))
             for name, start, tokens, blocks in parts

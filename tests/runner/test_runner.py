@@ -18,6 +18,7 @@ from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_c
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
@@ -25,7 +26,7 @@ from nanovllm.ops.device import MemoryProfile
 from nanovllm.runner.cuda_graphs import ladder
 from nanovllm.runner.memory import MemoryBudget
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, ScheduledRequest, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import TINY, make_checkpoint
 
 SHAPE = ModelConfig.from_dict(TINY | {"architectures": ["LlamaForCausalLM"]})
@@ -69,7 +70,7 @@ def real_runner(folder: pathlib.Path, num_blocks: int = 8, num_host_blocks: int 
 # ---------------------------------------------------------------- batches
 
 
-def check_batch(batch: Batch, plan: Schedule, scheduler: Scheduler) -> None:
+def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> None:
     """Token by token from the scheduler's own books, which the runner has never seen."""
     size, first, metadata = scheduler.config.block_size, 0, batch.metadata
     starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
@@ -141,7 +142,9 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
             if r.start + r.num_tokens == runner.rows.num_tokens[row]
         ]
         assert caught_up == [r.request_id for r in due], "runner and scheduler disagree who samples"
-        scheduler.update(plan, StepResult({r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due}))
+        scheduler.update(
+            plan, ModelRunnerOutput({r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due})
+        )
         if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
             scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests))))
     assert not scheduler.has_unfinished
@@ -149,14 +152,14 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
 
 def test_slots_beyond_32_bits() -> None:
     runner = bare_runner(block_size=16)
-    batch = runner.build_batch(Schedule([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
+    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
     assert batch.metadata.slot_mapping.tolist() == [3_200_000_000, 3_200_000_001]
 
 
 def test_longest_request_and_full_budget() -> None:
     """Every buffer is filled to its last entry."""
     runner = bare_runner(max_tokens=16, num_blocks=12, max_num_batched_tokens=48)
-    plan = Schedule(
+    plan = SchedulerOutput(
         [ScheduledRequest(f"r{i}", 0, 16, list(range(16)), [4 * i + j for j in range(4)], GREEDY, 16) for i in range(3)]
     )
     batch = runner.build_batch(plan)
@@ -168,9 +171,9 @@ def test_wider_step_leaves_nothing_behind_that_is_read() -> None:
     """Columns of an earlier, wider step stay in the buffer; those that are read are this step's."""
     runner = bare_runner()
     long = ScheduledRequest("long", 0, 16, list(range(16)), [9, 8, 7, 6], GREEDY, 16)
-    runner.build_batch(Schedule([long]))
+    runner.build_batch(SchedulerOutput([long]))
     runner.rows.remove("long")
-    batch = runner.build_batch(Schedule([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
+    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
     assert batch.metadata.block_tables[0, :2].tolist() == [2, 3]
     assert batch.metadata.slot_mapping.tolist() == [8, 9, 10, 11, 12]
 
@@ -192,8 +195,8 @@ def test_host_buffers_wait_for_their_uploads() -> None:
     """On a GPU the copies are asynchronous: the next step may not write before they were made."""
     runner = bare_runner()
     runner._uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
-    runner.build_batch(Schedule([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
-    runner.build_batch(Schedule([ScheduledRequest("A", 2, 2, [], [])]))
+    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
+    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
     assert event.calls == [("wait", [0, 0]), ("mark", [5, 6]), ("wait", [5, 6]), ("mark", [7, 8])]
 
 
@@ -231,17 +234,17 @@ def test_removed_and_admitted_in_the_same_step(folder) -> None:
     """A name that ends and comes again, or a request that is thrown out and let in at once, starts afresh."""
     runner = real_runner(folder)
     prompt = [5, 6, 7, 8, 9]
-    runner.execute(Schedule([admission("A", [50, 51, 52], [0])]))
-    again = runner.execute(Schedule([admission("A", prompt, [2, 1])], removed_ids=["A"]))
+    runner.execute(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
+    again = runner.execute(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
     assert again.sampled["A"].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
     assert runner.rows.row_of == {"A": 0}
 
 
 def test_empty_schedule_is_refused_and_changes_nothing(folder) -> None:
     runner = real_runner(folder)
-    runner.execute(Schedule([admission("A", [1, 2], [0])]))
+    runner.execute(SchedulerOutput([admission("A", [1, 2], [0])]))
     with pytest.raises(InvariantError, match="without requests"):
-        runner.execute(Schedule(removed_ids=["A"]))
+        runner.execute(SchedulerOutput(removed_ids=["A"]))
     assert "A" in runner.rows.row_of
 
 
@@ -256,7 +259,7 @@ def test_swap_copies_come_first_and_out_before_in(folder) -> None:
         cache.copy_(torch.randn(cache.shape))
     device, host = ([cache.clone() for cache in caches] for caches in (runner.kv_caches, runner.host_caches))
     runner.execute(
-        Schedule(
+        SchedulerOutput(
             [admission("A", [4, 5, 6, 7], [5])],
             swap_out=[(3, 0), (5, 2)],
             swap_in=[(1, 3), (0, 6)],  # host block 0 was filled in this very step

@@ -11,9 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.kv.block_pool import BlockPool
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
 
 SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -126,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.count = 0
         # So many steps are under way when the next one is scheduled: those of the other stages, or one ahead.
         self.ahead = stages - 1 or int(overlap)
-        self.under_way: deque[tuple[Schedule, StepResult]] = deque()
+        self.under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
 
     def make_scheduler(self) -> Scheduler:
         """The one to be examined, with these settings."""
@@ -209,7 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.under_way.append((plan, self.runner.execute(plan)))
         self.take_results(self.ahead)
 
-    def check_division(self, plan: Schedule) -> None:
+    def check_division(self, plan: SchedulerOutput) -> None:
         """No step needs a token that the last stage has not sampled yet, and none takes more than its share."""
         on_their_way = {r.request_id for step, _ in self.under_way for r in step.requests if r.samples}
         assert not any(r.last_is_pending or r.request_id in on_their_way for r in plan.requests)

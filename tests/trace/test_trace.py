@@ -23,11 +23,12 @@ import nanovllm.trace.trace
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.engine.core import EngineCore
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
-from nanovllm.scheduler.scheduler import Schedule, Scheduler
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line
 from nanovllm.trace.recorder import trace_settings
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, check_lines
@@ -330,7 +331,7 @@ class Witness:
         self.steps: list[Truth] = []
         schedule = Scheduler.schedule
 
-        def watched(scheduler: Scheduler) -> Schedule:
+        def watched(scheduler: Scheduler) -> SchedulerOutput:
             plan = schedule(scheduler)
             if not plan.empty:
                 self.steps.append(self.look(scheduler))
@@ -496,7 +497,7 @@ class Session:
         self.core.abort_request("nobody")  # what broke off last is told as soon as anything happens
 
 
-def refuse(plan: Schedule) -> Any:
+def refuse(plan: SchedulerOutput) -> Any:
     raise ArithmeticError("the device is on fire")
 
 

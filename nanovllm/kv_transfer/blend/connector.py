@@ -29,8 +29,8 @@ from nanovllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from nanovllm.attention.base import AttentionBackend
     from nanovllm.data.request import Request
+    from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
     from nanovllm.models.llama import LlamaForCausalLM
-    from nanovllm.scheduler.scheduler import Schedule, ScheduledRequest
 
 RATIO = 0.15
 SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
@@ -175,7 +175,7 @@ class BlendScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: Schedule) -> BlendMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput) -> BlendMetadata | None:
         """One blend a step, and the parts that are computed to their end with it."""
         metadata = BlendMetadata(blend=self._jobs.popleft() if self._jobs else None)
         for scheduled in schedule.requests:

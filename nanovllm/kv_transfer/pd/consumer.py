@@ -14,8 +14,8 @@ from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.kv.connector import KVConnectorOutput
 from nanovllm.kv_transfer.pd.control import (
     Cancel,
     Claim,

@@ -19,9 +19,10 @@ import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.kv.connector import KVConnectorOutput, KVConnectorScheduler, KVConnectorWorker
+from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.pd.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.pd.control import Consumer, Introduction, Mailbox
 from nanovllm.kv_transfer.pd.plan import Books, TransferMetadata, TransferParams
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.kv_transfer_config import KVTransferConfig
+    from nanovllm.data.schedule import SchedulerOutput
     from nanovllm.kv_transfer.transport.base import Transport
     from nanovllm.kv_transfer.transport.layout import KVLayout
-    from nanovllm.scheduler.scheduler import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ class DisaggregatedScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: Schedule) -> TransferMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput) -> TransferMetadata | None:
         """What there is to begin; and as long as something is under way, the question whether it has ended."""
         if self.producer is not None:
             self.producer.note(schedule)

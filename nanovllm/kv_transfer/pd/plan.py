@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.kv.connector import KVConnectorOutput
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]

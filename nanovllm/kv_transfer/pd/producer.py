@@ -27,7 +27,7 @@ from nanovllm.kv_transfer.pd.control import (
 from nanovllm.kv_transfer.pd.plan import Books, Move, TransferParams
 
 if TYPE_CHECKING:
-    from nanovllm.scheduler.scheduler import Schedule, ScheduledRequest
+    from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 
 
 @dataclass
@@ -118,7 +118,7 @@ class ProducerSide:
         """See `KVConnectorScheduler.refuse`."""
         self.orders.pop(request_id).consumer.tell(Prefilled(request_id, error=f"it refuses: {reason}"))
 
-    def note(self, schedule: Schedule) -> None:
+    def note(self, schedule: SchedulerOutput) -> None:
         """See what a step computes for other engines."""
         for share in schedule.requests:
             if (order := self.orders.get(share.request_id)) is not None:

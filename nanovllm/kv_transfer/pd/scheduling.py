@@ -13,11 +13,13 @@ import time
 from collections import Counter
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.kv import connector as base
-from nanovllm.kv.connector import KVConnectorOutput, KVConnectorScheduler
+from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import Schedule, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 
 
 class TransferScheduler(Scheduler):
@@ -73,14 +75,14 @@ class TransferScheduler(Scheduler):
         """Where a request stands, by its status."""
         return super().queues | {RequestStatus.RECEIVING: self.receiving}
 
-    def _why_not(self, plan: Schedule) -> str:
+    def _why_not(self, plan: SchedulerOutput) -> str:
         # Who receives has a seat already: it starts to run in the moment in which all is there.
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
         return Scheduler._why_not(self, plan)
 
-    def _admit_waiting(self, request: Request, plan: Schedule) -> str:
-        prefix = self.manager.find_prefix(request)
+    def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
+        prefix = self.manager.get_computed_blocks(request)
         num_local = len(prefix) * self.manager.block_size
         wants_all_logits = request.sampling_params.prompt_logprobs is not None
         num_external = 0
@@ -134,7 +136,7 @@ class TransferScheduler(Scheduler):
         error = f"keys and values that were computed elsewhere did not come: {reason}"
         self._news.append(EngineOutput(request.request_id, finish_reason="error", error=error))
 
-    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: Schedule) -> None:
+    def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         if request.num_sent_tokens == 0 and request.request_id not in plan.admitted:
             new_blocks = self.manager.tables[request.request_id]  # the runner has not heard of it yet
             if request.request_id not in plan.resumed:
@@ -170,7 +172,7 @@ class TransferScheduler(Scheduler):
         num_blocks = self.manager.blocks_for(request.num_computed_tokens + share)
         return num_blocks - len(tables[request.request_id]) <= pool.num_free + freed
 
-    def _preempt(self, victim: Request, plan: Schedule) -> None:
+    def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
         # Whoever reads its blocks at this moment must not see those of somebody else. So it ends, and leaves them behind.
         if self.connector.is_sending(victim):
             self._finish(victim, "abort")
@@ -180,18 +182,18 @@ class TransferScheduler(Scheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> SchedulerOutput:
         """See `Scheduler.schedule`. A plan without requests may still have something to move."""
         plan = Scheduler.schedule(self)
         self._resolve_deadlock(plan)
         plan.connector_metadata = self.connector.build_connector_meta(plan)
         return plan
 
-    def _resolve_deadlock(self, plan: Schedule) -> None:
+    def _resolve_deadlock(self, plan: SchedulerOutput) -> None:
         """Have the youngest receiving request compute its prompt itself if for some seconds nothing could be computed and nothing
         has come, while requests of other engines wait for blocks. It has its blocks already, so it can run to its end."""
         waits = plan.empty and self.receiving and any(map(self.connector.is_ordered, self.waiting))
-        if not waits or self._steps_under_way:
+        if not waits or self._steps_in_flight:
             self._stuck_since = float("inf")
         elif self._stuck_since == float("inf"):
             self._stuck_since = time.monotonic()
@@ -201,7 +203,7 @@ class TransferScheduler(Scheduler):
             self._given_up.add(youngest.request_id)
             self.connector.give_up(youngest)
 
-    def update(self, plan: Schedule, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """See `Scheduler.update`."""
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)

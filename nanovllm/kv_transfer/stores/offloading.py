@@ -18,15 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.kv.connector import KVConnectorOutput, KVConnectorScheduler
+from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.factory import open_store
 
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.kv_transfer_config import KVTransferConfig
-    from nanovllm.scheduler.scheduler import Schedule
+    from nanovllm.data.schedule import SchedulerOutput
 
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
@@ -190,7 +191,7 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- a request's KV is kept
 
-    def build_connector_meta(self, schedule: Schedule) -> OffloadingMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput) -> OffloadingMetadata | None:
         """See `KVConnectorScheduler.build_connector_meta`: what becomes full in this step, and what is to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests:

@@ -9,8 +9,9 @@ from typing import Any
 from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import Trace
 
@@ -155,6 +156,6 @@ class _Simulation:
         if self.config.check_invariants:
             self.scheduler.check_invariants()
 
-    def _sample(self, plan: Schedule) -> StepResult:
+    def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """What the runner would return: a token for each request that has caught up with its known tokens."""
-        return StepResult({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})
+        return ModelRunnerOutput({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})

@@ -1,6 +1,6 @@
 """Tests of Triton kernels in Triton's interpreter, each module in a process of its own: see tests/attention/test_interpreted.py.
 
-By hand: TRITON_INTERPRET=1 python -m pytest tests/interpreted
+By hand: TRITON_INTERPRET=1 python -m pytest tests/attention/interpreted
 """
 
 from nanovllm.ops.triton_support import is_interpreted

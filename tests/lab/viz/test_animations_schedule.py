@@ -18,6 +18,7 @@ from nanovllm import LLM
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.viz import SimulatedRequest, animate, draw_attention, simulate, use_style
 from nanovllm.lab.viz.animation import schedule_figures
@@ -29,7 +30,7 @@ from nanovllm.lab.viz.animation.stage import HEIGHT, WIDTH
 from nanovllm.lab.viz.animation.timeline import first_token_at, policies_scene, worst_pause
 from nanovllm.lab.viz.attention import attended_pages, most_telling_step
 from nanovllm.lab.viz.data import pool_state_at
-from nanovllm.scheduler.scheduler import SampledToken, Scheduler, StepResult
+from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.recorder import StepRecorder
 from nanovllm.trace.trace import StepRecord, Trace, TracedRequest
 from tests.oracle import make_checkpoint
@@ -190,7 +191,7 @@ def test_packed_batch_is_what_the_runner_builds(seed: int, mode: str) -> None:
         tensors = (batch.metadata.query_start_loc, batch.metadata.seq_lens, batch.positions)
         tensors += (batch.metadata.slot_mapping, batch.last_rows)
         built.append([tensor.tolist() for tensor in tensors])
-        result = StepResult({r.request_id: SampledToken(dice.randrange(3)) for r in plan.requests if r.samples})
+        result = ModelRunnerOutput({r.request_id: SampledToken(dice.randrange(3)) for r in plan.requests if r.samples})
         recorder.finish(record, 1.0, result, scheduler.update(plan, result))
     trace = recorder.trace
     assert any(record.preempted for record in trace) and len(built) == len(trace)

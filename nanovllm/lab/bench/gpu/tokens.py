@@ -14,11 +14,11 @@ from nanovllm.checkpoint.hub import nanovllm_home
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.lab.bench.gpu.engine import run_requests, start_engine
 from nanovllm.lab.bench.gpu.setting import Row, Setting, reason_of
 from nanovllm.lab.bench.gpu.shapes import TINY, write_checkpoint
 from nanovllm.lab.bench.workloads import BenchRequest
-from nanovllm.scheduler.scheduler import Schedule, StepResult
 
 REFERENCE = {"device": "cpu", "attention_backend": "torch"}
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ def _launch_watched(folder: pathlib.Path) -> None:
     core = start_engine(str(folder), device="cuda", num_kv_blocks=128, max_num_seqs=8)
     launch = core.runner.launch
 
-    def watched(plan: Schedule) -> Callable[[], StepResult]:
+    def watched(plan: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         torch.cuda.set_sync_debug_mode("error")
         try:
             return launch(plan)

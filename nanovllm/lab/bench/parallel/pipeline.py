@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import Grid, get_world_group
 from nanovllm.engine.core import EngineCore
 from nanovllm.lab.bench.gpu.engine import add_requests, start_engine
@@ -15,7 +16,6 @@ from nanovllm.lab.bench.parallel.setting import Setting
 from nanovllm.lab.bench.ranks import run_ranks
 from nanovllm.lab.bench.report import Table
 from nanovllm.lab.bench.workloads import Workload
-from nanovllm.scheduler.scheduler import SampledToken, Schedule, StepResult
 
 STAGES, MICRO_BATCHES = 2, (1, 2, 4, 8)
 TOLERANCE = 0.15
@@ -114,10 +114,10 @@ def run_stage(folder: str, options: dict[str, Any], tokens: int, rounds: int) ->
     return found
 
 
-def _forget(core: EngineCore, plans: list[Schedule]) -> None:
+def _forget(core: EngineCore, plans: list[SchedulerOutput]) -> None:
     """End the requests, with a token that is the same on every stage; only the last one knows the right one."""
     for plan in plans:
-        core.scheduler.update(plan, StepResult({r.request_id: SampledToken(0) for r in plan.requests}))
+        core.scheduler.update(plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests}))
 
 
 def pipeline(setting: Setting) -> Found:

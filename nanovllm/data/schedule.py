@@ -1,0 +1,99 @@
+"""A step as plain data: what the scheduler asks of the runner, and what the runner returns.
+
+Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.request import BlockCopies, TokenLogprobs
+from nanovllm.data.sampling_params import SamplingParams
+
+
+@dataclass
+class ScheduledRequest:
+    """One request's share of a step: compute `num_tokens` tokens from position `start` on.
+
+    Attributes:
+        new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
+        new_block_ids: blocks appended to the request's table since the runner last saw it.
+        samples: the step samples a token for it.
+        last_is_pending: the last token to compute is the one that the step before samples; nobody knows it yet.
+        sampling_params, num_prompt_tokens: set only on the first step after an admission; None says "you know it".
+    """
+
+    request_id: str
+    start: int
+    num_tokens: int
+    new_token_ids: list[int]
+    new_block_ids: list[int]
+    sampling_params: SamplingParams | None = None
+    num_prompt_tokens: int = 0
+    samples: bool = False
+    last_is_pending: bool = False
+
+
+@dataclass
+class SchedulerOutput:
+    """A step as plain data: everything a runner, here or in another process, has to know.
+
+    Attributes:
+        requests: who computes what, in the order in which the tokens are packed.
+        removed_ids: requests whose state the runner drops before the step (ended or preempted).
+        swap_out, swap_in: block copies to make before the step, in this order.
+        preempted, admitted, resumed: what happened to whom; for those who watch.
+        num_tokens, num_samples: tokens that the step computes, and that it samples.
+        blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
+        unfinished: the engine has requests; told to the engines that it is in lock-step with.
+        connector_metadata: what the ranks have to fetch from elsewhere or to save there; None if nothing. See `kv_transfer`.
+    """
+
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    removed_ids: list[str] = field(default_factory=list)
+    swap_out: BlockCopies = field(default_factory=list)
+    swap_in: BlockCopies = field(default_factory=list)
+    preempted: dict[str, str] = field(default_factory=dict)
+    admitted: dict[str, int] = field(default_factory=dict)
+    resumed: list[str] = field(default_factory=list)
+    blocked_by: str = ""
+    unfinished: bool = True
+    connector_metadata: Any = None
+    num_tokens: int = field(init=False)
+    num_samples: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_tokens = sum(request.num_tokens for request in self.requests)
+        self.num_samples = sum(request.samples for request in self.requests)
+
+    def add(self, request: ScheduledRequest) -> None:
+        """Put a request's share into the step."""
+        self.requests.append(request)
+        self.num_tokens += request.num_tokens
+        self.num_samples += request.samples
+
+    @property
+    def empty(self) -> bool:
+        """True when there is nothing to compute."""
+        return not self.requests
+
+
+@dataclass
+class SampledToken:
+    """What the runner sampled for one request."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass
+class ModelRunnerOutput:
+    """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
+    any of the engines in lock-step had a request; and which transfers have come to an end."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    anyone_unfinished: bool = True
+    connector_output: KVConnectorOutput | None = None
