@@ -1,0 +1,138 @@
+"""The package is a house: rooms are floors, and an import goes down, never up."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+PACKAGE = pathlib.Path(__file__).parents[1] / "nanovllm"
+# From the ground up.
+ROOMS = [
+    "data",
+    "checkpoint",
+    "text",
+    "ops",
+    "distributed",
+    "layers",
+    "attention",
+    "models",
+    "kv",
+    "kv_transfer",
+    "scheduler",
+    "runner",
+    "executor",
+    "trace",
+    "engine",
+    "server",
+    "router",
+    "lab",
+    "cli",
+]
+# Imports that still climb, and files that still import each other: this list only ever gets shorter.
+CLIMBING: set[tuple[str, str]] = {
+    ("attention.base", "kv.connector"),
+    ("kv.connector", "kv_transfer.transport.layout"),
+    ("kv_transfer.factory", "runner.runner"),
+    ("kv_transfer.pd.scheduling", "scheduler.scheduler"),
+    ("lab.bench.__main__", "cli.main"),
+    ("lab.kernels", "cli.main"),
+    ("layers.tensor_parallel", "models.config"),
+    ("router.config", "cli.main"),
+    ("router.fleet", "cli.main"),
+    ("router.run", "cli.main"),
+}
+CIRCLES: set[frozenset[str]] = {
+    frozenset(("cli.main", "router.app", "router.config", "router.fleet", "router.run")),
+    frozenset(("engine.data_rank", "engine.group", "engine.process")),
+    frozenset(("kv_transfer.factory", "runner.memory", "runner.runner")),
+    frozenset(("kv_transfer.transport.base", "kv_transfer.transport.visit")),
+    frozenset(("trace.perfetto", "trace.trace")),
+}
+
+
+def module_files() -> dict[str, pathlib.Path]:
+    """Each module of the package, by its dotted name without `nanovllm.`; the package itself is ""."""
+    files = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+FILES = module_files()
+
+
+def resolve(name: str) -> str | None:
+    """The module that a dotted name below `nanovllm.` belongs to."""
+    parts = name.split(".") if name else []
+    for length in range(len(parts), 0, -1):
+        if (module := ".".join(parts[:length])) in FILES:
+            return module
+    return None
+
+
+def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+    """What a file imports from the package, anywhere in it: under TYPE_CHECKING, in functions, and by a string that names a
+    module (for which the second value is True)."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names, by_string = [], False
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names, by_string = re.findall(r"^nanovllm(?:\.\w+)+(?=$|:\w+$)", node.value), True
+        for name in names:
+            if name.startswith("nanovllm.") and (module := resolve(name.removeprefix("nanovllm."))) is not None:
+                yield module, by_string
+
+
+def edges(with_strings: bool) -> set[tuple[str, str]]:
+    return {
+        (name, module)
+        for name, path in FILES.items()
+        for module, by_string in imports(path)
+        if module != name and (with_strings or not by_string)
+    }
+
+
+def floor(module: str) -> int:
+    return ROOMS.index(module.split(".")[0]) if module and module != "__main__" else len(ROOMS)
+
+
+def circles(graph: set[tuple[str, str]]) -> set[frozenset[str]]:
+    """The strongly connected components with more than one member."""
+    below: dict[str, set[str]] = {}
+    for start, end in graph:
+        below.setdefault(start, set()).add(end)
+
+    def reachable(start: str) -> set[str]:
+        seen, stack = set(), [start]
+        while stack:
+            for module in below.get(stack.pop(), ()):
+                if module not in seen:
+                    seen.add(module)
+                    stack.append(module)
+        return seen
+
+    reach = {module: reachable(module) for module in below}
+    return {
+        frozenset(other for other in reach[module] if module in reach.get(other, ()))
+        for module in below
+        if module in reach[module]
+    }
+
+
+def test_every_module_has_a_room() -> None:
+    assert {name.split(".")[0] for name in FILES} == {"", "__main__", *ROOMS}
+
+
+def test_an_import_goes_down_never_up() -> None:
+    assert {edge for edge in edges(with_strings=True) if floor(edge[0]) < floor(edge[1])} == CLIMBING
+
+
+def test_no_files_import_each_other() -> None:
+    assert circles(edges(with_strings=False)) == CIRCLES
