@@ -12,8 +12,7 @@ import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.group import create_core
+from nanovllm.engine.core import EngineCore, create_core
 from nanovllm.lab.bench.gpu.engine import add_requests, run_requests, start_engine
 from nanovllm.lab.bench.gpu.shapes import TINY, write_config
 from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
