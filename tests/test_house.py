@@ -7,29 +7,10 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "nanovllm"
-# From the ground up.
-ROOMS = [
-    "data",
-    "checkpoint",
-    "text",
-    "ops",
-    "distributed",
-    "layers",
-    "attention",
-    "models",
-    "kv",
-    "kv_transfer",
-    "scheduler",
-    "runner",
-    "executor",
-    "trace",
-    "engine",
-    "server",
-    "router",
-    "lab",
-    "cli",
-]
+import pytest
+
+from tests.house import BUDGETS, MODULE_LINES, PACKAGE, PARTS, ROOMS, ROOT, files_of, module_lines, sizes, up_to_date
+
 # Imports that still climb, and files that still import each other: this list only ever gets shorter.
 CLIMBING: set[tuple[str, str]] = {
     ("attention.base", "kv.connector"),
@@ -136,3 +117,26 @@ def test_an_import_goes_down_never_up() -> None:
 
 def test_no_files_import_each_other() -> None:
     assert circles(edges(with_strings=False)) == CIRCLES
+
+
+def test_the_parts_that_peel_off_are_there() -> None:
+    for part, patterns in PARTS.items():
+        assert files_of(part) and all(any(PACKAGE.glob(pattern)) for pattern in patterns), part
+
+
+def test_budgets_of_code_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sizes()
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{lines:7,}  {name}" for name, lines in found.items()))
+    assert {name: found[name] for name in BUDGETS if found[name] > BUDGETS[name]} == {}
+
+
+def test_no_module_has_outgrown_its_room() -> None:
+    lengths = {path: len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in module_lines()}
+    assert {path: length for path, length in lengths.items() if length > MODULE_LINES} == {}
+
+
+def test_readme_has_the_rooms_and_the_reading_path() -> None:
+    """`python -m tests.house` writes them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == up_to_date(readme)
