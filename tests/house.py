@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import pathlib
 import re
@@ -94,6 +95,7 @@ def code_lines(text: str) -> int:
     return len(code - docstrings)
 
 
+@functools.cache
 def module_lines() -> dict[str, int]:
     """Code lines of each module, by its path below the package."""
     paths = sorted(PACKAGE.rglob("*.py"))

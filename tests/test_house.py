@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
                 yield module, by_string
 
 
+@functools.cache
 def edges(with_strings: bool) -> set[tuple[str, str]]:
     return {
         (name, module)
