@@ -230,19 +230,19 @@ class EngineCore:
         """Queue a sequence.
 
         Raises:
-            ValueError: it could never run here; see `Scheduler.add`.
+            ValueError: it could never run here; see `Scheduler.add_request`.
         """
         request = Request(source, self._num_added)
         if self.config.scheduling_policy == "fcfs":
             request.order = (0, self._num_added)
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         self._num_added += 1
         if self._recorder is not None:
             self._recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a sequence between two steps and free its blocks. False if it has ended already."""
-        aborted = self.scheduler.abort(request_id)
+        aborted = self.scheduler.abort_request(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
         with self._all_or_nothing():
@@ -355,7 +355,7 @@ class EngineCore:
             return []
         step = self._in_flight.popleft()
         result = step.wait()
-        outputs = self.scheduler.update(step.plan, result)
+        outputs = self.scheduler.update_from_output(step.plan, result)
         if not result.anyone_unfinished:
             self.waves.end(step.wave)
         if self._recorder is not None:
@@ -380,14 +380,14 @@ class EngineCore:
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         for transfer_id, block_ids in abandoned.items():  # peers may still write to these
-            self.manager.pool.acquire(block_ids)
+            self.manager.pool.touch(block_ids)
             self.manager.held[transfer_id] = block_ids
         if self._recorder is not None:
             self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.manager.pool.reset_cache()
+        self.manager.pool.reset_prefix_cache()
         if self._recorder is not None:
             self._recorder.ask_for_snapshot()
             self._wind_up()

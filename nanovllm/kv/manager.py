@@ -73,42 +73,35 @@ class KVCacheManager:
             return []
         found = []
         for block_hash in self.block_hashes(request)[: (request.num_tokens - 1) // self.block_size]:
-            block_id = self.pool.lookup(block_hash)
+            block_id = self.pool.get_cached_block(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
         return found
 
-    def admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
-        """Open a table that starts with the `prefix` blocks and has room for `num_tokens` tokens in all.
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed_blocks: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Make room for the request's first `num_tokens` tokens.
+
+        Args:
+            computed_blocks: blocks from `get_computed_blocks`, with which the table of a new request begins.
 
         Returns:
-            False, with nothing changed, if the pool has too few free blocks.
+            The blocks that were appended to the table; None, with nothing changed, if the pool has too few free blocks.
         """
-        wanted = self.blocks_for(num_tokens) - len(prefix)
-        # Prefix blocks that nobody holds stand in the free list themselves: they cannot be handed out as well.
-        idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in prefix)
-        if wanted > self.pool.num_free - idle:
-            return False
-        self.pool.acquire(prefix)
-        self.tables[request.request_id] = prefix + self.pool.allocate(wanted)
-        return True
-
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Append blocks to the request's table until it has room for `num_tokens` tokens.
-
-        Returns:
-            The new blocks, or None, with nothing changed, if the pool has too few.
-        """
-        table = self.tables[request.request_id]
-        wanted = max(0, self.blocks_for(num_tokens) - len(table))
-        if wanted > self.pool.num_free:
+        num_held = len(self.tables.get(request.request_id, ())) + len(computed_blocks)
+        num_new = max(0, self.blocks_for(num_tokens) - num_held)
+        # Computed blocks with reference count 0 are in the free list themselves: they cannot be handed out as new ones, too.
+        idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in computed_blocks)
+        if num_new > self.pool.num_free - idle:
             return None
-        new_blocks = self.pool.allocate(wanted)
-        table.extend(new_blocks)
-        return new_blocks
+        self.pool.touch(computed_blocks)
+        appended = [*computed_blocks, *self.pool.get_new_blocks(num_new)]
+        self.tables.setdefault(request.request_id, []).extend(appended)
+        return appended
 
-    def publish(self, request: Request, num_before: int) -> None:
+    def cache_blocks(self, request: Request, num_before: int) -> None:
         """Let others find the blocks that became full since `num_before` tokens were computed. A block with a token
         that is still pending has no name yet.
 
@@ -122,13 +115,13 @@ class KVCacheManager:
         if request.num_exact_tokens is not None:  # a name must not promise what is only nearly so
             num_named = min(num_named, request.num_exact_tokens)
         for i in range(num_before // self.block_size, num_named // self.block_size):
-            self.pool.publish(table[i], hashes[i])
+            self.pool.cache_full_block(table[i], hashes[i])
 
     def free(self, request: Request) -> None:
         """Give up everything that the request holds. The content stays findable until it is overwritten."""
-        self.pool.release(reversed(self.tables.pop(request.request_id, [])))
+        self.pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
         if self.host_pool is not None:
-            self.host_pool.release(self.host_tables.pop(request.request_id, []))
+            self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
 
     def hold(self, request: Request) -> None:
         """The request ends, and its blocks stay as they are until `let_go`."""
@@ -136,7 +129,7 @@ class KVCacheManager:
 
     def let_go(self, request_id: str) -> None:
         """Nobody needs the blocks any more that the request has left behind."""
-        self.pool.release(reversed(self.held.pop(request_id)))
+        self.pool.free_blocks(reversed(self.held.pop(request_id)))
 
     def swap_out(self, request: Request) -> BlockCopies | None:
         """Move what the request has computed to host memory.
@@ -147,7 +140,7 @@ class KVCacheManager:
         count = self.blocks_for(request.num_computed_tokens)
         if self.host_pool is None or count > self.host_pool.num_free:
             return None
-        host_table = self.host_pool.allocate(count)
+        host_table = self.host_pool.get_new_blocks(count)
         copies = list(zip(self.tables[request.request_id], host_table, strict=False))
         self.free(request)
         self.host_tables[request.request_id] = host_table
@@ -163,12 +156,12 @@ class KVCacheManager:
         assert self.host_pool is not None
         host_table = self.host_tables[request.request_id]
         prefix = self.get_computed_blocks(request)[: request.num_computed_tokens // self.block_size]
-        if not self.admit(request, prefix, num_tokens):
+        if self.allocate_slots(request, num_tokens, prefix) is None:
             return None
         table = self.tables[request.request_id]
         copies = list(zip(host_table, table, strict=False))[len(prefix) :]
-        self.host_pool.release(self.host_tables.pop(request.request_id))
-        self.publish(request, len(prefix) * self.block_size)
+        self.host_pool.free_blocks(self.host_tables.pop(request.request_id))
+        self.cache_blocks(request, len(prefix) * self.block_size)
         return copies
 
     def check_invariants(self, requests: Iterable[Request]) -> None:

@@ -141,7 +141,7 @@ class ModelRunner:
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
-    def build_batch(self, schedule: SchedulerOutput) -> Batch:
+    def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
         """Pack the step's tokens one request after another, into buffers that are always the same ones."""
         rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
         starts = np.array([scheduled.start for scheduled in schedule.requests])
@@ -188,7 +188,7 @@ class ModelRunner:
         inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
-    def _build_dummy(self) -> Batch:
+    def _prepare_dummy_inputs(self) -> Batch:
         """A token that is nobody's and is written nowhere: the engine takes part in a step of others. It looks at whatever
         lies in the first slot, since kernels want something to look at, and nobody looks at what comes of it."""
         nobody = np.zeros(0, dtype=np.int64)
@@ -225,7 +225,7 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- one step
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, and wait for what it samples; see `launch`."""
         return self.launch(schedule)()
 
@@ -255,7 +255,7 @@ class ModelRunner:
         copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
-        batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
+        batch = self.prepare_inputs(schedule) if not schedule.empty else self._prepare_dummy_inputs()
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)

@@ -46,7 +46,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- in and out
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Put a request into the waiting queue.
 
         Raises:
@@ -92,7 +92,7 @@ class Scheduler:
     def _give_up_blocks(self, request: Request) -> None:
         self.manager.free(request)
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         """End a request; False if it has ended already. A step in flight may still write to its blocks, before they are reused."""
         request = self.requests.get(request_id)
         if request is None:
@@ -144,7 +144,7 @@ class Scheduler:
             share = self._share(request, plan)
             if share == 0:
                 continue
-            while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
+            while (blocks := self.manager.allocate_slots(request, request.num_computed_tokens + share)) is None:
                 if plan.empty and self._steps_in_flight:
                     return  # their results may free blocks; and a plan that throws out and computes nothing is not run
                 if (victim := self._victim(request, share)) is not None:
@@ -190,7 +190,7 @@ class Scheduler:
         if share == 0:
             request.num_computed_tokens = 0
             return self._why_no_share(request)
-        if not self.manager.admit(request, prefix, request.num_computed_tokens + share):
+        if self.manager.allocate_slots(request, request.num_computed_tokens + share, prefix) is None:
             request.num_computed_tokens = 0
             return "kv blocks"
         self.num_queried_tokens += request.num_tokens
@@ -236,11 +236,11 @@ class Scheduler:
         plan.add(scheduled)
         request.num_sent_tokens = request.num_tokens
         request.num_pending_tokens += scheduled.samples
-        self.manager.publish(request, before)
+        self.manager.cache_blocks(request, before)
 
     # ---------------------------------------------------------------- after the step
 
-    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
         self._steps_in_flight = [step for step in self._steps_in_flight if step is not plan]
         outputs = []
@@ -299,7 +299,7 @@ class Scheduler:
     def _publish_pending(self, request: Request) -> None:
         """A token has come back whose keys and values a step under way computes: its block may be full by now."""
         if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
-            self.manager.publish(request, request.num_tokens - 1)
+            self.manager.cache_blocks(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
 

@@ -150,7 +150,7 @@ class StepRecorder:
         return Snapshot(
             tables=tables,
             num_tokens={request_id: requests[request_id].num_computed_tokens for request_id in tables},
-            cached=[b for b in manager.pool.free_blocks if manager.pool.block_hashes[b] is not None],
+            cached=[b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None],
             prompt_lens={request_id: r.num_prompt_tokens for request_id, r in requests.items()},
         )
 

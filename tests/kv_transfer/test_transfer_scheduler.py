@@ -165,7 +165,7 @@ class TransferMachine(SchedulerMachine):
     def leave(self, draw: random.Random) -> None:
         """The client of a request for which something comes."""
         if self.scheduler.receiving and draw.random() < 0.3:
-            assert self.scheduler.abort(draw.choice(self.scheduler.receiving).request_id)
+            assert self.scheduler.abort_request(draw.choice(self.scheduler.receiving).request_id)
 
     def write(self, transfer: Transfer, spoiled: set[int]) -> None:
         salt = self.salts[transfer.request.request_id]
@@ -197,7 +197,7 @@ class TransferMachine(SchedulerMachine):
         computed = {share.request_id for plan, _ in self.under_way for share in plan.requests}
         in_use = request_id in self.manager.held.keys() | computed
         try:
-            self.scheduler.add(Request(source, self.count))
+            self.scheduler.add_request(Request(source, self.count))
         except ValueError as error:
             assert in_use and "in use" in str(error)
             event("an id is in use")
@@ -209,7 +209,7 @@ class TransferMachine(SchedulerMachine):
 
     @rule()
     def reset(self) -> None:
-        self.manager.pool.reset_cache()
+        self.manager.pool.reset_prefix_cache()
 
     def take_transfers(self) -> None:
         self.scheduler._fails = self.fails
@@ -241,7 +241,7 @@ class TransferMachine(SchedulerMachine):
         assert plan.num_tokens <= self.config.token_budget
         for what in plan.preempted.values():
             event(f"preempted by {what}")
-        self.under_way.append((plan, self.runner.execute(plan)))
+        self.under_way.append((plan, self.runner.execute_model(plan)))
         self.take_results(self.ahead)
 
     def could_run(self, plan: SchedulerOutput) -> list[str]:
@@ -317,7 +317,7 @@ class FullPool:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> None:
         source = EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
-        self.scheduler.add(Request(source, self.num_added))
+        self.scheduler.add_request(Request(source, self.num_added))
         self.num_added += 1
 
     def step(self) -> tuple[list[str], dict[str, str]]:
@@ -325,7 +325,7 @@ class FullPool:
         self.scheduler.take_transfers()
         plan = self.scheduler.schedule()
         if not plan.empty:
-            self.scheduler.update(plan, self.runner.execute(plan))
+            self.scheduler.update_from_output(plan, self.runner.execute_model(plan))
         self.scheduler.check_invariants()
         return [share.request_id for share in plan.requests], plan.preempted
 

@@ -123,11 +123,11 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
     scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size, caching, 8 if mode == "swap" else 0))
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 9)), ignore_eos=True)
-        scheduler.add(Request(EngineRequest(f"r{i}", prompt, params), i))
+        scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params), i))
     while not (plan := scheduler.schedule()).empty:
         for request_id in plan.removed_ids:
             runner.rows.remove(request_id)
-        batch = runner.build_batch(plan)
+        batch = runner.prepare_inputs(plan)
         check_batch(batch, plan, scheduler)
         assert runner.rows.row_of.keys() == {request.request_id for request in scheduler.running}
         assert len(set(runner.rows.row_of.values())) == len(runner.rows.row_of)
@@ -142,17 +142,17 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
             if r.start + r.num_tokens == runner.rows.num_tokens[row]
         ]
         assert caught_up == [r.request_id for r in due], "runner and scheduler disagree who samples"
-        scheduler.update(
+        scheduler.update_from_output(
             plan, ModelRunnerOutput({r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due})
         )
         if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
-            scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests))))
+            scheduler.abort_request(data.draw(st.sampled_from(sorted(scheduler.requests))))
     assert not scheduler.has_unfinished
 
 
 def test_slots_beyond_32_bits() -> None:
     runner = bare_runner(block_size=16)
-    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
+    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
     assert batch.metadata.slot_mapping.tolist() == [3_200_000_000, 3_200_000_001]
 
 
@@ -162,7 +162,7 @@ def test_longest_request_and_full_budget() -> None:
     plan = SchedulerOutput(
         [ScheduledRequest(f"r{i}", 0, 16, list(range(16)), [4 * i + j for j in range(4)], GREEDY, 16) for i in range(3)]
     )
-    batch = runner.build_batch(plan)
+    batch = runner.prepare_inputs(plan)
     assert batch.metadata.slot_mapping.tolist() == list(range(48))
     assert batch.metadata.block_tables.flatten().tolist() == list(range(12))
 
@@ -171,9 +171,9 @@ def test_wider_step_leaves_nothing_behind_that_is_read() -> None:
     """Columns of an earlier, wider step stay in the buffer; those that are read are this step's."""
     runner = bare_runner()
     long = ScheduledRequest("long", 0, 16, list(range(16)), [9, 8, 7, 6], GREEDY, 16)
-    runner.build_batch(SchedulerOutput([long]))
+    runner.prepare_inputs(SchedulerOutput([long]))
     runner.rows.remove("long")
-    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
+    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
     assert batch.metadata.block_tables[0, :2].tolist() == [2, 3]
     assert batch.metadata.slot_mapping.tolist() == [8, 9, 10, 11, 12]
 
@@ -195,8 +195,8 @@ def test_host_buffers_wait_for_their_uploads() -> None:
     """On a GPU the copies are asynchronous: the next step may not write before they were made."""
     runner = bare_runner()
     runner._uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
-    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
-    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
+    runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
+    runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
     assert event.calls == [("wait", [0, 0]), ("mark", [5, 6]), ("wait", [5, 6]), ("mark", [7, 8])]
 
 
@@ -234,17 +234,17 @@ def test_removed_and_admitted_in_the_same_step(folder) -> None:
     """A name that ends and comes again, or a request that is thrown out and let in at once, starts afresh."""
     runner = real_runner(folder)
     prompt = [5, 6, 7, 8, 9]
-    runner.execute(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
-    again = runner.execute(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
+    runner.execute_model(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
+    again = runner.execute_model(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
     assert again.sampled["A"].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
     assert runner.rows.row_of == {"A": 0}
 
 
 def test_empty_schedule_is_refused_and_changes_nothing(folder) -> None:
     runner = real_runner(folder)
-    runner.execute(SchedulerOutput([admission("A", [1, 2], [0])]))
+    runner.execute_model(SchedulerOutput([admission("A", [1, 2], [0])]))
     with pytest.raises(InvariantError, match="without requests"):
-        runner.execute(SchedulerOutput(removed_ids=["A"]))
+        runner.execute_model(SchedulerOutput(removed_ids=["A"]))
     assert "A" in runner.rows.row_of
 
 
@@ -258,7 +258,7 @@ def test_swap_copies_come_first_and_out_before_in(folder) -> None:
     for cache in runner.kv_caches + runner.host_caches:
         cache.copy_(torch.randn(cache.shape))
     device, host = ([cache.clone() for cache in caches] for caches in (runner.kv_caches, runner.host_caches))
-    runner.execute(
+    runner.execute_model(
         SchedulerOutput(
             [admission("A", [4, 5, 6, 7], [5])],
             swap_out=[(3, 0), (5, 2)],

@@ -41,21 +41,21 @@ class TransferScheduler(Scheduler):
         self._stuck_since = float("inf")
         self._given_up: set[str] = set()  # requests that compute what they were to fetch
 
-    def add(self, request: Request) -> None:
-        """See `Scheduler.add`. An id is in use also as long as its blocks are held."""
+    def add_request(self, request: Request) -> None:
+        """See `Scheduler.add_request`. An id is in use also as long as its blocks are held."""
         if request.request_id in self.manager.held:
             raise ValueError(f"request id {request.request_id!r} is in use")
         self.connector.check_request(request)
         try:
-            super().add(request)
+            super().add_request(request)
         except ValueError:
             self.connector.decline(request)
             raise
 
-    def abort(self, request_id: str) -> bool:
-        """See `Scheduler.abort`. If the request has ended, its blocks are no longer held for an engine that has not claimed them."""
+    def abort_request(self, request_id: str) -> bool:
+        """See `Scheduler.abort_request`. If the request has ended, its blocks are no longer held for an engine that has not claimed them."""
         self.connector.revoke(request_id)
-        return Scheduler.abort(self, request_id)
+        return Scheduler.abort_request(self, request_id)
 
     @property
     def waits_for_transfers(self) -> bool:  # type: ignore[override]
@@ -90,7 +90,7 @@ class TransferScheduler(Scheduler):
             num_external, _ = self.connector.get_num_new_matched_tokens(request, num_local)
         if num_external == 0:
             return Scheduler._admit_waiting(self, request, plan)
-        if not self.manager.admit(request, prefix, num_local + num_external):
+        if self.manager.allocate_slots(request, num_local + num_external, prefix) is None:
             return "kv blocks"
         request.num_computed_tokens = num_local
         request.num_external_tokens = num_external
@@ -116,7 +116,7 @@ class TransferScheduler(Scheduler):
         self.num_external_hit_tokens += request.num_computed_tokens - before
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
-        self.manager.publish(request, before)
+        self.manager.cache_blocks(request, before)
 
     def _leave_behind(self, request: Request, name: str, reason: str) -> None:
         """What may still be written to the request's blocks does not come to an end. It begins anew, with others; or it fails."""
@@ -203,11 +203,11 @@ class TransferScheduler(Scheduler):
             self._given_up.add(youngest.request_id)
             self.connector.give_up(youngest)
 
-    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """See `Scheduler.update`."""
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """See `Scheduler.update_from_output`."""
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
-        return Scheduler.update(self, plan, result)
+        return Scheduler.update_from_output(self, plan, result)
 
     def take_transfers(self) -> list[EngineOutput]:
         """Act on what has come to an end; returns the requests that have ended with it, or since the last call in a preemption."""
