@@ -119,7 +119,7 @@ class InProcessExecutor(Executor):
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """See `ModelRunner.allocate`."""
         self.runner.allocate(num_blocks, num_host_blocks)
-        if self.runner.connector is not None:
+        if self.runner.config.kv_transfer is not None:
             from nanovllm.kv_transfer.pd.control import Mailbox
 
             mailbox = self._ends = Mailbox()

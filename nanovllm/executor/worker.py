@@ -169,8 +169,7 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
             except ValueError as error:  # not enough memory: the message says which setting to change
                 mouth.complain(Complaint(True, str(error)))
                 return False
-            if worker.runner.connector is not None:
-                worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
+            worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
             mouth.answer(number, _done(None))
         else:
             mouth.answer(number, _done(getattr(worker, name)(*arguments)))

@@ -36,7 +36,7 @@ class KVCacheManager:
         tables: request id to block ids; entry i holds the tokens `i * block_size .. (i + 1) * block_size - 1`.
             A table only grows at its end while its request runs.
         host_tables: the same for swapped requests, with ids of the host pool.
-        held: tables of requests that have ended, by their ids, while somebody else still reads or writes these blocks.
+        held: tables of requests that have ended, while a KV transfer still reads or writes their blocks (lecture 31).
     """
 
     def __init__(
@@ -123,13 +123,13 @@ class KVCacheManager:
         if self.host_pool is not None:
             self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
 
-    def hold(self, request: Request) -> None:
-        """The request ends, and its blocks stay as they are until `let_go`."""
-        self.held[request.request_id] = self.tables.pop(request.request_id)
+    def hold(self, request: Request, name: str) -> None:
+        """Take the request's table away, and keep its blocks as they are until `let_go(name)`."""
+        self.held[name] = self.tables.pop(request.request_id)
 
-    def let_go(self, request_id: str) -> None:
-        """Nobody needs the blocks any more that the request has left behind."""
-        self.pool.free_blocks(reversed(self.held.pop(request_id)))
+    def let_go(self, name: str) -> None:
+        """Free blocks that were held."""
+        self.pool.free_blocks(reversed(self.held.pop(name)))
 
     def swap_out(self, request: Request) -> BlockCopies | None:
         """Move what the request has computed to host memory.

@@ -10,7 +10,6 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,13 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import KVConnectorWorker, transfers
-from nanovllm.kv_transfer.factory import cache_maker, create_worker_connector
+from nanovllm.kv.connector import WorkerConnector, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -76,7 +75,7 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = config.enforce_eager or model_config.shuffles_tokens
         self.make_graph = graph_maker(self.device, self.backend, eager)
-        self.connector: KVConnectorWorker | None = None
+        self.connector = WorkerConnector()
         self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -87,7 +86,10 @@ class ModelRunner:
         """
         config = self.config
         with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
-            self.kv_caches = self._make_caches(num_blocks, self.device, cache_maker(config))
+            make_cache = zeros
+            if config.kv_transfer is not None:
+                make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
+            self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
@@ -97,19 +99,21 @@ class ModelRunner:
             self.graphs = None
             if self.make_graph is not None:
                 self.graphs = self._capture_graphs()
-        caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        self.connector = create_worker_connector(self, caches)
+        if config.kv_transfer is not None:
+            create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
+            caches = dict(zip(self.layers, self.kv_caches, strict=True))
+            self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(
-        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] | None = None
+        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] = zeros
     ) -> list[Tensor]:
         """One tensor a layer of this rank; none for no blocks."""
         shape = self._cache_shape(num_blocks)
-        return [(make_cache or zeros)(shape, self.dtype, device) for _ in self.layers if num_blocks]
+        return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
 
     def handshake_metadata(self) -> Any:
         """How other engines' ranks reach the caches of this one."""
-        return self.connector.get_handshake_metadata() if self.connector is not None else None
+        return self.connector.get_handshake_metadata()
 
     @property
     def layers(self) -> range:
@@ -242,7 +246,7 @@ class ModelRunner:
         Raises:
             InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
         """
-        if schedule.connector_metadata is None or self.connector is None:
+        if schedule.connector_metadata is None:
             return self._launch(schedule)
         with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
             wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
@@ -279,7 +283,7 @@ class ModelRunner:
         pipeline goes on with what this one has computed."""
         received = self.link.receive(int(batch.num_scheduled.sum()))
         if batch.graph_size:
-            with self.connector.around_all_layers() if self.connector is not None else nullcontext():
+            with self.connector.around_all_layers():
                 out = self._replay(batch, received)
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
@@ -293,7 +297,10 @@ class ModelRunner:
     ) -> Tensor | IntermediateTensors:
         """The layers of this rank: hidden states, or what the next stage wants."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        with forward_context(ForwardContext(self.backend, caches, metadata, self.connector)):
+        connector = (
+            self.connector if self.connector.kv_caches else None
+        )  # only one that moves KV wants to hear of layers
+        with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
     def _sample(self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
@@ -338,15 +345,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """End what others have begun with this rank's caches."""
-        if self.connector is not None:
-            self.connector.close()
+        self.connector.close()
 
     def forget_requests(self) -> dict[str, list[int]]:
         """Drop the state of all requests, once a step was broken off. Returns blocks to which peers may still write; see
         `KVConnectorWorker.forget_requests`."""
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
-        return self.connector.forget_requests() if self.connector is not None else {}
+        return self.connector.forget_requests()
 
     # ---------------------------------------------------------------- CUDA graphs
 

@@ -264,7 +264,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         before = {layer: torch.randn(layout.cache_shape).to(torch.bfloat16) for layer in layout.layers}
         worker.register_kv_caches({layer: cache.clone() for layer, cache in before.items()})
         keys = [bytes([i]) * 32 for i in range(12)]
-        worker.bind_connector_metadata(OffloadingMetadata(saves=[(2 * i, keys[i]) for i in range(12)]))
+        worker.metadata = OffloadingMetadata(saves=[(2 * i, keys[i]) for i in range(12)])
         worker.wait_for_save()
         for cache in worker.kv_caches.values():
             cache.fill_(-1)
@@ -272,7 +272,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         loads = [("a", list(zip(targets, keys[::-1], strict=False))), ("b", [(17, keys[0])])]
         worker._writer.submit(int).result(60)
         worker.store.remove([share_key(worker.share, keys[i]) for i in (10, 6)])
-        worker.bind_connector_metadata(OffloadingMetadata(loads=loads))
+        worker.metadata = OffloadingMetadata(loads=loads)
         worker.start_load_kv()
         finished: set[str] = set()
         invalid: dict[str, set[int]] = {}

@@ -20,7 +20,8 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.transfers import update_from_transfers
 from tests.content_runner import ContentRunner
 from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
@@ -52,6 +53,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.coming: dict[str, Transfer] = {}
         self.going: dict[str, Transfer] = {}
         self.read_by_peers: set[str] = set()  # at any time
+        self.aborts: list[str] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         assert num_computed_tokens % self.block_size == 0
@@ -82,6 +84,13 @@ class ScriptedConnector(KVConnectorScheduler):
     def is_sending(self, request: Request) -> bool:
         return request.request_id in self.going
 
+    def stop_sending(self, request: Request) -> None:
+        self.aborts.append(request.request_id)
+
+    def take_aborts(self) -> list[str]:
+        aborts, self.aborts = self.aborts, []
+        return aborts
+
     def come(self, request_id: str, invalid: set[int]) -> None:
         """The transfer into these blocks has ended."""
         del self.coming[request_id]
@@ -99,14 +108,12 @@ class ScriptedConnector(KVConnectorScheduler):
 class TransferMachine(SchedulerMachine):
     """The life of `SchedulerMachine`, and transfers."""
 
-    scheduler: TransferScheduler
-
-    def make_scheduler(self) -> TransferScheduler:
+    def make_scheduler(self) -> Scheduler:
         self.config.kv_transfer = KVTransferConfig()
         self.connector = ScriptedConnector(self.config, lambda *where: self.runner.look(*where), self.config.block_size)
         self.failed: set[str] = set()
         self.fails = False
-        return TransferScheduler(self.config, self.manager, self.connector)
+        return Scheduler(self.config, self.manager, self.connector)
 
     @initialize(fails=st.booleans())
     def choose_policy(self, fails: bool) -> None:
@@ -212,14 +219,12 @@ class TransferMachine(SchedulerMachine):
         self.manager.pool.reset_prefix_cache()
 
     def take_transfers(self) -> None:
-        self.scheduler._fails = self.fails
-        for output in self.scheduler.take_transfers():
-            if (
-                output.finish_reason == "abort"
-            ):  # it was to be preempted while a peer read its blocks, which it leaves behind
-                event("aborted in place of a preemption")
-                assert output.request_id in self.connector.read_by_peers
-                continue
+        self.connector.kv_transfer.kv_load_failure_policy = "fail" if self.fails else "recompute"
+        for request_id in self.connector.take_aborts():  # a peer reads its blocks, which it leaves behind
+            event("aborted in place of a preemption")
+            assert request_id in self.connector.read_by_peers
+            self.scheduler.abort_request(request_id)
+        for output in update_from_transfers(self.scheduler):
             assert self.fails and output.finish_reason == "error" and "spoiled" in output.error
             self.failed.add(output.request_id)
         self.scheduler.check_invariants()
@@ -231,7 +236,9 @@ class TransferMachine(SchedulerMachine):
         assert len(self.scheduler.running) + len(self.scheduler.receiving) <= self.config.max_num_seqs
         assert not receiving & {share.request_id for share in plan.requests}, "computes what has not come"
         for request in self.scheduler.receiving:
-            assert request.status is RequestStatus.RECEIVING and request.request_id in self.connector.coming
+            assert (
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in self.connector.coming
+            )
         if plan.empty:
             if not self.under_way and self.scheduler.has_unfinished:
                 event("waits for transfers")
@@ -309,7 +316,7 @@ class FullPool:
         self.runner, self.num_added = ContentRunner(2, dict.fromkeys("abcd")), 0
         self.connector = ScriptedConnector(config, self.runner.look, 2)
         self.connector.wanted.add("d")
-        self.scheduler = TransferScheduler(config, self.manager, self.connector)
+        self.scheduler = Scheduler(config, self.manager, self.connector)
         self.add("d", prompt, max_tokens=1)
         while self.scheduler.has_unfinished:
             self.step()
@@ -322,7 +329,7 @@ class FullPool:
 
     def step(self) -> tuple[list[str], dict[str, str]]:
         """A step from beginning to end; returns the requests that it computes, and those that it preempts."""
-        self.scheduler.take_transfers()
+        update_from_transfers(self.scheduler)
         plan = self.scheduler.schedule()
         if not plan.empty:
             self.scheduler.update_from_output(plan, self.runner.execute_model(plan))

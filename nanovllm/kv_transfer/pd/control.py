@@ -255,13 +255,20 @@ class ConsumerListener:
     """Listens for consumers.
 
     Args:
-        mailbox: gets pairs of a `Consumer` and what it says (`Prefill`, `Cancel`, or None at its end).
+        mailbox: gets pairs of a `Consumer` and its message: `Prefill`, `Cancel`, or None at its end.
+        leases: claims and releases act on them at once.
     """
 
     def __init__(
-        self, host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox
+        self,
+        host: str,
+        port: int,
+        identity: dict[str, str | int],
+        introduction: Introduction,
+        mailbox: Mailbox,
+        leases: Leases,
     ) -> None:
-        self.leases = Leases()
+        self.leases = leases
         self._introduction, self._mailbox = introduction, mailbox
         self._listener = Listener(host, port, secret(), identity, self._serve, PURPOSE, patience=PATIENCE)
 
