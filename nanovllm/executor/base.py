@@ -113,8 +113,10 @@ class InProcessExecutor(Executor):
         self.bytes_per_block = self.runner.bytes_per_block
 
     def num_blocks_that_fit(self) -> int:
-        """See `ModelRunner.num_blocks_that_fit`."""
-        return self.runner.num_blocks_that_fit()
+        """See `runner.memory.num_blocks_that_fit`."""
+        from nanovllm.runner.memory import num_blocks_that_fit
+
+        return num_blocks_that_fit(self.runner)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """See `ModelRunner.allocate`."""
@@ -128,7 +130,7 @@ class InProcessExecutor(Executor):
 
     def handshake_metadata(self) -> list[Any]:
         """Of the only rank."""
-        return [self.runner.handshake_metadata()]
+        return [self.runner.connector.get_handshake_metadata()]
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`."""

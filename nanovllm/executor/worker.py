@@ -97,8 +97,10 @@ class Worker:
 
     def memory(self) -> tuple[int, int, bool]:
         """KV blocks that fit here, bytes of one, and whether this is a GPU."""
+        from nanovllm.runner.memory import num_blocks_that_fit
+
         runner = self.runner
-        return runner.num_blocks_that_fit(), runner.bytes_per_block, runner.device.type != "cpu"
+        return num_blocks_that_fit(runner), runner.bytes_per_block, runner.device.type != "cpu"
 
     def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
         """Make caches and buffers for settings that are settled now."""
@@ -106,8 +108,8 @@ class Worker:
         self.runner.allocate(num_blocks, num_host_blocks)
 
     def handshake_metadata(self) -> Any:
-        """See `ModelRunner.handshake_metadata`."""
-        return self.runner.handshake_metadata()
+        """See `WorkerConnector.get_handshake_metadata`."""
+        return self.runner.connector.get_handshake_metadata()
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`; every rank computes its part."""

@@ -18,10 +18,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
-from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
-from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
@@ -30,15 +28,12 @@ from nanovllm.kv.connector import WorkerConnector, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
-from nanovllm.models.moe import load_balancer
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.cuda_graphs import DecodeGraphs, graph_maker, ladder
-from nanovllm.runner.memory import MemoryBudget
-from nanovllm.runner.sampling import Sampler, start_fetch, start_logprobs, upload
-
-# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
-LOGPROB_ROWS = 256
+from nanovllm.runner.device_copies import start_fetch, upload
+from nanovllm.runner.prompt_logprobs import start_prompt_logprobs
+from nanovllm.runner.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +71,10 @@ class ModelRunner:
         eager = config.enforce_eager or model_config.shuffles_tokens
         self.make_graph = graph_maker(self.device, self.backend, eager)
         self.connector = WorkerConnector()
-        self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
+        self.balancer = None  # moves experts between ranks (lecture 26)
+        if config.enable_eplb:
+            load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")
+            self.balancer = load_balancer(self.model, config.eplb_config or "{}")
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -111,10 +109,6 @@ class ModelRunner:
         shape = self._cache_shape(num_blocks)
         return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
 
-    def handshake_metadata(self) -> Any:
-        """How other engines' ranks reach the caches of this one."""
-        return self.connector.get_handshake_metadata()
-
     @property
     def layers(self) -> range:
         """Those of the model's layers that this rank has."""
@@ -124,7 +118,8 @@ class ModelRunner:
         """Of one layer's cache on this rank, which has some of the KV heads."""
         model = self.model_config
         if model.kv_lora_rank:
-            return latent_cache_shape(num_blocks, self.config.block_size, model.latent_width)
+            shape = load("nanovllm.attention.latent:latent_cache_shape", f"{model.architecture} (latent attention)")
+            return shape(num_blocks, self.config.block_size, model.latent_width)
         num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
         return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, model.head_dim)
 
@@ -193,9 +188,9 @@ class ModelRunner:
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
     def _prepare_dummy_inputs(self) -> Batch:
-        """A token that is nobody's and is written nowhere: the engine takes part in a step of others. It looks at whatever
-        lies in the first slot, since kernels want something to look at, and nobody looks at what comes of it."""
-        nobody = np.zeros(0, dtype=np.int64)
+        """One padding token (slot -1), so that this rank joins its peers' collectives. It attends to the first slot, since kernels
+        need something to read; its output is not used."""
+        none = np.zeros(0, dtype=np.int64)
         if self._uploaded is not None:
             self._uploaded.synchronize()
         self._pad(0, 1)
@@ -204,7 +199,7 @@ class ModelRunner:
         rows = self._last_rows.upload(0), self._due_rows.upload(0)
         if self._uploaded is not None:
             self._uploaded.record()
-        return Batch(nobody, np.ones(1, dtype=np.int64), nobody, *self._inputs(1, 1, 1, 1), *rows)
+        return Batch(none, np.ones(1, dtype=np.int64), none, *self._inputs(1, 1, 1, 1), *rows)
 
     def _upload(self, num_seqs: int, num_tokens: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
@@ -266,12 +261,12 @@ class ModelRunner:
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(schedule, batch, hidden)
-        prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
+        prompt_logprobs = start_prompt_logprobs(self.model, self.rows, schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
         return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
 
     def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests: all come to the same answer for the same step."""
+        """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step."""
         group = get_dp_group()
         if group.world_size == 1:
             return lambda: schedule.unfinished
@@ -312,39 +307,13 @@ class ModelRunner:
         eos_ids = self.model_config.eos_token_ids
         tokens, arrive = self.sampler.start(logits, [self.rows.sampling_row(*pair, eos_ids) for pair in due])
         self._newest.index_copy_(0, batch.due_rows, tokens)
-
-        def wait() -> dict[str, SampledToken]:
-            return {
-                request_id: SampledToken(token_id, entry)
-                for (request_id, _), token_id, entry in zip(due, *arrive(), strict=True)
-            }
-
-        return wait
-
-    def _prompt_logprobs(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
-    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
-        """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
-        first = 0
-        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-        for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
-            count = self.rows.params[scheduled.request_id].prompt_logprobs
-            # The hidden state at position p predicts position p + 1, which must still be of the prompt.
-            last = min(scheduled.start + scheduled.num_tokens, int(self.rows.num_prompt_tokens[row]) - 1)
-            if count is not None and last > scheduled.start:
-                targets = self.rows.token_ids[row, scheduled.start + 1 : last + 1]
-                parts = arrivals[scheduled.request_id] = []
-                for i in range(0, len(targets), LOGPROB_ROWS):
-                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
-                    logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
-                    parts.append(start_logprobs(logits, part, [count] * len(part)))
-            first += scheduled.num_tokens
         return lambda: {
-            request_id: [entry for arrive in parts for entry in arrive()] for request_id, parts in arrivals.items()
+            request_id: SampledToken(token_id, logprobs)
+            for (request_id, _), token_id, logprobs in zip(due, *arrive(), strict=True)
         }
 
     def close(self) -> None:
-        """End what others have begun with this rank's caches."""
+        """End all transfers from and to this rank's caches."""
         self.connector.close()
 
     def forget_requests(self) -> dict[str, list[int]]:
@@ -357,7 +326,7 @@ class ModelRunner:
     # ---------------------------------------------------------------- CUDA graphs
 
     def _pad(self, first: int, end: int) -> None:
-        """Let the rows `first : end` be sequences of one token, which is written nowhere and sees nothing."""
+        """Make the rows `first : end` sequences of one padding token, which is not written and attends to nothing."""
         self._input_ids.array[first:end] = 0
         self._positions.array[first:end] = 0
         self._slot_mapping.array[first:end] = -1
@@ -366,8 +335,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Have every kernel compiled before somebody waits for it: a step of each kind that the backend names, of
-        padding only."""
+        """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
+        only."""
         most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
         kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
             self.model_config.num_heads // get_tp_group().world_size, self.kv_caches[0], most, self.config.token_budget
@@ -382,15 +351,15 @@ class ModelRunner:
         logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
 
     def _decode(self, size: int) -> Any:
-        """What the model makes of the `size` requests in the buffers, one token each: what a graph records. So it makes
-        everything of buffers that never move, and knows no length."""
+        """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
+        writes only buffers that never move, and does not depend on any length."""
         inputs = self._inputs(size, size, 1, self.config.max_request_tokens)
         received = self._received[:size] if self._received is not None else None
         out: Any = self._run_model(*inputs, received)
         return self._out[:size].copy_(out)
 
     def _replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
-        """The same for a batch of one token each, by the graph that fits."""
+        """Do the same for a batch of one token each by the graph that fits."""
         assert self.graphs is not None
         count = len(batch.rows)
         if received is not None and self._received is not None:
@@ -404,7 +373,7 @@ class ModelRunner:
         return ladder(min(self.config.max_num_seqs, self.config.token_budget))
 
     def _empty_graphs(self) -> DecodeGraphs:
-        """No graph yet, and buffers full of padding to record with."""
+        """Make the graphs' buffers, and fill the inputs with padding to record with."""
         assert self.make_graph is not None
         most = self._graph_sizes()[-1]
         self._received = self.link.blank(most)
@@ -428,11 +397,3 @@ class ModelRunner:
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
         return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
-
-    def num_blocks_that_fit(self) -> int:
-        """Blocks for the KV pool; see `MemoryBudget.num_blocks`.
-
-        Raises:
-            ValueError: not one block fits.
-        """
-        return MemoryBudget(self).num_blocks()

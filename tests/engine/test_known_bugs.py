@@ -8,6 +8,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.kv.block_pool import BlockPool, InvariantError
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 
@@ -140,7 +141,7 @@ def test_kv_size_counts_only_what_is_free(checkpoint: str, monkeypatch) -> None:
     runner.config.num_kv_blocks = None
     memory = type("Memory", (), {"available": 40 * runner.bytes_per_block, "total": 2**40})
     monkeypatch.setattr("nanovllm.runner.memory.psutil.virtual_memory", lambda: memory)
-    assert runner.num_blocks_that_fit() == 10
+    assert num_blocks_that_fit(runner) == 10
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

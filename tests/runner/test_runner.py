@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import nanovllm.runner.prompt_logprobs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
@@ -23,8 +24,9 @@ from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import MemoryProfile
+from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import ladder
-from nanovllm.runner.memory import MemoryBudget
+from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import TINY, make_checkpoint
@@ -303,7 +305,7 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
-    monkeypatch.setattr(nanovllm.runner.runner, "LOGPROB_ROWS", 7)
+    monkeypatch.setattr(nanovllm.runner.prompt_logprobs, "LOGPROB_ROWS", 7)
     llm = LLM(
         str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, block_size=4, check_invariants=True,
         max_model_len=64, **preemption,
@@ -348,19 +350,19 @@ def test_bytes_per_block_are_the_bytes_that_are_held() -> None:
 
 def test_number_of_blocks_as_told() -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
-    assert BareRunner(EngineConfig(num_kv_blocks=7, kv_cache_memory="1")).num_blocks_that_fit() == 7
-    assert BareRunner(EngineConfig(kv_cache_memory=str(3 * size - 1))).num_blocks_that_fit() == 2
+    assert num_blocks_that_fit(BareRunner(EngineConfig(num_kv_blocks=7, kv_cache_memory="1"))) == 7
+    assert num_blocks_that_fit(BareRunner(EngineConfig(kv_cache_memory=str(3 * size - 1)))) == 2
     # More than one request of 256 tokens can fill: the rest is room for the prefix cache.
-    assert BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size))).num_blocks_that_fit() == 100
+    assert num_blocks_that_fit(BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size)))) == 100
 
 
 def test_number_of_blocks_by_default(monkeypatch) -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
 
     def with_free(available: int, **options: Any) -> int:
-        memory = type("Memory", (), {"available": available})()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-        return BareRunner(EngineConfig(**options)).num_blocks_that_fit()
+        machine = type("Memory", (), {"available": available})()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+        return num_blocks_that_fit(BareRunner(EngineConfig(**options)))
 
     assert with_free(4 * 10 * size) == 10
     assert with_free(2**50, max_num_seqs=2, max_model_len=33) == 2 * 3
@@ -376,8 +378,8 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 
     def with_use(in_use: int) -> int:
         profile = MemoryProfile(200 * size, in_use * size, 50 * size, activations=8 * size, graphs=2 * size)
-        monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
-        return runner.num_blocks_that_fit()
+        monkeypatch.setattr(memory, "profile", lambda runner: profile)
+        return num_blocks_that_fit(runner)
 
     assert with_use(60) == 150 - 60 - 8 - 2
     config.max_num_seqs = 1
@@ -389,16 +391,16 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: pytest.fail("measured, though it was told"))
-    assert runner.num_blocks_that_fit() > 0
+    monkeypatch.setattr(memory, "profile", lambda runner: pytest.fail("measured, though it was told"))
+    assert num_blocks_that_fit(runner) > 0
 
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
     profile = MemoryProfile(100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
-    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
+    monkeypatch.setattr(memory, "profile", lambda runner: profile)
     with caplog.at_level(logging.INFO):
-        assert MemoryBudget(runner).free() == 24 * gib
+        assert memory.free_memory(runner) == 24 * gib
     assert (
         "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
         "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
@@ -410,9 +412,9 @@ def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = BareRunner(EngineConfig(), "cuda")
-    monkeypatch.setattr(MemoryBudget, "profile", fail)
+    monkeypatch.setattr(memory, "profile", fail)
     with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
-        runner.num_blocks_that_fit()
+        num_blocks_that_fit(runner)
     monkeypatch.setattr(nanovllm.runner.runner, "zeros", fail)
     with pytest.raises(ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"):
         runner.allocate(10**9)
@@ -464,20 +466,20 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     )
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
-    profile = MemoryBudget(runner).profile()
+    profile = memory.profile(runner)
     assert shapes[:2] == [tokens, rows]
     assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
     graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
     assert profile == MemoryProfile(10_000, 1000, 700, 1000 - 750, graphs)
     runner.make_graph = None
     FakeMemory(monkeypatch, [9000])
-    assert MemoryBudget(runner).profile().graphs == 0
+    assert memory.profile(runner).graphs == 0
 
 
 def test_no_block_fits() -> None:
     runner = BareRunner(EngineConfig(kv_cache_memory="100"))
     with pytest.raises(ValueError, match=f"{runner.bytes_per_block} bytes fits into 100 bytes"):
-        runner.num_blocks_that_fit()
+        num_blocks_that_fit(runner)
 
 
 # ---------------------------------------------------------------- device and dtype
