@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 
 class InvariantError(AssertionError):
-    """The engine's bookkeeping contradicts itself: a bug, never a user's mistake."""
+    """The engine's bookkeeping contradicts itself: a bug, not a user's mistake."""
 
 
 class BlockPool:
     """Hands out block ids `0 .. num_blocks - 1`; knows nothing of requests, tokens or tensors.
 
-    A block is *free* when nobody holds it (reference count 0). A free block keeps its content, and its hash if it
-    has one, until it is handed out again: so the free list, least recently used first, is the prefix cache.
+    A block is *free* when its reference count is 0. A free block keeps its content, and its hash if it has one, until it
+    is handed out again: so the free list, least recently used first, is the prefix cache.
 
     Attributes:
         ref_counts: holders of each block.
@@ -64,8 +64,8 @@ class BlockPool:
         return block_ids
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:
-        """Give up one hold on each block. Give the last block of a sequence first: it is then reused first, and
-        the beginning of the sequence, which others are likelier to share, stays longest.
+        """Give up one hold on each block. Pass the last block of a sequence first: it is then reused first, and the
+        beginning of the sequence, which other requests are likelier to share, stays longest.
 
         Raises:
             InvariantError: a block is free already.
@@ -78,14 +78,14 @@ class BlockPool:
                 self.free_block_queue[block_id] = None
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Take one more hold on each block, out of the free list if nobody holds it; O(1) a block."""
+        """Take one more hold on each block, and take free blocks out of the free list; O(1) per block."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
                 del self.free_block_queue[block_id]
             self.ref_counts[block_id] += 1
 
     def cache_full_block(self, block_id: int, block_hash: bytes) -> bool:
-        """Let others find a full block under its hash.
+        """Let other requests find a full block under its hash.
 
         Returns:
             False if another block is found under this hash already. The two are not merged: a block table only
@@ -116,10 +116,10 @@ class BlockPool:
             self.num_evictions += evicted
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
-        """Hold the books against the block tables of all live requests.
+        """Check the pool against the block tables of all live requests.
 
         Raises:
-            InvariantError: a count differs from the number of tables that hold the block, a free block stands in
+            InvariantError: a count differs from the number of tables that hold the block, a free block is in
                 a table, a block is lost, or a hash leads to the wrong block.
         """
         holders = Counter(block_id for table in tables for block_id in table)

@@ -16,9 +16,9 @@ from nanovllm.kv.block_pool import BlockPool, InvariantError
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """SHA-256 over the parent block's hash and this block's tokens: it names the whole prefix up to here.
 
-    Two different prefixes have the same name only if SHA-256 collides, which nobody, attacker included, knows how to
-    bring about; the encoding is injective, because the parent has a fixed length and a token id fixed eight
-    bytes. (A 64-bit `hash()` would serve one user's cached answer to another sooner or later.)
+    Two different prefixes have the same name only if SHA-256 collides, which no attacker can bring about today; the
+    encoding is injective, because the parent has a fixed length and a token id fixed eight bytes. (With a 64-bit
+    `hash()`, one user would sooner or later read another user's cached blocks.)
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
@@ -102,8 +102,8 @@ class KVCacheManager:
         return appended
 
     def cache_blocks(self, request: Request, num_before: int) -> None:
-        """Let others find the blocks that became full since `num_before` tokens were computed. A block with a token
-        that is still pending has no name yet.
+        """Let other requests find the blocks that became full since `num_before` tokens were computed. A block that
+        contains an unsampled token has no hash yet.
 
         The step that fills a block may be about to run: every layer writes all keys and values of a step before it
         reads any, so a request later in the same step may already count on the block.
@@ -112,13 +112,13 @@ class KVCacheManager:
             return
         table, hashes = self.tables[request.request_id], self.block_hashes(request)
         num_named = min(request.num_computed_tokens, request.num_tokens)
-        if request.num_exact_tokens is not None:  # a name must not promise what is only nearly so
+        if request.num_exact_tokens is not None:  # a hash promises exact keys and values
             num_named = min(num_named, request.num_exact_tokens)
         for i in range(num_before // self.block_size, num_named // self.block_size):
             self.pool.cache_full_block(table[i], hashes[i])
 
     def free(self, request: Request) -> None:
-        """Give up everything that the request holds. The content stays findable until it is overwritten."""
+        """Free all blocks of the request. Their content can be found until it is overwritten."""
         self.pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
         if self.host_pool is not None:
             self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
@@ -135,7 +135,7 @@ class KVCacheManager:
         """Move what the request has computed to host memory.
 
         Returns:
-            The copies that must be made before anybody writes to the device blocks; None if host memory is full.
+            The copies to make before any step writes to the device blocks; None if host memory is full.
         """
         count = self.blocks_for(request.num_computed_tokens)
         if self.host_pool is None or count > self.host_pool.num_free:
@@ -165,10 +165,10 @@ class KVCacheManager:
         return copies
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Hold tables, pools and requests against each other.
+        """Check tables, pools and requests against each other.
 
         Raises:
-            InvariantError: see `BlockPool.check_invariants`; or a table belongs to nobody, is too short for what its
+            InvariantError: see `BlockPool.check_invariants`; or a table belongs to no request, is too short for what its
                 request has computed, a block is found under a name that is not its content's, or two requests would
                 write to the same block.
         """

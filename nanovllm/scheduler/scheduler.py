@@ -108,7 +108,7 @@ class Scheduler:
         del self.requests[request.request_id]
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request; False if it has ended already. A step in flight may still write to its blocks, before they are reused."""
+        """End a request; False if it has ended already. A step in flight may still write to its blocks before they are reused."""
         request = self.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
@@ -141,7 +141,7 @@ class Scheduler:
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """Tokens of the request that this step may compute."""
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
-            return 0  # a first stage cannot wait for what the last one samples; or what is on its way is the last one
+            return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self._budget(plan)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
@@ -153,7 +153,7 @@ class Scheduler:
         """Give each running request its share, first come first served; preempt from the other end."""
         for request in list(candidates):
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, in favour of an earlier one
+                continue  # preempted a moment ago, in favour of an earlier request
             if self._is_full(plan, len(self.running)):
                 return
             share = self._share(request, plan)
@@ -161,7 +161,7 @@ class Scheduler:
                 continue
             while (blocks := self.manager.allocate_slots(request, request.num_computed_tokens + share)) is None:
                 if plan.empty and self._steps_in_flight:
-                    return  # their results may free blocks; and a plan that throws out and computes nothing is not run
+                    return  # their results may free blocks; and a plan that preempts and computes nothing is not run
                 if (victim := self._victim(request, share)) is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
@@ -170,32 +170,26 @@ class Scheduler:
                 self._schedule(request, share, blocks, plan)
 
     def _admit(self, plan: SchedulerOutput) -> None:
-        """Let swapped and waiting requests in, strictly in order, while budget, places and blocks last."""
+        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last."""
         while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
-            plan.blocked_by = self._why_not(plan)
-            if plan.blocked_by:
-                return
-            request = queue[0]
-            if request.status is RequestStatus.SWAPPED:
-                plan.blocked_by = self._admit_swapped(request, plan)
-            else:
-                plan.blocked_by = self._admit_waiting(request, plan)
+            admit = self._admit_swapped if queue is self.swapped else self._admit_waiting
+            plan.blocked_by = self._why_not(plan) or admit(queue[0], plan)
             if plan.blocked_by:
                 return
 
     def _why_not(self, plan: SchedulerOutput) -> str:
         if plan.preempted:
-            return "preemption"  # whoever got in now would be thrown out next
+            return "preemption"  # a request admitted now would be preempted next
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
         if self._budget(plan) <= 0:
             return "max_num_batched_tokens"
         if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
-            return "pipeline_parallel_size"  # the other steps under way shall have something to do, too
+            return "pipeline_parallel_size"  # the other steps in flight need requests, too
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
-            return "static batch"  # the batch has begun to decode: it takes nobody until all have ended
+            return "static batch"  # the batch has begun to decode: no request joins before all have ended
         return ""
 
     def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
@@ -235,7 +229,7 @@ class Scheduler:
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
     def _why_no_share(self, request: Request) -> str:
-        was_preempted = request.num_pending_tokens  # while its token was on its way
+        was_preempted = request.num_pending_tokens  # while its token was pending
         return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
 
     def _start(self, request: Request, share: int, plan: SchedulerOutput) -> None:
@@ -312,7 +306,7 @@ class Scheduler:
             self.finish(request, "length")
 
     def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
-        """True if the request has, with so many more tokens, as many as it may have."""
+        """True if the request has reached its limit, once `num_pending` more tokens are known."""
         max_tokens = request.sampling_params.max_tokens
         assert max_tokens is not None, "the front end fills max_tokens in"
         return (
@@ -370,9 +364,9 @@ class Scheduler:
     # ---------------------------------------------------------------- is everything in order?
 
     def check_invariants(self) -> None:
-        """Hold queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
+        """Check queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
         queued = [request for queue in self.queues.values() for request in queue]
-        assert len(queued) == len(self.requests), "a request stands in no queue, or in two"
+        assert len(queued) == len(self.requests), "a request is in no queue, or in two"
         for request in queued:
             status, request_id = request.status, request.request_id
             assert self.requests[request_id] is request and request in self.queues[status]

@@ -3,7 +3,7 @@
 A request's KV is computed by a *producer* and taken over by a *consumer*. Two orders:
 
     prefill first   the producer computes the prompt and one token; its answer (`kv_transfer_params`) says where the KV is, and
-                    whoever routes the request gives that to a consumer, which reads the blocks (pull).
+                    the router gives that to a consumer, which reads the blocks (pull).
     decode first    the consumer looks at its own cache, and asks a producer for what is missing: the producer then says where
                     it is (pull), or writes it into the consumer's blocks, layer by layer while it computes (push).
 
@@ -242,7 +242,7 @@ class DisaggregatedWorker(KVConnectorWorker):
         return self.transport.address
 
     def start_load_kv(self) -> None:
-        """Begin what does not depend on this step."""
+        """Begin reads, expect writes and cancel: what does not depend on this step."""
         assert self.metadata is not None
         if self.metadata.reads or self.metadata.expects:
             self._wait_for_device()
@@ -251,15 +251,15 @@ class DisaggregatedWorker(KVConnectorWorker):
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
             self._receiving.add(move.transfer_id)
-            # The producer may have much to do before it begins with this one.
+            # The producer may have other requests to compute first.
             patience = float(self.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
             self.transport.expect(move.transfer_id, move.peers, move.local_block_ids, patience)
         for transfer_id in self.metadata.cancels:
             self.transport.cancel(transfer_id)
 
     def _wait_for_device(self) -> None:
-        """Blocks that are to be filled were perhaps those of a request that has ended while a GPU still computed it once more,
-        for nothing. What it writes must not come after what a transfer, on a stream of its own or on none, writes."""
+        """Wait for the GPU before a transfer fills blocks. They may have been those of a request that has ended while the GPU still
+        computes it once more, for nothing: what that step writes must not come after what the transfer writes."""
         device = next(iter(self.kv_caches.values())).device
         if device.type == "cuda":
             import torch
@@ -273,7 +273,8 @@ class DisaggregatedWorker(KVConnectorWorker):
                 self.transport.write(move.transfer_id, move.peers, layer, move.local_block_ids, move.remote_block_ids)
 
     def wait_for_save(self) -> None:
-        """Nothing has to be waited for: who pushes holds its blocks, and what is pushed of them is not written again."""
+        """End pushes that are complete. Nothing has to be waited for: a pushed request holds its blocks, and does not write again
+        what is pushed of them."""
         assert self.metadata is not None
         for move in self.metadata.pushes:
             if move.is_last:

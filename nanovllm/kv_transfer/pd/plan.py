@@ -100,7 +100,7 @@ class Move:
 
 @dataclass
 class TransferMetadata:
-    """What the ranks have to do: read, let others write, push what this step computes, stop."""
+    """What the ranks have to do: read, let peers write, push what this step computes, stop."""
 
     reads: list[Move] = field(default_factory=list)
     expects: list[Move] = field(default_factory=list)
