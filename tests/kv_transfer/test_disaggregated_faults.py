@@ -155,7 +155,7 @@ def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expect
     closer.start()
     if opened is not None:
         if stage == "asked":
-            fleet.run_until(producer.connector.producer._listener._listener._closed.is_set)
+            fleet.run_until(producer.connector.producer._listener._closed.is_set)
         else:
             fetches = consumer.connector.consumer.fetches
             fleet.run_until(lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r"))

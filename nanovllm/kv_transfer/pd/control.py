@@ -247,59 +247,40 @@ class Leases:
         return len(self._leases)
 
 
-class ConsumerListener:
-    """Listens for consumers.
+def listen(
+    host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox, leases: Leases
+) -> Listener:
+    """Listen for consumers.
 
     Args:
         mailbox: gets pairs of a `Consumer` and its message: `Prefill`, `Cancel`, or None at its end.
         leases: claims and releases act on them at once.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        identity: dict[str, str | int],
-        introduction: Introduction,
-        mailbox: Mailbox,
-        leases: Leases,
-    ) -> None:
-        self.leases = leases
-        self._introduction, self._mailbox = introduction, mailbox
-        self._listener = Listener(host, port, secret(), identity, self._serve, PURPOSE, patience=PATIENCE)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens."""
-        return self._listener.address
-
-    def _serve(self, connection: Connection) -> None:
-        connection.send(encode(self._introduction))
-        introduction = _decode_consumer(connection.receive(PATIENCE))
-        if not isinstance(introduction, Introduction):
+    def serve(connection: Connection) -> None:
+        connection.send(encode(introduction))
+        theirs = _decode_consumer(connection.receive(PATIENCE))
+        if not isinstance(theirs, Introduction):
             raise PeerLost(f"{connection.peer} does not introduce itself")
-        consumer = Consumer(connection, introduction)
+        consumer = Consumer(connection, theirs)
         try:
             while True:
                 message = _decode_consumer(connection.receive())
+                if isinstance(message, Claim):
+                    leases.claim(message.request_id, message.seal, connection)
+                    continue
                 if isinstance(message, Release):
-                    was_held = self.leases.release(message.request_id, connection)
+                    was_held = leases.release(message.request_id, connection)
                     connection.send(encode(Released(message.request_id, was_held)))
-                    self._mailbox.put((consumer, message))
-                elif isinstance(message, Claim):
-                    self.leases.claim(message.request_id, message.seal, connection)
-                else:
-                    self._mailbox.put((consumer, message))
+                mailbox.put((consumer, message))
         except msgspec.MsgspecError as error:
             raise PeerLost(f"{connection.peer} sends what this engine does not understand: {error}") from error
         finally:
             consumer.is_gone = True
-            self.leases.drop(connection)
-            self._mailbox.put((consumer, None))
+            leases.drop(connection)
+            mailbox.put((consumer, None))
 
-    def close(self) -> None:
-        """Listen no more; all consumers lose their connection."""
-        self._listener.close()
+    return Listener(host, port, secret(), identity, serve, PURPOSE, patience=PATIENCE)
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.pd.control import Cancel, Consumer, ConsumerListener, Leases, Prefill, Prefilled, seal
+from nanovllm.kv_transfer.pd.control import Cancel, Consumer, Leases, Prefill, Prefilled, listen, seal
 from nanovllm.kv_transfer.pd.plan import Books, Move, TransferParams
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ class ProducerSide:
         self.address: tuple[str, int] | None = None
         if books.kv_transfer.is_producer:
             host, port = books.kv_transfer.kv_ip, books.kv_transfer.kv_port
-            self._listener = ConsumerListener(
-                host, port, books.identity, books.introduction, books.mailbox, self.leases
-            )
+            self._listener = listen(host, port, books.identity, books.introduction, books.mailbox, self.leases)
             self.address = self._listener.address
 
     def hear(self, consumer: Consumer, message: Prefill | Cancel | None) -> None:
