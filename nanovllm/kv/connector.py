@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import EngineRequest, Request
     from nanovllm.data.schedule import SchedulerOutput
+    from nanovllm.kv.layout import KVLayout
     from nanovllm.kv.manager import KVCacheManager
 
 # How long a rank without a batch waits for a transfer to end before it reports that none has.
@@ -335,7 +336,7 @@ class KVConnectorWorker(WorkerConnector):
         layout: what the rank's caches look like; see `KVLayout`.
     """
 
-    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: Any) -> None:
+    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
         super().__init__()
         self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
 

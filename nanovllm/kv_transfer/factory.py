@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_tp_group
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.identity import kv_identity
-from nanovllm.kv_transfer.transport.layout import KVLayout
 
 if TYPE_CHECKING:
     from torch import Tensor

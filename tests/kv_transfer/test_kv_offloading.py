@@ -16,11 +16,11 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.stores.store import HEADER_BYTES, HostStore, KVStore, TieredStore
-from nanovllm.kv_transfer.transport.layout import KVLayout
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.kv_transfer_config import KVTransferConfig
     from nanovllm.data.schedule import SchedulerOutput
+    from nanovllm.kv.layout import KVLayout
     from nanovllm.kv_transfer.transport.base import Transport
-    from nanovllm.kv_transfer.transport.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
