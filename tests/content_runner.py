@@ -40,7 +40,7 @@ class ContentRunner:
         self.sampled: dict[str, int] = {}  # request id -> its last token, which may be needed before it is sent
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Move blocks, write what is new, check everything that is read, sample."""
         self._copy(schedule.swap_out, self.device, self.host)
         self._copy(schedule.swap_in, self.host, self.device)

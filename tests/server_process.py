@@ -47,9 +47,15 @@ class ServerProcess:
         model: folder of the checkpoint.
         folder: where its output goes.
         *options: further flags.
+        package: the folder that holds the package, if it is not the tree under test.
     """
 
-    def __init__(self, model: pathlib.Path, folder: pathlib.Path, *options: str) -> None:
+    package: pathlib.Path | None = None
+
+    def __init__(
+        self, model: pathlib.Path, folder: pathlib.Path, *options: str, package: pathlib.Path | None = None
+    ) -> None:
+        self.package = package
         command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0"]
         command += ["--served-model-name", "tiny", "--attention-backend", "torch", "--dtype", "float32", *options]
         self._launch(command, folder)
@@ -57,9 +63,16 @@ class ServerProcess:
     def _launch(self, command: list[str], folder: pathlib.Path) -> None:
         self.output = folder / "output.txt"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        if self.package is not None:
+            environment["PYTHONPATH"] = str(self.package)
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=self.package,
+                start_new_session=True,
             )
         self.client = httpx.Client(timeout=60)
 

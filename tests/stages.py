@@ -18,6 +18,7 @@ from nanovllm.distributed.groups import GroupCoordinator
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
+from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
 
 
@@ -78,7 +79,7 @@ class StagedExecutor(Executor):
             yield stage, self.runners[stage]
 
     def num_blocks_that_fit(self) -> int:
-        return min(runner.num_blocks_that_fit() for _, runner in self._each())
+        return min(num_blocks_that_fit(runner) for _, runner in self._each())
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         for _, runner in self._each():

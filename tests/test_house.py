@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 from collections.abc import Iterator
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "nanovllm"
-# From the ground up.
-ROOMS = [
-    "data",
-    "checkpoint",
-    "text",
-    "ops",
-    "distributed",
-    "layers",
-    "attention",
-    "models",
-    "kv",
-    "kv_transfer",
-    "scheduler",
-    "runner",
-    "executor",
-    "trace",
-    "engine",
-    "server",
-    "router",
-    "lab",
-    "cli",
-]
+import pytest
+
+from tests.house import BUDGETS, MODULE_LINES, PACKAGE, PARTS, ROOMS, ROOT, files_of, module_lines, sizes, up_to_date
+
 # Imports that still climb, and files that still import each other: this list only ever gets shorter.
 CLIMBING: set[tuple[str, str]] = {
-    ("attention.base", "kv.connector"),
-    ("kv.connector", "kv_transfer.transport.layout"),
-    ("kv_transfer.factory", "runner.runner"),
-    ("kv_transfer.pd.scheduling", "scheduler.scheduler"),
     ("lab.bench.__main__", "cli.main"),
     ("lab.kernels", "cli.main"),
     ("layers.tensor_parallel", "models.config"),
@@ -45,7 +23,6 @@ CLIMBING: set[tuple[str, str]] = {
 }
 CIRCLES: set[frozenset[str]] = {
     frozenset(("cli.main", "router.app", "router.config", "router.fleet", "router.run")),
-    frozenset(("kv_transfer.factory", "runner.memory", "runner.runner")),
     frozenset(("kv_transfer.transport.base", "kv_transfer.transport.visit")),
 }
 
@@ -88,6 +65,7 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
                 yield module, by_string
 
 
+@functools.cache
 def edges(with_strings: bool) -> set[tuple[str, str]]:
     return {
         (name, module)
@@ -134,3 +112,26 @@ def test_an_import_goes_down_never_up() -> None:
 
 def test_no_files_import_each_other() -> None:
     assert circles(edges(with_strings=False)) == CIRCLES
+
+
+def test_the_parts_that_peel_off_are_there() -> None:
+    for part, patterns in PARTS.items():
+        assert files_of(part) and all(any(PACKAGE.glob(pattern)) for pattern in patterns), part
+
+
+def test_budgets_of_code_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    found = sizes()
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{lines:7,}  {name}" for name, lines in found.items()))
+    assert {name: found[name] for name in BUDGETS if found[name] > BUDGETS[name]} == {}
+
+
+def test_no_module_has_outgrown_its_room() -> None:
+    lengths = {path: len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in module_lines()}
+    assert {path: length for path, length in lengths.items() if length > MODULE_LINES} == {}
+
+
+def test_readme_has_the_rooms_and_the_reading_path() -> None:
+    """`python -m tests.house` writes them."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == up_to_date(readme)

@@ -1,1 +1,1 @@
-"""Attention over the paged cache: one interface, several backends."""
+"""One attention interface over the paged KV cache, and its backends in torch, C++ and Triton (lectures 14, 15, 26)."""

@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.ops.triton_support import why_no_triton
-
-if TYPE_CHECKING:
-    from nanovllm.kv.connector import KVConnectorWorker
 
 logger = logging.getLogger(__name__)
 
@@ -99,19 +96,29 @@ def kv_cache_shape(
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
+class LayerConnector(Protocol):
+    """What attention calls of a KV connector (lecture 31)."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """Before attention of this layer: what this very step needs has to be there."""
+
+    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
+        """After attention of this layer: its keys and values of this step are written."""
+
+
 @dataclass
 class ForwardContext:
     """What a forward pass needs beside the model's inputs: who attends, over which caches, and where.
 
     Attributes:
         kv_caches: of each layer, by its number in the model; a rank that has some of the layers has no others.
-        connector: who is told of each layer, if KV is shared with other engines.
+        connector: is called around each layer, if KV moves between this engine and others.
     """
 
     backend: AttentionBackend
     kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
-    connector: KVConnectorWorker | None = None
+    connector: LayerConnector | None = None
 
     def cache_of(self, layer: int) -> AbstractContextManager[Tensor]:
         """Around attention: this layer's cache, with all in it that comes from elsewhere; what is written may then go there."""
@@ -121,7 +128,7 @@ class ForwardContext:
 
 
 @contextmanager
-def _shared(connector: KVConnectorWorker, layer: int, kv_cache: Tensor) -> Iterator[Tensor]:
+def _shared(connector: LayerConnector, layer: int, kv_cache: Tensor) -> Iterator[Tensor]:
     connector.wait_for_layer_load(layer)
     yield kv_cache
     connector.save_kv_layer(layer, kv_cache)

@@ -1,0 +1,1 @@
+"""The `nanovllm` command, and the chat in the terminal."""

@@ -1,4 +1,4 @@
-"""How an engine shares KV with others: plain data, under vLLM's names."""
+"""How an engine shares KV with other engines: plain data, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class KVTransferConfig:
 
     Attributes:
         kv_connector: a name in `factory.CONNECTORS`.
-        kv_role: whether the engine computes KV for others, takes it from others, or both.
-        kv_ip, kv_port: where others may ask for it; port 0 is any free one.
-        kv_load_failure_policy: what becomes of a request whose KV does not come: it is computed here, or the request fails.
-        kv_connector_extra_config: what only this connector knows.
-        engine_id: how others know this engine; unique.
+        kv_role: whether the engine computes KV for other engines, takes it from other engines, or both.
+        kv_ip, kv_port: where other engines ask for it; port 0 is any free one.
+        kv_load_failure_policy: what happens to a request whose KV does not come: "recompute" it here, or "fail".
+        kv_connector_extra_config: settings of this connector alone.
+        engine_id: the engine's name among all engines; unique.
 
     Raises:
         ValueError: a value that makes no sense; the message names the fix.
@@ -50,16 +50,16 @@ class KVTransferConfig:
 
     @property
     def is_producer(self) -> bool:
-        """Computes KV for others."""
+        """The engine computes KV for other engines."""
         return self.kv_role != "kv_consumer"
 
     @property
     def is_consumer(self) -> bool:
-        """Takes KV from others."""
+        """The engine takes KV from other engines."""
         return self.kv_role != "kv_producer"
 
     def extra(self, name: str, default: Any) -> Any:
-        """A setting of the connector's own, of the same type as its default.
+        """One setting from `kv_connector_extra_config`, of the same type as its default.
 
         Raises:
             ValueError: it has another type.
@@ -71,7 +71,7 @@ class KVTransferConfig:
         return value
 
     def check_extra(self, *known: str) -> None:
-        """Refuse settings of the connector's own that it does not know.
+        """Refuse settings in `kv_connector_extra_config` that the connector does not know.
 
         Raises:
             ValueError: there is one; the message tells the known ones.
@@ -81,10 +81,10 @@ class KVTransferConfig:
 
     @classmethod
     def values_from_json(cls, text: str) -> dict[str, Any]:
-        """Settings as they stand on a command line, by name.
+        """Parse the settings of a command line, by name.
 
         Raises:
-            ValueError: not a JSON object, or a name that nobody knows; the message tells the known ones.
+            ValueError: not a JSON object, or an unknown name; the message lists the known ones.
         """
         try:
             values = json.loads(text)

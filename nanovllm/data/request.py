@@ -6,9 +6,9 @@ The life of a request's tokens, as half-open intervals over `token_ids`:
     |-- from cache --|-- computed --|-- still to compute --|-- sampled --|
 
 The scheduler's one rule is to move `num_computed_tokens` towards `num_tokens`. A prompt that is being read, a
-token that was just sampled, a prefix found in the cache and a request that was thrown out and starts again are
-all this rule at different distances. While a step runs, `num_pending_tokens` more are on their way, which may be scheduled
-before anybody has seen them.
+token that was just sampled, a prefix found in the cache and a request that was preempted and starts again are
+all this rule at different distances. While a step runs, it samples `num_pending_tokens` more, which may be scheduled before they
+are known.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ BlockCopies = list[tuple[int, int]]  # (from block, to block)
 
 
 class RequestStatus(enum.Enum):
-    """In which of the scheduler's queues a request stands."""
+    """In which of the scheduler's queues a request is."""
 
     WAITING = "waiting"
-    RECEIVING = "receiving"  # waiting, with blocks, for keys and values from elsewhere
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"  # a connector fills its blocks
     RUNNING = "running"
     SWAPPED = "swapped"
     FINISHED = "finished"
@@ -44,7 +44,7 @@ class EngineRequest:
         arrival_time: seconds since the epoch, from the process that received the request.
         priority: smaller runs earlier (with the `priority` policy).
         cache_salt: requests with different salts never share cached blocks.
-        kv_transfer_params: what another engine, or a router, says of the request's keys and values.
+        kv_transfer_params: where another engine has, or wants, the request's keys and values; see `TransferParams`.
     """
 
     request_id: str
@@ -74,9 +74,9 @@ class Request:
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # -1: not admitted yet
-        self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: nowhere
-        self.num_external_tokens = 0  # behind its cached prefix, of those on their way from elsewhere
-        self.num_sent_tokens = 0  # how many of token_ids the runner has been told
+        self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: all are exact
+        self.num_external_tokens = 0  # tokens behind the cached prefix whose keys and values the connector brings
+        self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
@@ -121,18 +121,18 @@ class TokenLogprobs:
 
 @dataclass
 class EngineOutput:
-    """What one step gave one request.
+    """What one step computed for one request.
 
     Attributes:
         new_token_ids: tokens sampled in this step.
-        logprobs: one entry a new token, if asked for.
+        logprobs: one entry per new token, if asked for.
         prompt_logprobs: entries for the prompt tokens from position `prompt_logprobs_start` on.
         finish_reason: "stop", "length", "abort" or "error" when the request has ended.
         stop_reason: the stop token id that ended it, if one did.
         num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values came from elsewhere.
-        engine: which of several engines says so.
+        engine: which of several engines computes the request.
         kv_transfer_params: what the client should tell the engine that goes on with the request.
-        error: what went wrong, if that is the finish reason.
+        error: what went wrong, if the finish reason is "error".
     """
 
     request_id: str

@@ -21,8 +21,8 @@ class ScheduledRequest:
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
         samples: the step samples a token for it.
-        last_is_pending: the last token to compute is the one that the step before samples; nobody knows it yet.
-        sampling_params, num_prompt_tokens: set only on the first step after an admission; None says "you know it".
+        last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
+        sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
     """
 
     request_id: str
@@ -38,17 +38,19 @@ class ScheduledRequest:
 
 @dataclass
 class SchedulerOutput:
-    """A step as plain data: everything a runner, here or in another process, has to know.
+    """A step as plain data: everything that a runner, here or in another process, has to know.
 
     Attributes:
-        requests: who computes what, in the order in which the tokens are packed.
+        requests: each request's share, in the order in which the tokens are packed.
         removed_ids: requests whose state the runner drops before the step (ended or preempted).
         swap_out, swap_in: block copies to make before the step, in this order.
-        preempted, admitted, resumed: what happened to whom; for those who watch.
+        preempted: how ("swap", "recompute"), by request; for the trace, like the next two.
+        admitted: tokens that were computed already, by request.
+        resumed: requests that were swapped in.
         num_tokens, num_samples: tokens that the step computes, and that it samples.
-        blocked_by: why the first request that still waits was not admitted; "" if nobody waits.
-        unfinished: the engine has requests; told to the engines that it is in lock-step with.
-        connector_metadata: what the ranks have to fetch from elsewhere or to save there; None if nothing. See `kv_transfer`.
+        blocked_by: why the first waiting request was not admitted; "" if no request waits.
+        unfinished: the engine has requests; for the engines that it is in lock-step with.
+        connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to do. See `kv.connector`.
     """
 
     requests: list[ScheduledRequest] = field(default_factory=list)
@@ -91,7 +93,7 @@ class SampledToken:
 @dataclass
 class ModelRunnerOutput:
     """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
-    any of the engines in lock-step had a request; and which transfers have come to an end."""
+    any of the engines in lock-step had a request; and which KV transfers have ended."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)

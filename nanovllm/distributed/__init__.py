@@ -1,1 +1,1 @@
-"""Many devices: groups of ranks, what they say to one another, and how a model is divided among them."""
+"""Process groups and their collectives, shared memory between ranks, and the heartbeats of processes (lectures 21, 23, 24)."""

@@ -1,55 +1,13 @@
-"""Processes of this machine: starting them, ending them, and what the system tells about them."""
+"""What the system tells about a process of this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
-import shutil
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
 
 import psutil
-
-
-def start_process(words: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start Python with these arguments, and a connection to it. The number of its socket is the last argument.
-
-    Args:
-        environment: variables that differ from those of this process.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, *words, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | dict(environment),
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C in a terminal is for the parent alone
-        )
-    return process, Connection(ours.detach())
-
-
-def how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words; "" while it lives."""
-    code = process.poll()
-    if code is None:
-        return ""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
-    """Kill processes and remove a folder."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_debugged_or_dumps_core(pid: int) -> bool:

@@ -22,11 +22,10 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience
+from nanovllm.kv.connector import IDLE_SECONDS, SchedulerConnector, patience
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.kv_transfer.factory import create_scheduler_connector
-from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.transfers import update_from_transfers
 from nanovllm.text.processor import EngineLimits
 from nanovllm.trace.recorder import RecordSink, StepRecorder, trace_settings
 from nanovllm.trace.trace import StepRecord, Trace
@@ -101,26 +100,24 @@ class EngineCore:
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
-    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler | None:
-        """The scheduler's half of the KV connector, if there is one; the ranks have their halves already."""
+    def _connect(self, folder: pathlib.Path) -> SchedulerConnector:
+        """The scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
-            return None
+            return SchedulerConnector()
         if self.config.in_lock_step:
             raise ValueError(
                 "kv_role and kv_connector do not go with experts that several engines share: leave enable_expert_parallel out, "
                 "or use data_parallel_size 1"
             )
-        ranks = self.executor.handshake_metadata()
-        return create_scheduler_connector(self.config, self.model_config, folder, ranks)
+        create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
+        return create(self.config, self.model_config, folder, self.executor.handshake_metadata())
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool."""
         self.manager = KVCacheManager(
             num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
         )
-        self.scheduler: Scheduler = Scheduler(self.config, self.manager)
-        if self.connector is not None:
-            self.scheduler = TransferScheduler(self.config, self.manager, self.connector)
+        self.scheduler = Scheduler(self.config, self.manager, self.connector)
 
     @property
     def runner(self) -> ModelRunner:
@@ -142,7 +139,7 @@ class EngineCore:
             model.vocab_size,
             model.eos_token_ids,
             model.generation_defaults,
-            [self.connector.information] if self.connector is not None else [],
+            [self.connector.information] if self.config.kv_transfer is not None else [],
             config.scheduling_policy,
         )
 
@@ -152,7 +149,7 @@ class EngineCore:
         s = self.scheduler
         return EngineStats(
             len(s.running),
-            len(s.waiting) + s.transfer_counts[0],
+            len(s.waiting) + len(s.receiving),
             len(s.swapped),
             self.manager.pool.usage,
             s.num_preemptions,
@@ -160,7 +157,10 @@ class EngineCore:
             s.num_hit_tokens,
             self.num_steps,
             self._num_waves,
-            *self.scheduler.transfer_counts,
+            len(s.receiving),
+            len(self.manager.held),
+            s.num_external_queried_tokens,
+            s.num_external_hit_tokens,
         )
 
     @property
@@ -190,7 +190,7 @@ class EngineCore:
         """True if there is a step to run: for its own requests or, in lock-step, for those of any engine."""
         if self.waves is not None:
             return self.waves.running
-        return self.has_unfinished or (self.connector is not None and self.connector.has_work)
+        return self.has_unfinished or self.connector.has_work
 
     def start_wave(self, wave: int) -> None:
         """In lock-step: run steps with the other engines until this wave has ended."""
@@ -205,20 +205,22 @@ class EngineCore:
     @property
     def sources(self) -> Sequence[Any]:
         """Sockets that become readable when `step` has something to take in."""
-        return [*self.connector.sources, *self.executor.sources] if self.connector is not None else ()
+        return [*self.connector.sources, *self.executor.sources]
 
     @property
     def is_idle(self) -> bool:
         """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have passed: there is nothing to
         compute, and at most transfers to wait for."""
+        if not self.has_work or self.config.kv_transfer is None:
+            return not self.has_work
         waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
-        return not self.has_work or (waits and self.connector is not None and not self.connector.has_news)
+        return waits and not self.connector.has_news
 
     @property
     def idle_seconds(self) -> float | None:
         """How long an idle engine may sleep if nothing arrives; None: without limit."""
-        if self.connector is None or not self.has_work:
-            return self.connector.idle_seconds if self.connector is not None else None
+        if not self.has_work:
+            return self.connector.idle_seconds
         return patience(self._num_idle_steps, bool(self.executor.sources))
 
     def check_health(self) -> None:
@@ -233,19 +235,25 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            ValueError: it could never run here; see `Scheduler.add`.
+            ValueError: it could never run here; see `Scheduler.add_request`.
         """
         request = Request(source, self._num_added)
         if self.config.scheduling_policy == "fcfs":
             request.order = (0, self._num_added)
-        self.scheduler.add(request)
+        self.connector.check_request(request)
+        try:
+            self.scheduler.add_request(request)
+        except ValueError:
+            self.connector.decline(request)
+            raise
         self._num_added += 1
         if self._recorder is not None:
             self._recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a request between two steps and free its blocks. False if it has ended already."""
-        aborted = self.scheduler.abort(request_id)
+        self.connector.revoke(request_id)
+        aborted = self.scheduler.abort_request(request_id)
         if aborted and self._recorder is not None:
             self._recorder.ended(request_id, reason)
         with self._all_or_nothing():
@@ -296,7 +304,7 @@ class EngineCore:
         start, outputs = self._now(), self._take_transfers()
         waits = self._in_flight and self.scheduler.waits_for_tokens
         plan = self.scheduler.schedule() if not waits else SchedulerOutput()
-        waits_for_transfers = self.scheduler.waits_for_transfers
+        waits_for_transfers = plan.empty and self._waits_for_transfers
         self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._in_flight else 0
         if plan.empty and self.has_unfinished and not self._in_flight and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
@@ -317,14 +325,17 @@ class EngineCore:
         self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, self._num_waves))
         self.num_steps += self.config.in_lock_step or not plan.empty
         outputs += self._take_results(keep=self._steps_ahead)
-        while self.connector is not None and self._in_flight and all(s.plan.empty for s in self._in_flight):
+        while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
             outputs += self._take_results()
         return outputs
 
+    @property
+    def _waits_for_transfers(self) -> bool:
+        """True if transfers hold blocks, which will become free when they end."""
+        return bool(self.scheduler.receiving or self.manager.held or self.connector.has_news)
+
     def _take_transfers(self) -> list[EngineOutput]:
-        """Take in ended KV transfers, and requests that other engines have sent."""
-        if self.connector is None or not isinstance(self.scheduler, TransferScheduler):
-            return []
+        """Act on what the connector has received: requests of other engines, and ends of transfers."""
         for request in self.connector.take_requests():
             try:
                 self.add_request(request)
@@ -332,11 +343,11 @@ class EngineCore:
                 self.connector.refuse(request.request_id, str(error))
         for request_id in self.connector.take_aborts():
             self.abort_request(request_id)
-        news = self.scheduler.take_transfers()
+        failed = update_from_transfers(self.scheduler)
         if self._recorder is not None:
-            for output in news:
-                self._recorder.ended(output.request_id, output.finish_reason or "")
-        return news
+            for output in failed:
+                self._recorder.ended(output.request_id, "error")
+        return failed
 
     def _now(self) -> float:
         """Seconds since the engine started. A trace is written in microseconds."""
@@ -358,7 +369,7 @@ class EngineCore:
             return []
         step = self._in_flight.popleft()
         result = step.wait()
-        outputs = self.scheduler.update(step.plan, result)
+        outputs = self.scheduler.update_from_output(step.plan, result)
         if self.waves is not None and not result.anyone_unfinished:
             self.waves.end(step.wave)
         if self._recorder is not None:
@@ -377,28 +388,26 @@ class EngineCore:
         self._in_flight.clear()
         lost = list(self.scheduler.requests)
         abandoned = self.executor.forget_requests()
-        if self.connector is not None:
-            self.connector.forget_requests()
-            self.connector.abandon(abandoned)
+        self.connector.forget_requests()
+        self.connector.abandon(abandoned)
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks
-            self.manager.pool.acquire(block_ids)
+            self.manager.pool.touch(block_ids)
             self.manager.held[transfer_id] = block_ids
         if self._recorder is not None:
             self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.manager.pool.reset_cache()
+        self.manager.pool.reset_prefix_cache()
         if self._recorder is not None:
             self._recorder.ask_for_snapshot()
             self._wind_up()
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end ranks in other processes."""
-        if self.connector is not None:
-            self.connector.close()
+        self.connector.close()
         self.executor.close()
         if self._recorder is not None:
             self._recorder.flush(self.num_steps, self._now())

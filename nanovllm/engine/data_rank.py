@@ -30,9 +30,9 @@ from nanovllm.distributed.life_signs import (
     activity_of_this_thread,
     heard_activities,
 )
-from nanovllm.distributed.process_status import how_it_ended, start_process
 from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.executor.remote import how_it_ended, start_process
 from nanovllm.scheduler.data_parallel import load_score
 from nanovllm.trace.format import TraceDecoder
 from nanovllm.trace.recorder import RecordSink

@@ -21,11 +21,10 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.life_signs import LOOK_SECONDS, Watch
-from nanovllm.distributed.process_status import end_processes
 from nanovllm.engine.data_rank import DataRank, WatchedRank, rank_environments
 from nanovllm.engine.process import Command, Report
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import START_SECONDS, uninterrupted
+from nanovllm.executor.remote import START_SECONDS, end_processes, uninterrupted
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
 from nanovllm.text.processor import EngineLimits

@@ -1,1 +1,1 @@
-"""Who runs the ranks of an engine, and how a step's plan reaches them: in this process, in several, on several machines."""
+"""Carries a schedule to the ranks: in this process, in other processes, under torchrun or on Ray."""

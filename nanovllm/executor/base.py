@@ -115,20 +115,22 @@ class InProcessExecutor(Executor):
         self.bytes_per_block = self.runner.bytes_per_block
 
     def num_blocks_that_fit(self) -> int:
-        """See `ModelRunner.num_blocks_that_fit`."""
-        return self.runner.num_blocks_that_fit()
+        """See `runner.memory.num_blocks_that_fit`."""
+        from nanovllm.runner.memory import num_blocks_that_fit
+
+        return num_blocks_that_fit(self.runner)
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """See `ModelRunner.allocate`."""
         self.runner.allocate(num_blocks, num_host_blocks)
-        if self.runner.connector is not None:
+        if self.runner.config.kv_transfer is not None:
             mailbox = self._ends = load("nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer")()
             self.runner.connector.notify = lambda: mailbox.put(None)
             self.sources = [mailbox.fileno()]
 
     def handshake_metadata(self) -> list[Any]:
-        """See `ModelRunner.handshake_metadata`."""
-        return [self.runner.handshake_metadata()]
+        """See `WorkerConnector.get_handshake_metadata`."""
+        return [self.runner.connector.get_handshake_metadata()]
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`."""

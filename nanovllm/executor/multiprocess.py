@@ -15,9 +15,15 @@ import torch
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import SILENCE_SECONDS
-from nanovllm.distributed.process_status import end_processes, how_it_ended, start_process
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
-from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, RemoteRank
+from nanovllm.executor.remote import (
+    ORDER_SECONDS,
+    RemoteExecutor,
+    RemoteRank,
+    end_processes,
+    how_it_ended,
+    start_process,
+)
 from nanovllm.executor.worker import WorkerSetup
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid

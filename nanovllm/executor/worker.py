@@ -90,8 +90,10 @@ class Worker:
 
     def memory(self) -> tuple[int, int, bool]:
         """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
+        from nanovllm.runner.memory import num_blocks_that_fit
+
         runner = self.runner
-        return runner.num_blocks_that_fit(), runner.bytes_per_block, runner.device.type != "cpu"
+        return num_blocks_that_fit(runner), runner.bytes_per_block, runner.device.type != "cpu"
 
     def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
         """Allocate caches and buffers; the settings are complete now."""
@@ -99,8 +101,8 @@ class Worker:
         self.runner.allocate(num_blocks, num_host_blocks)
 
     def handshake_metadata(self) -> Any:
-        """See `ModelRunner.handshake_metadata`."""
-        return self.runner.handshake_metadata()
+        """See `WorkerConnector.get_handshake_metadata`."""
+        return self.runner.connector.get_handshake_metadata()
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See `ModelRunner.launch`; every rank computes its part."""
@@ -178,7 +180,7 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
         except ValueError as error:  # not enough memory to allocate: the message says which setting to change
             mouth.complain(Complaint(True, str(error)))
             return False
-        if name == "allocate" and worker.runner.connector is not None:
+        if name == "allocate":
             worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
         mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
     worker.runner.close()

@@ -10,19 +10,19 @@ from collections.abc import Iterable
 
 
 class InvariantError(AssertionError):
-    """The engine's bookkeeping contradicts itself: a bug, never a user's mistake."""
+    """The engine's bookkeeping contradicts itself: a bug, not a user's mistake."""
 
 
 class BlockPool:
     """Hands out block ids `0 .. num_blocks - 1`; knows nothing of requests, tokens or tensors.
 
-    A block is *free* when nobody holds it (reference count 0). A free block keeps its content, and its hash if it
-    has one, until it is handed out again: so the free list, least recently used first, is the prefix cache.
+    A block is *free* when its reference count is 0. A free block keeps its content, and its hash if it has one, until it
+    is handed out again: so the free list, least recently used first, is the prefix cache.
 
     Attributes:
         ref_counts: holders of each block.
         block_hashes: the hash of each block's content, None where it is unknown or not to be shared.
-        free_blocks: ids of free blocks in the order in which they will be reused.
+        free_block_queue: ids of free blocks in the order in which they will be reused.
         cached_blocks: from a hash to the one block that is found under it.
         num_evictions: how many cached blocks lost their content to a new owner.
     """
@@ -33,21 +33,21 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self.block_hashes: list[bytes | None] = [None] * num_blocks
-        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.free_block_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached_blocks: dict[bytes, int] = {}
         self.num_evictions = 0
 
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out, cached ones included."""
-        return len(self.free_blocks)
+        return len(self.free_block_queue)
 
     @property
     def usage(self) -> float:
         """The held share of the pool, 0 to 1."""
         return 1 - self.num_free / self.num_blocks
 
-    def allocate(self, count: int) -> list[int]:
+    def get_new_blocks(self, count: int) -> list[int]:
         """Take `count` blocks from the old end of the free list; O(count).
 
         Raises:
@@ -57,15 +57,15 @@ class BlockPool:
             raise MemoryError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
         block_ids = []
         for _ in range(count):
-            block_id, _ = self.free_blocks.popitem(last=False)
+            block_id, _ = self.free_block_queue.popitem(last=False)
             self._forget(block_id)
             self.ref_counts[block_id] = 1
             block_ids.append(block_id)
         return block_ids
 
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Give up one hold on each block. Give the last block of a sequence first: it is then reused first, and
-        the beginning of the sequence, which others are likelier to share, stays longest.
+    def free_blocks(self, block_ids: Iterable[int]) -> None:
+        """Give up one hold on each block. Pass the last block of a sequence first: it is then reused first, and the
+        beginning of the sequence, which other requests are likelier to share, stays longest.
 
         Raises:
             InvariantError: a block is free already.
@@ -75,17 +75,17 @@ class BlockPool:
                 raise InvariantError(f"block {block_id} freed twice")
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
-                self.free_blocks[block_id] = None
+                self.free_block_queue[block_id] = None
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
-        """Take one more hold on each block, out of the free list if nobody holds it; O(1) a block."""
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """Take one more hold on each block, and take free blocks out of the free list; O(1) per block."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
-                del self.free_blocks[block_id]
+                del self.free_block_queue[block_id]
             self.ref_counts[block_id] += 1
 
-    def publish(self, block_id: int, block_hash: bytes) -> bool:
-        """Let others find a full block under its hash.
+    def cache_full_block(self, block_id: int, block_hash: bytes) -> bool:
+        """Let other requests find a full block under its hash.
 
         Returns:
             False if another block is found under this hash already. The two are not merged: a block table only
@@ -99,11 +99,11 @@ class BlockPool:
         self.cached_blocks[block_hash] = block_id
         return True
 
-    def lookup(self, block_hash: bytes) -> int | None:
+    def get_cached_block(self, block_hash: bytes) -> int | None:
         """The block with this content, held or free; None if there is none."""
         return self.cached_blocks.get(block_hash)
 
-    def reset_cache(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Forget every hash: no later request finds anything. Blocks that are held stay held."""
         for block_id in list(self.cached_blocks.values()):
             self._forget(block_id, evicted=False)
@@ -116,17 +116,17 @@ class BlockPool:
             self.num_evictions += evicted
 
     def check_invariants(self, tables: Iterable[list[int]]) -> None:
-        """Hold the books against the block tables of all live requests.
+        """Check the pool against the block tables of all live requests.
 
         Raises:
-            InvariantError: a count differs from the number of tables that hold the block, a free block stands in
+            InvariantError: a count differs from the number of tables that hold the block, a free block is in
                 a table, a block is lost, or a hash leads to the wrong block.
         """
         holders = Counter(block_id for table in tables for block_id in table)
         for block_id, count in enumerate(self.ref_counts):
             if count != holders[block_id]:
                 raise InvariantError(f"block {block_id} counts {count} holders, {holders[block_id]} tables hold it")
-            if (count == 0) != (block_id in self.free_blocks):
+            if (count == 0) != (block_id in self.free_block_queue):
                 raise InvariantError(f"block {block_id} has {count} holders and is {'' if count else 'not '}free")
         hashed = {block_hash: b for b, block_hash in enumerate(self.block_hashes) if block_hash is not None}
         if hashed != self.cached_blocks:

@@ -1,14 +1,18 @@
 """The connector: the one place where KV enters an engine from elsewhere, and leaves it.
 
 A connector has two halves, as in vLLM, whose names (KVConnectorBase_V1) the methods bear. One half lives with the scheduler: it
-knows which tokens' KV can be had elsewhere, and who waits for what; it touches no tensor. The other lives on every rank: it
-moves blocks, and knows no request but by its id. What the first tells the second travels with the step's plan
-(`SchedulerOutput.connector_metadata`), and what the second has to say comes back with the step's result
+knows which tokens' KV can be had elsewhere, and which requests wait for it; it touches no tensor. The other half lives on every
+rank: it moves blocks, and knows a request only by its id. What the first tells the second travels with the step
+(`SchedulerOutput.connector_metadata`), and what the second reports comes back with the step's result
 (`ModelRunnerOutput.connector_output`).
+
+`SchedulerConnector` and `WorkerConnector` are the interface, and the connector of an engine that moves no KV: every method answers
+that there is nothing. `KVConnectorScheduler` and `KVConnectorWorker` are the bases of connectors that do.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,58 +28,64 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import EngineRequest, Request
     from nanovllm.data.schedule import SchedulerOutput
-    from nanovllm.kv_transfer.transport.layout import KVLayout
+    from nanovllm.kv.layout import KVLayout
+    from nanovllm.kv.manager import KVCacheManager
+
+# How long a rank without a batch waits for a transfer to end before it reports that none has.
+IDLE_SECONDS = 0.001
+# How long an engine that only waits for transfers sleeps before it looks for their timeouts, and for the end of one if its
+# ranks do not notify it.
+PATIENT_SECONDS, IMPATIENT_SECONDS = 0.25, 0.01
+
+
+def patience(num_idle_steps: int, is_notified: bool) -> float:
+    """Seconds that an engine may sleep that has only waited for transfers in its last steps.
+
+    Args:
+        is_notified: the ranks notify the engine when a transfer has ended.
+    """
+    return PATIENT_SECONDS if is_notified else min(IDLE_SECONDS * num_idle_steps, IMPATIENT_SECONDS)
 
 
 class OutputAggregator:
-    """Makes of what the ranks say what all of them say: a transfer has ended when it has on every rank, and a block is invalid
-    if it is on any."""
+    """Combines the reports of all ranks: a transfer has ended when it has ended on every rank, and a block is invalid if it is
+    invalid on any."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._said: dict[tuple[str, str], int] = {}  # (what, request id) -> by how many ranks
-        self._pending = KVConnectorOutput()  # what some have said of those
+        self._reports: dict[tuple[str, str], list[KVConnectorOutput]] = {}  # (field, request id) -> of the ranks so far
 
     def add(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
-        """Take what the ranks say after a step; returns what is true of all of them now."""
-        together, pending = KVConnectorOutput(), self._pending
-        for output in outputs:
-            if output is None:
-                continue
-            pending.add(output)
-            for what in ("finished_sending", "finished_recving"):
-                for request_id in getattr(output, what):
-                    count = self._said[what, request_id] = self._said.get((what, request_id), 0) + 1
-                    if count == self._num_ranks:
-                        del self._said[what, request_id]
-                        getattr(together, what).add(request_id)
-        for request_id in together.finished_sending | together.finished_recving:
-            if request_id in pending.invalid_block_ids:
-                together.invalid_block_ids[request_id] = pending.invalid_block_ids.pop(request_id)
-            if request_id in pending.reasons:
-                together.reasons[request_id] = pending.reasons.pop(request_id)
-        pending.finished_sending -= together.finished_sending
-        pending.finished_recving -= together.finished_recving
+        """Take the ranks' reports after a step; returns what is true of all ranks now."""
+        together = KVConnectorOutput()
+        for output in filter(None, outputs):
+            for name in ("finished_sending", "finished_recving"):
+                for request_id in getattr(output, name):
+                    reports = self._reports.setdefault((name, request_id), [])
+                    reports.append(output)
+                    if len(reports) == self._num_ranks:
+                        del self._reports[name, request_id]
+                        getattr(together, name).add(request_id)
+                        for report in reports:
+                            if request_id in report.invalid_block_ids:
+                                invalid = together.invalid_block_ids.setdefault(request_id, set())
+                                invalid |= report.invalid_block_ids[request_id]
+                            if request_id in report.reasons:
+                                together.reasons[request_id] = report.reasons[request_id]
         return together
 
 
-class KVConnectorScheduler:
-    """The half that lives with the scheduler. This one has nothing to offer; connectors say what they do differently.
-
-    Args:
-        config: the engine's settings.
-        kv_transfer: the connector's.
-        identity: what the KV is made of: only engines of which all of it is equal may share any.
-        ranks: what each rank's `get_handshake_metadata` says: how others reach it.
-    """
-
-    def __init__(
-        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
-    ) -> None:
-        self.config, self.kv_transfer, self.identity, self.ranks = config, kv_transfer, identity, list(ranks)
-        self._output = KVConnectorOutput()
+class SchedulerConnector:
+    """The half that lives with the scheduler; this one has nothing to offer."""
 
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
+
+    def check_request(self, request: Request) -> None:
+        """Check what came with a new request (`kv_transfer_params`).
+
+        Raises:
+            ValueError: it makes no sense; the message names the field.
+        """
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens' KV can be had for the request beyond the first `num_computed_tokens`, which are in this engine's
@@ -84,7 +94,7 @@ class KVConnectorScheduler:
         Returns:
             The number, and, as in vLLM, whether they come between steps, while the request waits: here they always do. (In vLLM
             a connector may also load in the very step that first computes the request, layer by layer: it then blocks in
-            `KVConnectorWorker.wait_for_layer_load`. Nobody else's tokens wait for a transfer here.)
+            `wait_for_layer_load`. Here no other request's tokens wait for a transfer.)
         """
         return 0, True
 
@@ -95,26 +105,10 @@ class KVConnectorScheduler:
             block_ids: the request's whole table.
         """
 
-    def give_up(self, request: Request) -> None:
-        """Stop fetching for a request: it computes what has not come. `finished_recving` names it when nothing is written any
-        more."""
-        raise NotImplementedError
-
     def decline(self, request: Request) -> None:
-        """A request is refused, or does not want what an engine holds for it: that engine need not hold it any longer."""
+        """The engine refuses a request: another engine that holds KV for it need not hold it any longer."""
 
     # ---------------------------------------------------------------- a request's KV goes elsewhere
-
-    def is_ordered(self, request: Request) -> bool:
-        """True if another engine has asked for this request, and waits for its KV."""
-        return False
-
-    def check_request(self, request: Request) -> None:
-        """See whether what came with a new request (`kv_transfer_params`) makes sense.
-
-        Raises:
-            ValueError: it does not; the message names the field.
-        """
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ends.
@@ -131,40 +125,38 @@ class KVConnectorScheduler:
     def revoke(self, request_id: str) -> None:
         """No engine will fetch the KV of a request that has ended: stop holding its blocks, unless an engine has claimed them."""
 
-    def is_sending(self, request: Request) -> bool:
-        """True while somebody else reads the blocks of a request that runs."""
-        return False
+    def choose_victim(
+        self, request: Request, num_blocks: int, running: list[Request], manager: KVCacheManager
+    ) -> Request | None:
+        """The running request to preempt so that `request` can have `num_blocks` blocks; None: `request` has to wait."""
+        return running[-1]
 
     # ---------------------------------------------------------------- every step
 
     def build_connector_meta(self, schedule: SchedulerOutput) -> Any:
-        """What the ranks have to do with this step, pickled on its way; None if nothing, now or still under way."""
+        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no transfer is in flight."""
         return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """What the ranks say, once all of them have said it."""
-        self._output.add(output)
+        """Take in what all ranks have reported."""
 
     def take_output(self) -> KVConnectorOutput:
-        """What has become final since the last call: the scheduler acts on it."""
-        output, self._output = self._output, KVConnectorOutput()
-        return output
+        """What has become final since the last call. Requests that `reasons` names have to fail."""
+        return KVConnectorOutput()
 
     def take_requests(self) -> list[EngineRequest]:
         """Requests that other engines ask for."""
         return []
 
     def take_aborts(self) -> list[str]:
-        """Those of `take_requests` that nobody wants any more."""
+        """Requests that have to end, because the engine that has asked for them no longer wants them, or cannot have them."""
         return []
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """One of `take_requests` cannot be had."""
-        raise NotImplementedError
+        """One of `take_requests` cannot run."""
 
     def forget_requests(self) -> None:
-        """A step broke off, and all requests are lost; the ranks have stopped what they were doing."""
-        self._output = KVConnectorOutput()
+        """A step broke off, and all requests are lost; the ranks have stopped their transfers."""
 
     def abandon(self, transfer_ids: Collection[str]) -> None:
         """After `forget_requests`: the ranks could not stop these transfers. `finished_recving` names them when they have ended."""
@@ -172,11 +164,11 @@ class KVConnectorScheduler:
     @property
     def has_work(self) -> bool:
         """True if there is something to do even if no request runs."""
-        return bool(self._output)
+        return False
 
     @property
     def has_news(self) -> bool:
-        """True if the scheduler has something to act on at once: without steps, nothing more would come of it."""
+        """True if the scheduler has something to act on at once, without which nothing more would happen."""
         return self.has_work
 
     @property
@@ -191,43 +183,99 @@ class KVConnectorScheduler:
 
     @property
     def information(self) -> dict[str, Any]:
-        """What a client or router needs to know."""
-        return {
-            "engine_id": self.kv_transfer.engine_id,
-            "kv_connector": self.kv_transfer.kv_connector,
-            "kv_role": self.kv_transfer.kv_role,
-        }
+        """What a client or router needs to know; empty if no KV moves."""
+        return {}
 
     def close(self) -> None:
         """End all connections."""
 
 
-class KVConnectorWorker:
-    """The half that lives on a rank. This one moves nothing.
+class KVConnectorScheduler(SchedulerConnector):
+    """The base of connectors, on the scheduler's side.
+
+    Args:
+        config: the engine's settings.
+        kv_transfer: the connector's settings.
+        identity: what the KV is made of: engines share KV only if all of this is equal.
+        ranks: what each rank's `get_handshake_metadata` returns: how other engines reach it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
+    ) -> None:
+        self.config, self.kv_transfer, self.identity, self.ranks = config, kv_transfer, identity, list(ranks)
+        self._output = KVConnectorOutput()
+
+    def is_sending(self, request: Request) -> bool:
+        """True while a peer reads the blocks of a running request."""
+        return False
+
+    def stop_sending(self, request: Request) -> None:
+        """Have a running request whose blocks a peer reads end with `take_aborts`, for lack of blocks."""
+        raise NotImplementedError
+
+    def choose_victim(
+        self, request: Request, num_blocks: int, running: list[Request], manager: KVCacheManager
+    ) -> Request | None:
+        """The last running request whose blocks no peer reads. While transfers hold blocks, only if preempting all such requests
+        behind `request` frees enough for it: else it keeps its own blocks and waits, and the requests behind it may run."""
+        behind = running[running.index(request) + 1 :]
+        victims = [r for r in behind if not self.is_sending(r)]
+        # A table that belongs to no running request is being filled by a transfer.
+        transfers_hold_blocks = bool(manager.held) or len(manager.tables) > len(running)
+        if transfers_hold_blocks:
+            # A block that the victims share with another request, or that a peer still reads, stays in use.
+            pool, tables = manager.pool, manager.tables
+            holds = Counter(block_id for victim in victims for block_id in tables[victim.request_id])
+            num_freed = sum(pool.ref_counts[block_id] == count for block_id, count in holds.items())
+            if num_blocks - len(tables[request.request_id]) > pool.num_free + num_freed:
+                return None
+        victim = victims[-1] if victims else running[-1]
+        if not self.is_sending(victim):
+            return victim
+        self.stop_sending(victim)  # a peer reads its blocks, which therefore cannot be another request's at once
+        return None
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """See `SchedulerConnector.update_connector_output`."""
+        self._output.add(output)
+
+    def take_output(self) -> KVConnectorOutput:
+        """See `SchedulerConnector.take_output`."""
+        output, self._output = self._output, KVConnectorOutput()
+        if self.kv_transfer.kv_load_failure_policy == "recompute":
+            output.reasons.clear()
+        return output
+
+    def forget_requests(self) -> None:
+        """See `SchedulerConnector.forget_requests`."""
+        self._output = KVConnectorOutput()
+
+    @property
+    def has_work(self) -> bool:
+        """See `SchedulerConnector.has_work`."""
+        return bool(self._output)
+
+    @property
+    def information(self) -> dict[str, Any]:
+        """See `SchedulerConnector.information`."""
+        return {name: getattr(self.kv_transfer, name) for name in ("engine_id", "kv_connector", "kv_role")}
+
+
+class WorkerConnector:
+    """The half that lives on a rank; this one moves nothing.
 
     Attributes:
+        kv_caches: the rank's caches, by the layer's number in the model.
+        metadata: what the scheduler's half has to say for the current step.
         notify: called, by any thread, when `get_finished` has something to report.
     """
 
-    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
-        self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
+    metadata: Any = None
+
+    def __init__(self) -> None:
         self.kv_caches: dict[int, Tensor] = {}
-        self.metadata: Any = None
         self.notify: Callable[[], None] = lambda: None
-
-    @classmethod
-    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A layer's cache, all zeros, in memory from which it can be transferred."""
-        from nanovllm.ops.device import zeros
-
-        return zeros(tuple(shape), dtype, device)
-
-    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
-        """The rank's caches, by the layer's number in the model. They never move."""
-        self.kv_caches = kv_caches
-
-    def register_model(self, model: Any, backend: Any) -> None:
-        """What computes on this rank, for connectors that compute, too."""
 
     def get_handshake_metadata(self) -> Any:
         """How other engines' ranks reach this one; plain data."""
@@ -237,20 +285,12 @@ class KVConnectorWorker:
 
     @contextmanager
     def around_all_layers(self) -> Iterator[None]:
-        """Around a CUDA graph, in which no layer can say a word."""
+        """Around a CUDA graph, which calls no Python code between its layers."""
         for layer in self.kv_caches:
             self.wait_for_layer_load(layer)
         yield
         for layer, kv_cache in self.kv_caches.items():
             self.save_kv_layer(layer, kv_cache)
-
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        """What the scheduler's half has to say for this step."""
-        self.metadata = metadata
-
-    def clear_connector_metadata(self) -> None:
-        """The step is over."""
-        self.metadata = None
 
     def start_load_kv(self) -> None:
         """Before the forward pass, or in place of one: begin to fetch what the metadata name."""
@@ -289,9 +329,35 @@ class KVConnectorWorker:
         """End all connections."""
 
 
+class KVConnectorWorker(WorkerConnector):
+    """The base of connectors, on a rank.
+
+    Args:
+        layout: what the rank's caches look like; see `KVLayout`.
+    """
+
+    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
+        super().__init__()
+        self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
+
+    @classmethod
+    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A layer's cache, all zeros, in memory from which it can be transferred."""
+        from nanovllm.ops.device import zeros
+
+        return zeros(tuple(shape), dtype, device)
+
+    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
+        """The rank's caches, by the layer's number in the model. They never move."""
+        self.kv_caches = kv_caches
+
+    def register_model(self, model: Any, backend: Any) -> None:
+        """What computes on this rank, for connectors that compute, too."""
+
+
 @contextmanager
-def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
-    """Around a rank's forward pass: the one place where a connector is called, but for its two words to each layer.
+def transfers(connector: WorkerConnector, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+    """Around a rank's forward pass: the one place that calls a connector, except for the two calls of each layer.
 
     Args:
         metadata: what the scheduler's half has to say for this step.
@@ -301,7 +367,7 @@ def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Ite
         What has come to an end; filled in when the block is left.
     """
     output = KVConnectorOutput()
-    connector.bind_connector_metadata(metadata)
+    connector.metadata = metadata
     try:
         connector.start_load_kv()
         yield output
@@ -312,24 +378,4 @@ def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Ite
         output.invalid_block_ids = connector.get_block_ids_with_load_errors()
         output.reasons = connector.get_reasons()
     finally:
-        connector.clear_connector_metadata()
-
-
-# After how many seconds in which nothing moves an engine gives up a fetch, so that it can compute what another engine waits for.
-# (Two engines may otherwise wait for each other: the pool of each is full of blocks that the other one is to fill.)
-DEADLOCK_SECONDS = 3.0
-
-# How long a rank without a batch waits for a transfer to end before it says that none has.
-IDLE_SECONDS = 0.001
-# How long an engine that only waits for transfers sleeps before it looks for their timeouts, and for the end of one if its
-# ranks do not notify it.
-PATIENT_SECONDS, IMPATIENT_SECONDS = 0.25, 0.01
-
-
-def patience(num_idle_steps: int, is_notified: bool) -> float:
-    """Seconds that an engine may sleep that has only waited for transfers in its last steps.
-
-    Args:
-        is_notified: the ranks notify the engine when a transfer has ended.
-    """
-    return PATIENT_SECONDS if is_notified else min(IDLE_SECONDS * num_idle_steps, IMPATIENT_SECONDS)
+        connector.metadata = None

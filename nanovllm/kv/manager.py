@@ -16,9 +16,9 @@ from nanovllm.kv.block_pool import BlockPool, InvariantError
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """SHA-256 over the parent block's hash and this block's tokens: it names the whole prefix up to here.
 
-    Two different prefixes have the same name only if SHA-256 collides, which nobody, attacker included, knows how to
-    bring about; the encoding is injective, because the parent has a fixed length and a token id fixed eight
-    bytes. (A 64-bit `hash()` would serve one user's cached answer to another sooner or later.)
+    Two different prefixes have the same name only if SHA-256 collides, which no attacker can bring about today; the
+    encoding is injective, because the parent has a fixed length and a token id fixed eight bytes. (With a 64-bit
+    `hash()`, one user would sooner or later read another user's cached blocks.)
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
@@ -36,7 +36,7 @@ class KVCacheManager:
         tables: request id to block ids; entry i holds the tokens `i * block_size .. (i + 1) * block_size - 1`.
             A table only grows at its end while its request runs.
         host_tables: the same for swapped requests, with ids of the host pool.
-        held: tables of requests that have ended, by their ids, while somebody else still reads or writes these blocks.
+        held: tables of requests that have ended, while a KV transfer still reads or writes their blocks (lecture 31).
     """
 
     def __init__(
@@ -73,44 +73,37 @@ class KVCacheManager:
             return []
         found = []
         for block_hash in self.block_hashes(request)[: (request.num_tokens - 1) // self.block_size]:
-            block_id = self.pool.lookup(block_hash)
+            block_id = self.pool.get_cached_block(block_hash)
             if block_id is None:
                 break
             found.append(block_id)
         return found
 
-    def admit(self, request: Request, prefix: list[int], num_tokens: int) -> bool:
-        """Open a table that starts with the `prefix` blocks and has room for `num_tokens` tokens in all.
+    def allocate_slots(
+        self, request: Request, num_tokens: int, computed_blocks: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Make room for the request's first `num_tokens` tokens.
+
+        Args:
+            computed_blocks: blocks from `get_computed_blocks`, with which the table of a new request begins.
 
         Returns:
-            False, with nothing changed, if the pool has too few free blocks.
+            The blocks that were appended to the table; None, with nothing changed, if the pool has too few free blocks.
         """
-        wanted = self.blocks_for(num_tokens) - len(prefix)
-        # Prefix blocks that nobody holds stand in the free list themselves: they cannot be handed out as well.
-        idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in prefix)
-        if wanted > self.pool.num_free - idle:
-            return False
-        self.pool.acquire(prefix)
-        self.tables[request.request_id] = prefix + self.pool.allocate(wanted)
-        return True
-
-    def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Append blocks to the request's table until it has room for `num_tokens` tokens.
-
-        Returns:
-            The new blocks, or None, with nothing changed, if the pool has too few.
-        """
-        table = self.tables[request.request_id]
-        wanted = max(0, self.blocks_for(num_tokens) - len(table))
-        if wanted > self.pool.num_free:
+        num_held = len(self.tables.get(request.request_id, ())) + len(computed_blocks)
+        num_new = max(0, self.blocks_for(num_tokens) - num_held)
+        # Computed blocks with reference count 0 are in the free list themselves: they cannot be handed out as new ones, too.
+        idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in computed_blocks)
+        if num_new > self.pool.num_free - idle:
             return None
-        new_blocks = self.pool.allocate(wanted)
-        table.extend(new_blocks)
-        return new_blocks
+        self.pool.touch(computed_blocks)
+        appended = [*computed_blocks, *self.pool.get_new_blocks(num_new)]
+        self.tables.setdefault(request.request_id, []).extend(appended)
+        return appended
 
-    def publish(self, request: Request, num_before: int) -> None:
-        """Let others find the blocks that became full since `num_before` tokens were computed. A block with a token
-        that is still pending has no name yet.
+    def cache_blocks(self, request: Request, num_before: int) -> None:
+        """Let other requests find the blocks that became full since `num_before` tokens were computed. A block that
+        contains an unsampled token has no hash yet.
 
         The step that fills a block may be about to run: every layer writes all keys and values of a step before it
         reads any, so a request later in the same step may already count on the block.
@@ -119,35 +112,35 @@ class KVCacheManager:
             return
         table, hashes = self.tables[request.request_id], self.block_hashes(request)
         num_named = min(request.num_computed_tokens, request.num_tokens)
-        if request.num_exact_tokens is not None:  # a name must not promise what is only nearly so
+        if request.num_exact_tokens is not None:  # a hash promises exact keys and values
             num_named = min(num_named, request.num_exact_tokens)
         for i in range(num_before // self.block_size, num_named // self.block_size):
-            self.pool.publish(table[i], hashes[i])
+            self.pool.cache_full_block(table[i], hashes[i])
 
     def free(self, request: Request) -> None:
-        """Give up everything that the request holds. The content stays findable until it is overwritten."""
-        self.pool.release(reversed(self.tables.pop(request.request_id, [])))
+        """Free all blocks of the request. Their content can be found until it is overwritten."""
+        self.pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
         if self.host_pool is not None:
-            self.host_pool.release(self.host_tables.pop(request.request_id, []))
+            self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
 
-    def hold(self, request: Request) -> None:
-        """The request ends, and its blocks stay as they are until `let_go`."""
-        self.held[request.request_id] = self.tables.pop(request.request_id)
+    def hold(self, request: Request, name: str) -> None:
+        """Take the request's table away, and keep its blocks as they are until `let_go(name)`."""
+        self.held[name] = self.tables.pop(request.request_id)
 
-    def let_go(self, request_id: str) -> None:
-        """Nobody needs the blocks any more that the request has left behind."""
-        self.pool.release(reversed(self.held.pop(request_id)))
+    def let_go(self, name: str) -> None:
+        """Free blocks that were held."""
+        self.pool.free_blocks(reversed(self.held.pop(name)))
 
     def swap_out(self, request: Request) -> BlockCopies | None:
         """Move what the request has computed to host memory.
 
         Returns:
-            The copies that must be made before anybody writes to the device blocks; None if host memory is full.
+            The copies to make before any step writes to the device blocks; None if host memory is full.
         """
         count = self.blocks_for(request.num_computed_tokens)
         if self.host_pool is None or count > self.host_pool.num_free:
             return None
-        host_table = self.host_pool.allocate(count)
+        host_table = self.host_pool.get_new_blocks(count)
         copies = list(zip(self.tables[request.request_id], host_table, strict=False))
         self.free(request)
         self.host_tables[request.request_id] = host_table
@@ -163,19 +156,19 @@ class KVCacheManager:
         assert self.host_pool is not None
         host_table = self.host_tables[request.request_id]
         prefix = self.get_computed_blocks(request)[: request.num_computed_tokens // self.block_size]
-        if not self.admit(request, prefix, num_tokens):
+        if self.allocate_slots(request, num_tokens, prefix) is None:
             return None
         table = self.tables[request.request_id]
         copies = list(zip(host_table, table, strict=False))[len(prefix) :]
-        self.host_pool.release(self.host_tables.pop(request.request_id))
-        self.publish(request, len(prefix) * self.block_size)
+        self.host_pool.free_blocks(self.host_tables.pop(request.request_id))
+        self.cache_blocks(request, len(prefix) * self.block_size)
         return copies
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
-        """Hold tables, pools and requests against each other.
+        """Check tables, pools and requests against each other.
 
         Raises:
-            InvariantError: see `BlockPool.check_invariants`; or a table belongs to nobody, is too short for what its
+            InvariantError: see `BlockPool.check_invariants`; or a table belongs to no request, is too short for what its
                 request has computed, a block is found under a name that is not its content's, or two requests would
                 write to the same block.
         """

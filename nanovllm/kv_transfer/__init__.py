@@ -1,1 +1,1 @@
-"""KV blocks on the move: from engine to engine, and to where they are kept."""
+"""Moves KV between engines and to stores: connectors, transports, stores and blending (lectures 31, 32)."""

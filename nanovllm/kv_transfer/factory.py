@@ -2,80 +2,82 @@
 
 from __future__ import annotations
 
-import importlib
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.parts import load
+from nanovllm.distributed.groups import get_tp_group
+from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.transport.identity import kv_identity
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanovllm.attention.base import AttentionBackend
     from nanovllm.data.config import EngineConfig
     from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
     from nanovllm.models.config import ModelConfig
-    from nanovllm.runner.runner import ModelRunner
 
-# Name -> its two halves, module and class; imported when chosen.
-_OFFLOADING = ("offloading:OffloadingScheduler", "offloading_worker:OffloadingWorker")
+# Name -> its two halves, imported when they are asked for.
+_OFFLOADING = (
+    "nanovllm.kv_transfer.stores.offloading:OffloadingScheduler",
+    "nanovllm.kv_transfer.stores.offloading_worker:OffloadingWorker",
+)
+_DISAGGREGATED = "nanovllm.kv_transfer.pd.disaggregated:DisaggregatedScheduler"
 CONNECTORS = {
-    "local": ("disaggregated:DisaggregatedScheduler", "disaggregated:DisaggregatedWorker"),
-    "nixl": ("disaggregated:DisaggregatedScheduler", "disaggregated:NixlWorker"),
+    "local": (_DISAGGREGATED, "nanovllm.kv_transfer.pd.disaggregated:DisaggregatedWorker"),
+    "nixl": (_DISAGGREGATED, "nanovllm.kv_transfer.pd.disaggregated:NixlWorker"),
     "offloading": _OFFLOADING,
     "pool": _OFFLOADING,
-    "blend": ("blending:BlendScheduler", "blending:BlendWorker"),
+    "blend": (
+        "nanovllm.kv_transfer.blend.connector:BlendScheduler",
+        "nanovllm.kv_transfer.blend.connector:BlendWorker",
+    ),
 }
 
 
-def _load(kv_transfer: KVTransferConfig, half: int) -> Any:
-    name = kv_transfer.kv_connector
+def _half(config: EngineConfig, half: int) -> Any:
+    assert config.kv_transfer is not None
+    name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    module, class_name = CONNECTORS[name][half].split(":")
-    return getattr(importlib.import_module(f"nanovllm.kv_transfer.{module}"), class_name)
+    return load(CONNECTORS[name][half], f"kv_connector {name!r}")
 
 
 def create_scheduler_connector(
     config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path, ranks: Sequence[Any]
 ) -> KVConnectorScheduler:
-    """The scheduler's half.
+    """Make the scheduler's half.
 
     Args:
         folder: the checkpoint.
-        ranks: what their halves say of themselves, see `KVConnectorWorker.get_handshake_metadata`.
+        ranks: what each rank's half says of itself; see `WorkerConnector.get_handshake_metadata`.
 
     Raises:
-        ValueError: there is no such connector; the message names those that there are. Or its settings make no sense.
+        ValueError: the connector does not exist (the message lists those that do), or its settings make no sense.
     """
-    from nanovllm.kv_transfer.transport.identity import kv_identity
-
-    assert config.kv_transfer is not None
     identity = kv_identity(config, model_config, folder)
-    return _load(config.kv_transfer, 0)(config, config.kv_transfer, identity, ranks)
+    return _half(config, 0)(config, config.kv_transfer, identity, ranks)
 
 
-def cache_maker(config: EngineConfig) -> Callable[..., Tensor] | None:
-    """What makes a layer's cache `(shape, dtype, device)` where the connector wants it; None if there is none."""
-    return _load(config.kv_transfer, 1).empty_kv_cache if config.kv_transfer is not None else None
+def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
+    """The function that makes a layer's cache `(shape, dtype, device)` in memory that the connector can use."""
+    return _half(config, 1).empty_kv_cache
 
 
-def create_worker_connector(runner: ModelRunner, kv_caches: dict[int, Tensor]) -> KVConnectorWorker | None:
-    """A rank's half, if KV is shared.
+def create_worker_connector(
+    config: EngineConfig, model_config: ModelConfig, kv_caches: dict[int, Tensor], model: Any, backend: AttentionBackend
+) -> KVConnectorWorker:
+    """Make a rank's half.
 
     Args:
-        runner: the rank's.
-        kv_caches: its caches, by the layer's number in the model.
+        kv_caches: the rank's caches, by the layer's number in the model.
+        model, backend: what computes on the rank.
 
     Raises:
         ValueError: see `create_scheduler_connector`.
     """
-    config, model_config = runner.config, runner.model_config
-    if config.kv_transfer is None:
-        return None
-    from nanovllm.distributed.groups import get_tp_group
-    from nanovllm.kv_transfer.transport.layout import KVLayout
-
     group, cache = get_tp_group(), next(iter(kv_caches.values()))
     layout = KVLayout(
         num_layers=model_config.num_layers,
@@ -89,7 +91,7 @@ def create_worker_connector(runner: ModelRunner, kv_caches: dict[int, Tensor]) -
         tp_rank=group.rank_in_group,
         tp_size=group.world_size,
     )
-    connector: KVConnectorWorker = _load(config.kv_transfer, 1)(config, config.kv_transfer, layout)
+    connector: KVConnectorWorker = _half(config, 1)(config, config.kv_transfer, layout)
     connector.register_kv_caches(kv_caches)
-    connector.register_model(runner.model, runner.backend)
+    connector.register_model(model, backend)
     return connector

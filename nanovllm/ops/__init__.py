@@ -1,4 +1,4 @@
-"""The operators a decoder-only transformer spends its time in, each with a choice of implementations.
+"""The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device (lectures 10, 15, 17).
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
 loops for the CPU, compiled on first use; `triton` has those that a GPU gains from. Both hand to `reference` whatever

@@ -1,4 +1,4 @@
-"""One address in front of several servers: OpenAI's API on one side, engines with roles on the other.
+"""One address in front of several servers: sends each request to prefill and decode engines (lecture 31).
 
 config        how it routes, and its flags
 policies      which server gets a request

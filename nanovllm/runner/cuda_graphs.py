@@ -117,5 +117,5 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, size: int) -> None:
-        """Compute the step of `size` rows that lies in the buffers."""
+        """Compute the step of `size` rows that is in the buffers."""
         self._graphs[size].replay()

@@ -1,6 +1,6 @@
 """How many KV blocks a runner has room for.
 
-Without a GPU that is simple arithmetic; on a GPU nobody knows before the largest step has been run.
+Without a GPU that is simple arithmetic; on a GPU it is not known before the largest step has been run.
 
 Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -27,117 +27,111 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class MemoryBudget:
-    """What a runner's KV pool may take.
+def longest_request(runner: ModelRunner) -> int:
+    """Tokens that a request may have before the size of the pool is known."""
+    positions = runner.model_config.max_position_embeddings
+    return min(runner.config.max_model_len or positions, positions)
+
+
+def num_blocks_that_fit(runner: ModelRunner) -> int:
+    """Blocks for the KV pool: as the settings say, or by `kv_cache_memory`, or a sane part of what is free.
 
     Args:
-        runner: its weights are loaded, and nothing else is there yet.
+        runner: its weights are loaded, and its caches are not made yet.
+
+    Raises:
+        ValueError: not one block fits.
     """
+    config, size = runner.config, runner.bytes_per_block
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        free = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
+        count = free // size
+    else:
+        free = free_memory(runner)
+        # By default, no more memory than all running requests fill at their longest.
+        count = min(free // size, config.max_num_seqs * -(-longest_request(runner) // config.block_size))
+    if count < 1:
+        raise ValueError(
+            f"no KV block of {size} bytes fits into {max(0, free)} bytes: "
+            f"raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
+        )
+    return count
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner, self.config = runner, runner.config
 
-    @property
-    def longest_request(self) -> int:
-        """Tokens that a request may have before the size of the pool is known."""
-        positions = self.runner.model_config.max_position_embeddings
-        return min(self.config.max_model_len or positions, positions)
+def free_memory(runner: ModelRunner) -> int:
+    """Bytes that the pool may take if the settings do not say how many."""
+    config, gib = runner.config, 2**30
+    if runner.device.type != "cuda":  # all ranks share the memory; on several machines, there is more than this
+        ranks = config.world_size * config.data_parallel_size
+        return min(psutil.virtual_memory().available // 4, 4 * gib) // ranks
+    with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
+        found = profile(runner)
+    share = config.gpu_memory_utilization
+    left = found.left(share)
+    logger.info(
+        "GPU memory: %.2f GiB, of which %.0f %% may be used: %s; that leaves %.2f GiB for the KV pool",
+        found.total / gib, 100 * share, found, left / gib,
+    )  # fmt: skip
+    return left
 
-    def num_blocks(self) -> int:
-        """Blocks for the KV pool: as told, or by `kv_cache_memory`, or a sane part of what is free.
 
-        Raises:
-            ValueError: not one block fits.
-        """
-        config, size = self.config, self.runner.bytes_per_block
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        if config.kv_cache_memory is not None:
-            free = parse_bytes(config.kv_cache_memory, "kv_cache_memory")
-            count = free // size
-        else:
-            free = self.free()
-            # Nobody asked for memory beyond what all running requests fill at their longest.
-            longest = -(-self.longest_request // config.block_size)
-            count = min(free // size, config.max_num_seqs * longest)
-        if count < 1:
-            raise ValueError(
-                f"no KV block of {size} bytes fits into {max(0, free)} bytes: "
-                f"raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
-            )
-        return count
+def profile(runner: ModelRunner) -> MemoryProfile:
+    """Run the largest step that there can be, record two graphs, and measure what that takes."""
+    device = runner.device
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step(runner)
+    # What stays allocated (buffers, workspaces of libraries) is in use from now on.
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    free, total = _free_and_total(device)
+    graphs = graph_memory(runner) if runner.make_graph is not None else 0
+    return MemoryProfile(total, total - free, weights, activations, graphs)
 
-    def free(self) -> int:
-        """Bytes that the pool may take if nobody says how many."""
-        if (
-            self.runner.device.type != "cuda"
-        ):  # all ranks share the memory; on several machines, there is more than this
-            ranks = self.config.world_size * self.config.data_parallel_size
-            return min(psutil.virtual_memory().available // 4, 4 * 2**30) // ranks
-        with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-            profile = self.profile()
-        share = self.config.gpu_memory_utilization
-        left = profile.left(share)
-        logger.info(
-            "GPU memory: %.2f GiB, of which %.0f %% may be used: %s; that leaves %.2f GiB for the KV pool",
-            profile.total / 2**30, 100 * share, profile, left / 2**30,
-        )  # fmt: skip
-        return left
 
-    def profile(self) -> MemoryProfile:
-        """Run the largest step that there can be, record two graphs, and see what that takes."""
-        device = self.runner.device
-        torch.cuda.empty_cache()
-        weights = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        self.run_largest_step()
-        # What stays allocated (buffers, workspaces of libraries) is in use from now on.
-        activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
-        free, total = self._free_and_total()
-        graphs = self._graph_memory() if self.runner.make_graph is not None else 0
-        return MemoryProfile(total, total - free, weights, activations, graphs)
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
 
-    def _free_and_total(self) -> tuple[int, int]:
-        torch.cuda.synchronize(self.runner.device)
-        torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(self.runner.device)
 
-    @torch.inference_mode()
-    def run_largest_step(self) -> None:
-        """As many tokens as a step may have, of as many requests as there may be, every one of which samples. All read
-        one block of zeros, and write nothing."""
-        runner, config, longest = self.runner, self.config, self.longest_request
-        budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
-        num_seqs = min(config.max_num_seqs, budget)
-        counts = np.full(num_seqs, min(budget // num_seqs, longest))
-        # The rest of the budget goes to the first request, which has the longest prompt then.
-        counts[0] = min(longest, counts[0] + budget % num_seqs)
-        num_tokens, most = int(counts.sum()), int(counts.max())
-        runner.kv_caches = runner._make_caches(1, runner.device)
-        runner._make_buffers(budget, -(-longest // config.block_size))
-        runner._slot_mapping.array[:] = -1
-        runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
-        runner._seq_lens.array[:num_seqs] = counts
-        runner._upload(num_seqs, num_tokens)
-        inputs = runner._inputs(num_seqs, num_tokens, most, most)
-        hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
-        if not isinstance(hidden, Tensor):
-            return
+@torch.inference_mode()
+def run_largest_step(runner: ModelRunner) -> None:
+    """Run as many tokens as a step may have, of as many requests as there may be, every one of which samples. All read one block
+    of zeros, and write nothing."""
+    config, longest = runner.config, longest_request(runner)
+    budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
+    num_seqs = min(config.max_num_seqs, budget)
+    counts = np.full(num_seqs, min(budget // num_seqs, longest))
+    # The rest of the budget goes to the first request, which has the longest prompt then.
+    counts[0] = min(longest, counts[0] + budget % num_seqs)
+    num_tokens, most = int(counts.sum()), int(counts.max())
+    runner.kv_caches = runner._make_caches(1, runner.device)
+    runner._make_buffers(budget, -(-longest // config.block_size))
+    runner._slot_mapping.array[:] = -1
+    runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
+    runner._seq_lens.array[:num_seqs] = counts
+    runner._upload(num_seqs, num_tokens)
+    inputs = runner._inputs(num_seqs, num_tokens, most, most)
+    hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
+    if isinstance(hidden, Tensor):
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
         row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)
         runner.sampler.sample(runner.model.compute_logits(hidden[:num_seqs]), [row] * num_seqs)
 
-    @torch.inference_mode()
-    def _graph_memory(self) -> int:
-        """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of
-        the others as the second."""
-        runner, sizes = self.runner, self.runner._graph_sizes()
-        free = [self._free_and_total()[0]]
-        graphs = runner._empty_graphs()
-        largest_two = sizes[:-3:-1]
-        runner._decode(largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
-        for size in largest_two:
-            graphs.capture(size, runner._decode)
-            free.append(self._free_and_total()[0])
-        largest, *others = (before - after for before, after in pairwise(free))
-        return largest + sum(others) * (len(sizes) - 1)
+
+@torch.inference_mode()
+def graph_memory(runner: ModelRunner) -> int:
+    """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of the others as
+    the second."""
+    sizes, free = runner._graph_sizes(), [_free_and_total(runner.device)[0]]
+    graphs = runner._empty_graphs()
+    largest_two = sizes[:-3:-1]
+    runner._decode(largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
+    for size in largest_two:
+        graphs.capture(size, runner._decode)
+        free.append(_free_and_total(runner.device)[0])
+    largest, *others = (before - after for before, after in pairwise(free))
+    return largest + sum(others) * (len(sizes) - 1)

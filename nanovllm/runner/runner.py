@@ -10,7 +10,6 @@ import math
 import pathlib
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,27 +18,22 @@ import torch
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
-from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import TokenLogprobs
+from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import KVConnectorWorker, transfers
-from nanovllm.kv_transfer.factory import cache_maker, create_worker_connector
+from nanovllm.kv.connector import WorkerConnector, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
-from nanovllm.models.moe import load_balancer
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.cuda_graphs import DecodeGraphs, graph_maker, ladder
-from nanovllm.runner.memory import MemoryBudget
-from nanovllm.runner.sampling import Sampler, start_fetch, start_logprobs, upload
-
-# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
-LOGPROB_ROWS = 256
+from nanovllm.runner.device_copies import start_fetch, upload
+from nanovllm.runner.prompt_logprobs import start_prompt_logprobs
+from nanovllm.runner.sampling import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +70,11 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = config.enforce_eager or model_config.shuffles_tokens
         self.make_graph = graph_maker(self.device, self.backend, eager)
-        self.connector: KVConnectorWorker | None = None
-        self.balancer = load_balancer(self.model, config.eplb_config or "{}") if config.enable_eplb else None
+        self.connector = WorkerConnector()
+        self.balancer = None  # moves experts between ranks (lecture 26)
+        if config.enable_eplb:
+            load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")
+            self.balancer = load_balancer(self.model, config.eplb_config or "{}")
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -87,7 +84,10 @@ class ModelRunner:
         """
         config = self.config
         with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
-            self.kv_caches = self._make_caches(num_blocks, self.device, cache_maker(config))
+            make_cache = zeros
+            if config.kv_transfer is not None:
+                make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
+            self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
@@ -97,19 +97,17 @@ class ModelRunner:
             self.graphs = None
             if self.make_graph is not None:
                 self.graphs = self._capture_graphs()
-        caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        self.connector = create_worker_connector(self, caches)
+        if config.kv_transfer is not None:
+            create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
+            caches = dict(zip(self.layers, self.kv_caches, strict=True))
+            self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(
-        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] | None = None
+        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] = zeros
     ) -> list[Tensor]:
         """One tensor a layer of this rank; none for no blocks."""
         shape = self._cache_shape(num_blocks)
-        return [(make_cache or zeros)(shape, self.dtype, device) for _ in self.layers if num_blocks]
-
-    def handshake_metadata(self) -> Any:
-        """How other engines' ranks reach the caches of this one."""
-        return self.connector.get_handshake_metadata() if self.connector is not None else None
+        return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
 
     @property
     def layers(self) -> range:
@@ -120,7 +118,8 @@ class ModelRunner:
         """Of one layer's cache on this rank, which has some of the KV heads."""
         model = self.model_config
         if model.kv_lora_rank:
-            return latent_cache_shape(num_blocks, self.config.block_size, model.latent_width)
+            shape = load("nanovllm.attention.latent:latent_cache_shape", f"{model.architecture} (latent attention)")
+            return shape(num_blocks, self.config.block_size, model.latent_width)
         num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
         return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, model.head_dim)
 
@@ -141,7 +140,7 @@ class ModelRunner:
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
-    def build_batch(self, schedule: SchedulerOutput) -> Batch:
+    def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
         """Pack the step's tokens one request after another, into buffers that are always the same ones."""
         rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
         starts = np.array([scheduled.start for scheduled in schedule.requests])
@@ -188,10 +187,10 @@ class ModelRunner:
         inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
-    def _build_dummy(self) -> Batch:
-        """A token that is nobody's and is written nowhere: the engine takes part in a step of others. It looks at whatever
-        lies in the first slot, since kernels want something to look at, and nobody looks at what comes of it."""
-        nobody = np.zeros(0, dtype=np.int64)
+    def _prepare_dummy_inputs(self) -> Batch:
+        """One padding token (slot -1), so that this rank joins its peers' collectives. It attends to the first slot, since kernels
+        need something to read; its output is not used."""
+        none = np.zeros(0, dtype=np.int64)
         if self._uploaded is not None:
             self._uploaded.synchronize()
         self._pad(0, 1)
@@ -200,7 +199,7 @@ class ModelRunner:
         rows = self._last_rows.upload(0), self._due_rows.upload(0)
         if self._uploaded is not None:
             self._uploaded.record()
-        return Batch(nobody, np.ones(1, dtype=np.int64), nobody, *self._inputs(1, 1, 1, 1), *rows)
+        return Batch(none, np.ones(1, dtype=np.int64), none, *self._inputs(1, 1, 1, 1), *rows)
 
     def _upload(self, num_seqs: int, num_tokens: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
@@ -225,7 +224,7 @@ class ModelRunner:
 
     # ---------------------------------------------------------------- one step
 
-    def execute(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step, and wait for what it samples; see `launch`."""
         return self.launch(schedule)()
 
@@ -242,7 +241,7 @@ class ModelRunner:
         Raises:
             InvariantError: nothing is scheduled, or the schedule does not follow from those before it.
         """
-        if schedule.connector_metadata is None or self.connector is None:
+        if schedule.connector_metadata is None:
             return self._launch(schedule)
         with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
             wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
@@ -255,19 +254,19 @@ class ModelRunner:
         copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
-        batch = self.build_batch(schedule) if not schedule.empty else self._build_dummy()
+        batch = self.prepare_inputs(schedule) if not schedule.empty else self._prepare_dummy_inputs()
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(schedule, batch, hidden)
-        prompt_logprobs = self._prompt_logprobs(schedule, batch, hidden)
+        prompt_logprobs = start_prompt_logprobs(self.model, self.rows, schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
         return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
 
     def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests: all come to the same answer for the same step."""
+        """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step."""
         group = get_dp_group()
         if group.world_size == 1:
             return lambda: schedule.unfinished
@@ -279,7 +278,7 @@ class ModelRunner:
         pipeline goes on with what this one has computed."""
         received = self.link.receive(int(batch.num_scheduled.sum()))
         if batch.graph_size:
-            with self.connector.around_all_layers() if self.connector is not None else nullcontext():
+            with self.connector.around_all_layers():
                 out = self._replay(batch, received)
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
@@ -293,7 +292,10 @@ class ModelRunner:
     ) -> Tensor | IntermediateTensors:
         """The layers of this rank: hidden states, or what the next stage wants."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        with forward_context(ForwardContext(self.backend, caches, metadata, self.connector)):
+        connector = (
+            self.connector if self.connector.kv_caches else None
+        )  # only one that moves KV wants to hear of layers
+        with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
     def _sample(self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
@@ -305,53 +307,26 @@ class ModelRunner:
         eos_ids = self.model_config.eos_token_ids
         tokens, arrive = self.sampler.start(logits, [self.rows.sampling_row(*pair, eos_ids) for pair in due])
         self._newest.index_copy_(0, batch.due_rows, tokens)
-
-        def wait() -> dict[str, SampledToken]:
-            return {
-                request_id: SampledToken(token_id, entry)
-                for (request_id, _), token_id, entry in zip(due, *arrive(), strict=True)
-            }
-
-        return wait
-
-    def _prompt_logprobs(
-        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
-    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
-        """Log-probability of each prompt token given those before it, for the part of the prompt in this step."""
-        first = 0
-        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-        for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
-            count = self.rows.params[scheduled.request_id].prompt_logprobs
-            # The hidden state at position p predicts position p + 1, which must still be of the prompt.
-            last = min(scheduled.start + scheduled.num_tokens, int(self.rows.num_prompt_tokens[row]) - 1)
-            if count is not None and last > scheduled.start:
-                targets = self.rows.token_ids[row, scheduled.start + 1 : last + 1]
-                parts = arrivals[scheduled.request_id] = []
-                for i in range(0, len(targets), LOGPROB_ROWS):
-                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
-                    logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
-                    parts.append(start_logprobs(logits, part, [count] * len(part)))
-            first += scheduled.num_tokens
         return lambda: {
-            request_id: [entry for arrive in parts for entry in arrive()] for request_id, parts in arrivals.items()
+            request_id: SampledToken(token_id, logprobs)
+            for (request_id, _), token_id, logprobs in zip(due, *arrive(), strict=True)
         }
 
     def close(self) -> None:
-        """End what others have begun with this rank's caches."""
-        if self.connector is not None:
-            self.connector.close()
+        """End all transfers from and to this rank's caches."""
+        self.connector.close()
 
     def forget_requests(self) -> dict[str, list[int]]:
         """Drop the state of all requests, once a step was broken off. Returns blocks to which peers may still write; see
         `KVConnectorWorker.forget_requests`."""
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
-        return self.connector.forget_requests() if self.connector is not None else {}
+        return self.connector.forget_requests()
 
     # ---------------------------------------------------------------- CUDA graphs
 
     def _pad(self, first: int, end: int) -> None:
-        """Let the rows `first : end` be sequences of one token, which is written nowhere and sees nothing."""
+        """Make the rows `first : end` sequences of one padding token, which is not written and attends to nothing."""
         self._input_ids.array[first:end] = 0
         self._positions.array[first:end] = 0
         self._slot_mapping.array[first:end] = -1
@@ -360,8 +335,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _warm_up(self) -> None:
-        """Have every kernel compiled before somebody waits for it: a step of each kind that the backend names, of
-        padding only."""
+        """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
+        only."""
         most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
         kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
             self.model_config.num_heads // get_tp_group().world_size, self.kv_caches[0], most, self.config.token_budget
@@ -376,15 +351,15 @@ class ModelRunner:
         logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
 
     def _decode(self, size: int) -> Any:
-        """What the model makes of the `size` requests in the buffers, one token each: what a graph records. So it makes
-        everything of buffers that never move, and knows no length."""
+        """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
+        writes only buffers that never move, and does not depend on any length."""
         inputs = self._inputs(size, size, 1, self.config.max_request_tokens)
         received = self._received[:size] if self._received is not None else None
         out: Any = self._run_model(*inputs, received)
         return self._out[:size].copy_(out)
 
     def _replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
-        """The same for a batch of one token each, by the graph that fits."""
+        """Do the same for a batch of one token each by the graph that fits."""
         assert self.graphs is not None
         count = len(batch.rows)
         if received is not None and self._received is not None:
@@ -398,7 +373,7 @@ class ModelRunner:
         return ladder(min(self.config.max_num_seqs, self.config.token_budget))
 
     def _empty_graphs(self) -> DecodeGraphs:
-        """No graph yet, and buffers full of padding to record with."""
+        """Make the graphs' buffers, and fill the inputs with padding to record with."""
         assert self.make_graph is not None
         most = self._graph_sizes()[-1]
         self._received = self.link.blank(most)
@@ -422,11 +397,3 @@ class ModelRunner:
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
         return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
-
-    def num_blocks_that_fit(self) -> int:
-        """Blocks for the KV pool; see `MemoryBudget.num_blocks`.
-
-        Raises:
-            ValueError: not one block fits.
-        """
-        return MemoryBudget(self).num_blocks()

@@ -9,7 +9,6 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.runner.device_copies import is_asynchronous, pick, start_fetch, upload
 
 # The nucleus of a peaked distribution is small: look for it among so many tokens before sorting all of them.
 NUCLEUS_GUESS = 512
@@ -50,57 +50,6 @@ class SamplingRow:
     def num_output_tokens(self) -> int:
         """Tokens sampled so far."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-
-def is_asynchronous(device: torch.device) -> bool:
-    """True if the device works on its own while Python goes on, so that whoever wants a number from it has to wait."""
-    return device.type != "cpu"
-
-
-def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor on the device, without waiting for it. Only from pinned memory can a GPU fetch numbers on its own."""
-    tensor = torch.as_tensor(numbers, dtype=dtype)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
-    """Send for the numbers of some tensors, each flattened, in one copy. They travel as float64, which holds every
-    float32 and every token id.
-
-    Returns:
-        A function that waits until they are here, and for nothing that the device was given to do afterwards.
-    """
-    sent = torch.cat([tensor.flatten().double() for tensor in tensors])
-    sizes = [tensor.numel() for tensor in tensors]
-    here = sent
-    arrived = None
-    if sent.is_cuda:
-        here = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
-        here.copy_(sent, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-
-    def wait() -> list[list[float]]:
-        if arrived is not None:
-            arrived.synchronize()
-        numbers = iter(here.tolist())
-        return [list(islice(numbers, size)) for size in sizes]
-
-    return wait
-
-
-def fetch(*tensors: Tensor) -> list[list[float]]:
-    """The numbers of some tensors, each flattened, once the device has computed them."""
-    return start_fetch(*tensors)()
-
-
-def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """A copy of some rows (ascending), or the tensor itself if these are all of them."""
-    if len(rows) == len(tensor):
-        return tensor
-    return tensor.index_select(0, upload(rows, torch.int64, tensor.device))
 
 
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

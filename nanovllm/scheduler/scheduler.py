@@ -10,6 +10,7 @@ from bisect import insort
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.kv.connector import SchedulerConnector
 from nanovllm.kv.manager import KVCacheManager
 
 
@@ -19,34 +20,42 @@ class Scheduler:
     There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
     step moves the first towards the second. A request samples a token whenever the two meet.
 
-    The next step may be scheduled while one runs: the token that the running one will sample then counts as pending. In a
-    pipeline, as many steps as there are stages are under way, each with its share of the requests.
+    The next step may be scheduled while one runs: the token that the running step will sample then counts as pending. In a
+    pipeline, as many steps as there are stages are in flight, each with its share of the requests.
 
     All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
-    preempted is always the last of the running ones, and one that was thrown out is again first in line.
+    preempted is always the last of the running ones, and it is again first in line.
+
+    Args:
+        connector: knows of keys and values outside of this engine. The default knows of none.
 
     Attributes:
-        waiting: nothing of them is computed.
-        running: they hold blocks on the device.
-        swapped: they were preempted and hold blocks in host memory.
+        waiting: requests of which nothing is computed.
+        receiving: requests that wait until the connector has filled their blocks on the device.
+        running: requests that hold blocks on the device.
+        swapped: preempted requests that hold blocks in host memory.
     """
 
-    def __init__(self, config: EngineConfig, manager: KVCacheManager) -> None:
+    def __init__(
+        self, config: EngineConfig, manager: KVCacheManager, connector: SchedulerConnector | None = None
+    ) -> None:
         self.config = config
         self.manager = manager
+        self.connector = connector or SchedulerConnector()
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
+        self.receiving: list[Request] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
         self.num_preemptions = 0
-        self.num_queried_tokens = 0
-        self.num_hit_tokens = 0
+        self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache
+        self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
         self._steps_in_flight: list[SchedulerOutput] = []
 
     # ---------------------------------------------------------------- in and out
 
-    def add(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         """Put a request into the waiting queue.
 
         Raises:
@@ -54,7 +63,7 @@ class Scheduler:
         """
         limit = self.config.max_request_tokens
         computed = (scheduled.request_id for plan in self._steps_in_flight for scheduled in plan.requests)
-        if request.request_id in self.requests or request.request_id in computed:
+        if any(request.request_id in used for used in (self.requests, self.manager.held, computed)):
             raise ValueError(f"request id {request.request_id!r} is in use")
         if not 0 < request.num_tokens < limit:
             raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
@@ -66,39 +75,44 @@ class Scheduler:
         """True while some request has not ended."""
         return bool(self.requests)
 
-    # Of KV that others bring or read: whether their end may free blocks, and counters. See `TransferScheduler`.
-    waits_for_transfers, transfer_counts = False, (0, 0, 0, 0)
-
     @property
     def queues(self) -> dict[RequestStatus, list[Request]]:
-        """Where a request stands, by its status."""
-        s = RequestStatus
-        return {s.WAITING: self.waiting, s.RUNNING: self.running, s.SWAPPED: self.swapped}
+        """The queue of each status."""
+        return {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.WAITING_FOR_REMOTE_KVS: self.receiving,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
 
-    def _move(self, request: Request, status: RequestStatus) -> None:
+    def move(self, request: Request, status: RequestStatus) -> None:
+        """Put a request into the queue of another status. If the runner knows the request, the runner will drop its state."""
         self.queues[request.status].remove(request)
-        if request.status is RequestStatus.RUNNING and request.num_sent_tokens:
+        if request.num_sent_tokens:
             self._removed_ids.append(request.request_id)
+            request.num_sent_tokens = 0
         request.status = status
         if status is not RequestStatus.FINISHED:
             insort(self.queues[status], request, key=lambda r: r.order)
 
-    def _finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+    def finish(self, request: Request, reason: str, stop_reason: int | None = None) -> None:
+        """End a request. Its blocks are freed, unless the connector still reads or writes them."""
         request.finish_reason, request.stop_reason = reason, stop_reason
-        self._give_up_blocks(request)
-        self._move(request, RequestStatus.FINISHED)
+        table = self.manager.tables.get(request.request_id, [])
+        in_use, request.kv_transfer_params = self.connector.request_finished(request, table)
+        if in_use or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self.manager.hold(request, request.request_id)
+        else:
+            self.manager.free(request)
+        self.move(request, RequestStatus.FINISHED)
         del self.requests[request.request_id]
 
-    def _give_up_blocks(self, request: Request) -> None:
-        self.manager.free(request)
-
-    def abort(self, request_id: str) -> bool:
-        """End a request; False if it has ended already. A step in flight may still write to its blocks, before they are reused."""
+    def abort_request(self, request_id: str) -> bool:
+        """End a request; False if it has ended already. A step in flight may still write to its blocks before they are reused."""
         request = self.requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, "abort")
-        return True
+        if request is not None:
+            self.finish(request, "abort")
+        return request is not None
 
     # ---------------------------------------------------------------- one step
 
@@ -118,6 +132,7 @@ class Scheduler:
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
             self._steps_in_flight.append(plan)
+        plan.connector_metadata = self.connector.build_connector_meta(plan)
         return plan
 
     def _budget(self, plan: SchedulerOutput) -> int:
@@ -126,7 +141,7 @@ class Scheduler:
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """Tokens of the request that this step may compute."""
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
-            return 0  # a first stage cannot wait for what the last one samples; or what is on its way is the last one
+            return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self._budget(plan)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
@@ -138,15 +153,15 @@ class Scheduler:
         """Give each running request its share, first come first served; preempt from the other end."""
         for request in list(candidates):
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, in favour of an earlier one
+                continue  # preempted a moment ago, in favour of an earlier request
             if self._is_full(plan, len(self.running)):
                 return
             share = self._share(request, plan)
             if share == 0:
                 continue
-            while (blocks := self.manager.grow(request, request.num_computed_tokens + share)) is None:
+            while (blocks := self.manager.allocate_slots(request, request.num_computed_tokens + share)) is None:
                 if plan.empty and self._steps_in_flight:
-                    return  # their results may free blocks; and a plan that throws out and computes nothing is not run
+                    return  # their results may free blocks; and a plan that preempts and computes nothing is not run
                 if (victim := self._victim(request, share)) is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
@@ -155,49 +170,55 @@ class Scheduler:
                 self._schedule(request, share, blocks, plan)
 
     def _admit(self, plan: SchedulerOutput) -> None:
-        """Let swapped and waiting requests in, strictly in order, while budget, places and blocks last."""
+        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last."""
         while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
-            plan.blocked_by = self._why_not(plan)
-            if plan.blocked_by:
-                return
-            request = queue[0]
-            if request.status is RequestStatus.SWAPPED:
-                plan.blocked_by = self._admit_swapped(request, plan)
-            else:
-                plan.blocked_by = self._admit_waiting(request, plan)
+            admit = self._admit_swapped if queue is self.swapped else self._admit_waiting
+            plan.blocked_by = self._why_not(plan) or admit(queue[0], plan)
             if plan.blocked_by:
                 return
 
     def _why_not(self, plan: SchedulerOutput) -> str:
         if plan.preempted:
-            return "preemption"  # whoever got in now would be thrown out next
-        if len(self.running) >= self.config.max_num_seqs:
+            return "preemption"  # a request admitted now would be preempted next
+        if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
         if self._budget(plan) <= 0:
             return "max_num_batched_tokens"
         if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
-            return "pipeline_parallel_size"  # the other steps under way shall have something to do, too
+            return "pipeline_parallel_size"  # the other steps in flight need requests, too
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
-            return "static batch"  # the batch has begun to decode: it takes nobody until all have ended
+            return "static batch"  # the batch has begun to decode: no request joins before all have ended
         return ""
 
     def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
-        prefix = self.manager.get_computed_blocks(request)
-        request.num_computed_tokens = len(prefix) * self.manager.block_size
-        share = self._share(request, plan)
-        if share == 0:
+        computed = self.manager.get_computed_blocks(request)
+        request.num_computed_tokens = len(computed) * self.manager.block_size
+        num_external = self._num_external_tokens(request)
+        share = num_external or self._share(request, plan)
+        blocks = None
+        if share:
+            blocks = self.manager.allocate_slots(request, request.num_computed_tokens + share, computed)
+        if blocks is None:
             request.num_computed_tokens = 0
-            return self._why_no_share(request)
-        if not self.manager.admit(request, prefix, request.num_computed_tokens + share):
-            request.num_computed_tokens = 0
-            return "kv blocks"
+            return "kv blocks" if share else self._why_no_share(request)
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
-        plan.admitted[request.request_id] = request.num_computed_tokens
-        self._start(request, share, plan)
+        if num_external:
+            self.num_external_queried_tokens += num_external
+            self.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
+            self.connector.update_state_after_alloc(request, blocks, num_external)
+        else:
+            self._start(request, share, plan)
         return ""
+
+    def _num_external_tokens(self, request: Request) -> int:
+        """Tokens behind the computed ones whose keys and values the connector will bring."""
+        if request.sampling_params.prompt_logprobs is not None:  # all of its prompt has to be computed
+            return 0
+        request.num_external_tokens, _ = self.connector.get_num_new_matched_tokens(request, request.num_computed_tokens)
+        return request.num_external_tokens
 
     @property
     def _in_stages(self) -> bool:
@@ -208,17 +229,20 @@ class Scheduler:
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
     def _why_no_share(self, request: Request) -> str:
-        was_preempted = request.num_pending_tokens  # while its token was on its way
+        was_preempted = request.num_pending_tokens  # while its token was pending
         return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
 
     def _start(self, request: Request, share: int, plan: SchedulerOutput) -> None:
-        self._move(request, RequestStatus.RUNNING)
-        request.num_sent_tokens = 0
-        self._schedule(request, share, self.manager.tables[request.request_id], plan)
+        self.move(request, RequestStatus.RUNNING)
+        self._schedule(request, share, [], plan)
 
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         first = request.num_sent_tokens == 0
         before = request.num_computed_tokens
+        if first:  # the runner does not know the request: it needs the whole table
+            new_blocks = self.manager.tables[request.request_id]
+            if request.request_id not in plan.resumed:
+                plan.admitted[request.request_id] = before
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = before
         request.num_computed_tokens += share
@@ -236,13 +260,15 @@ class Scheduler:
         plan.add(scheduled)
         request.num_sent_tokens = request.num_tokens
         request.num_pending_tokens += scheduled.samples
-        self.manager.publish(request, before)
+        self.manager.cache_blocks(request, before)
 
     # ---------------------------------------------------------------- after the step
 
-    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
         self._steps_in_flight = [step for step in self._steps_in_flight if step is not plan]
+        if result.connector_output is not None:
+            self.connector.update_connector_output(result.connector_output)
         outputs = []
         for scheduled in plan.requests:
             request = self.requests.get(scheduled.request_id)
@@ -261,27 +287,26 @@ class Scheduler:
             )
             if sampled is not None:
                 request.token_ids.append(sampled.token_id)
-                self._publish_pending(request)
+                self._cache_pending(request)
                 output.new_token_ids = [sampled.token_id]
                 output.logprobs = [sampled.logprobs] if sampled.logprobs else None
                 self._check_stop(request, sampled.token_id)
                 output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-                if request.finish_reason:
-                    output.kv_transfer_params = request.kv_transfer_params
+                output.kv_transfer_params = request.kv_transfer_params if request.finish_reason else None
             outputs.append(output)
         return outputs
 
     def _check_stop(self, request: Request, token_id: int) -> None:
         if request.num_output_tokens >= request.sampling_params.min_tokens:
             if token_id in request.eos_token_ids:
-                return self._finish(request, "stop")
+                return self.finish(request, "stop")
             if token_id in request.stop_token_ids:
-                return self._finish(request, "stop", stop_reason=token_id)
+                return self.finish(request, "stop", stop_reason=token_id)
         if self._is_complete(request):
-            self._finish(request, "length")
+            self.finish(request, "length")
 
     def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
-        """True if the request has, with so many more tokens, as many as it may have."""
+        """True if the request has reached its limit, once `num_pending` more tokens are known."""
         max_tokens = request.sampling_params.max_tokens
         assert max_tokens is not None, "the front end fills max_tokens in"
         return (
@@ -296,16 +321,18 @@ class Scheduler:
         """True if the next step has to wait for pending tokens: a penalty depends on which tokens were sampled before."""
         return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
 
-    def _publish_pending(self, request: Request) -> None:
-        """A token has come back whose keys and values a step under way computes: its block may be full by now."""
+    def _cache_pending(self, request: Request) -> None:
+        """The pending token is now known; if its block is full, cache it."""
         if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
-            self.manager.publish(request, request.num_tokens - 1)
+            self.manager.cache_blocks(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
 
     def _victim(self, request: Request, share: int) -> Request | None:
-        """The request to preempt so that `request` can compute `share` tokens; None if it has to wait instead."""
-        return self.running[-1]
+        """The request to preempt so that `request` can compute `share` tokens: the last one, unless the connector objects
+        because KV transfers hold blocks. None: `request` has to wait."""
+        num_blocks = self.manager.blocks_for(request.num_computed_tokens + share)
+        return self.connector.choose_victim(request, num_blocks, self.running, self.manager)
 
     def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
         """Take all blocks from a running request; what it has sampled so far is kept."""
@@ -313,12 +340,12 @@ class Scheduler:
         if copies is not None:
             plan.swap_out += copies
             plan.preempted[victim.request_id] = "swap"
-            self._move(victim, RequestStatus.SWAPPED)
+            self.move(victim, RequestStatus.SWAPPED)
         else:
             self.manager.free(victim)
             victim.num_computed_tokens = 0
             plan.preempted[victim.request_id] = "recompute"
-            self._move(victim, RequestStatus.WAITING)
+            self.move(victim, RequestStatus.WAITING)
         victim.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -337,17 +364,18 @@ class Scheduler:
     # ---------------------------------------------------------------- is everything in order?
 
     def check_invariants(self) -> None:
-        """Hold queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
+        """Check queues, requests and block tables against each other; see `KVCacheManager.check_invariants`."""
         queued = [request for queue in self.queues.values() for request in queue]
-        assert len(queued) == len(self.requests), "a request stands in no queue, or in two"
+        assert len(queued) == len(self.requests), "a request is in no queue, or in two"
         for request in queued:
             status, request_id = request.status, request.request_id
             assert self.requests[request_id] is request and request in self.queues[status]
             assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
-            holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.RECEIVING)
+            holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
             assert holds_blocks == (request_id in self.manager.tables)
             assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables)
             assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0
         for queue in self.queues.values():
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
+        assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
         self.manager.check_invariants(queued)

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible server: HTTP on one side, `AsyncEngine` on the other.
+"""Speaks OpenAI's API over HTTP, and shows the engine's live page (lecture 91).
 
 errors        what a client is told when something is wrong
 protocol      requests: fields, defaults, what is refused

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from nanovllm.data.request import EngineOutput, RequestStatus
+from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
@@ -97,9 +97,8 @@ class StepRecorder:
         arrived, self._arrived = self._arrived, {}
         ended, self._ended = self._ended, {}
         requests = scheduler.requests
-        # A request that waits for its KV from a peer counts as waiting, although it has blocks.
-        receiving = scheduler.queues.get(RequestStatus.RECEIVING, [])
-        waiting = sorted(scheduler.waiting + receiving, key=lambda r: r.order)
+        # A request that waits for remote KV counts as waiting, although it has blocks.
+        waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
         record = StepRecord(
             step=step,
             start=start,
@@ -137,11 +136,8 @@ class StepRecorder:
     def _held(self) -> dict[str, list[int]]:
         """Block tables that KV transfers hold; see `StepRecord`."""
         scheduler, manager = self.scheduler, self.scheduler.manager
-        receiving = scheduler.queues.get(RequestStatus.RECEIVING)
-        if receiving is None:
-            return {}
         arrived = [request for request in scheduler.running if not request.num_sent_tokens]
-        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*receiving, *arrived]}
+        tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*scheduler.receiving, *arrived]}
         return tables | manager.held
 
     def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
@@ -150,7 +146,7 @@ class StepRecorder:
         return Snapshot(
             tables=tables,
             num_tokens={request_id: requests[request_id].num_computed_tokens for request_id in tables},
-            cached=[b for b in manager.pool.free_blocks if manager.pool.block_hashes[b] is not None],
+            cached=[b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None],
             prompt_lens={request_id: r.num_prompt_tokens for request_id, r in requests.items()},
         )
 

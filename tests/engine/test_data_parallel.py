@@ -244,7 +244,7 @@ class LockStepExecutor(Executor):
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         step = len(self.kinds)
         self.kinds.append("dummy" if schedule.empty else "real")
-        result = self.runner.execute(schedule)
+        result = self.runner.execute_model(schedule)
         self.meeting.vote(step, schedule.unfinished)
         if self.waits_at_launch:  # as collectives on a CPU do; a GPU's are only enqueued
             self.meeting.result(step)

@@ -8,6 +8,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.kv.block_pool import BlockPool, InvariantError
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import ModelRunner
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 
@@ -77,9 +78,9 @@ def test_no_stale_hash_after_a_block_found_a_new_owner() -> None:
     manager = KVCacheManager(num_blocks=2, block_size=4)
     old, new, again = request("old", prompt(8)), request("new", prompt(8, 99)), request("again", prompt(8))
     for r in (old, new):
-        assert manager.admit(r, manager.get_computed_blocks(r), 8)
+        assert manager.allocate_slots(r, 8, manager.get_computed_blocks(r))
         r.num_computed_tokens = 8
-        manager.publish(r, 0)
+        manager.cache_blocks(r, 0)
         manager.free(r)
     assert manager.get_computed_blocks(again) == []
 
@@ -89,10 +90,10 @@ def test_freed_duplicate_page_stays_intact_for_the_other_table() -> None:
     manager = KVCacheManager(num_blocks=8, block_size=4)
     one, two = request("one", prompt(9)), request("two", prompt(9))
     for r in (one, two):  # admitted before either had published
-        assert manager.admit(r, [], 9)
+        assert manager.allocate_slots(r, 9)
     for r in (one, two):
         r.num_computed_tokens = 9
-        manager.publish(r, 0)
+        manager.cache_blocks(r, 0)
     manager.free(two)
     manager.check_invariants([one])
     assert manager.get_computed_blocks(request("three", prompt(9))) == manager.tables["one"][:2]
@@ -100,10 +101,10 @@ def test_freed_duplicate_page_stays_intact_for_the_other_table() -> None:
 
 def test_double_free_is_caught() -> None:
     pool = BlockPool(2)
-    blocks = pool.allocate(1)
-    pool.release(blocks)
+    blocks = pool.get_new_blocks(1)
+    pool.free_blocks(blocks)
     with pytest.raises(InvariantError, match="freed twice"):
-        pool.release(blocks)
+        pool.free_blocks(blocks)
 
 
 @pytest.mark.parametrize("length", [16, 17, 32, 48])
@@ -140,7 +141,7 @@ def test_kv_size_counts_only_what_is_free(checkpoint: str, monkeypatch) -> None:
     runner.config.num_kv_blocks = None
     memory = type("Memory", (), {"available": 40 * runner.bytes_per_block, "total": 2**40})
     monkeypatch.setattr("nanovllm.runner.memory.psutil.virtual_memory", lambda: memory)
-    assert runner.num_blocks_that_fit() == 10
+    assert num_blocks_that_fit(runner) == 10
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])

@@ -168,7 +168,7 @@ def make_scheduler(stages: int, num_blocks: int = 400, **options: Any) -> Schedu
 def add(scheduler: Scheduler, count: int, prompt: int = 4, tokens: int = 8) -> None:
     for i in range(count):
         source = EngineRequest(f"{i}", [i + 5] * prompt, SamplingParams(max_tokens=tokens, ignore_eos=True))
-        scheduler.add(Request(source, i))
+        scheduler.add_request(Request(source, i))
 
 
 def drive(scheduler: Scheduler, stages: int) -> list[list[str]]:
@@ -181,7 +181,7 @@ def drive(scheduler: Scheduler, stages: int) -> list[list[str]]:
         if len(under_way) == stages or plan.empty:
             first: SchedulerOutput = under_way.pop(0)
             sampled = {r.request_id: SampledToken(7) for r in first.requests if r.samples}
-            scheduler.update(first, ModelRunnerOutput(sampled))
+            scheduler.update_from_output(first, ModelRunnerOutput(sampled))
         scheduler.check_invariants()
     return steps
 
@@ -209,12 +209,12 @@ def test_a_group_that_shrinks_gets_some_of_the_others() -> None:
     add(scheduler, 12, tokens=30)
     plans = [scheduler.schedule(), scheduler.schedule()]
     for name in ("6", "7", "8", "9"):  # of the second step, which is left with 2
-        scheduler.abort(name)
+        scheduler.abort_request(name)
     sizes = []
     for _ in range(4):
         plan = plans.pop(0)
         sampled = {r.request_id: SampledToken(7) for r in plan.requests if r.samples}
-        scheduler.update(plan, ModelRunnerOutput(sampled))
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled))
         plans.append(scheduler.schedule())
         sizes.append(plans[-1].num_samples)
     assert sizes == [4, 4, 4, 4]
@@ -224,7 +224,7 @@ def test_memory_that_lets_few_in_does_not_put_them_into_one_step() -> None:
     scheduler = make_scheduler(2, num_blocks=8, max_num_seqs=16)
     add(scheduler, 4, prompt=5, tokens=3)  # two blocks each
     for i in range(4, 16):
-        scheduler.add(Request(EngineRequest(f"{i}", [i + 5] * 5, SamplingParams(max_tokens=3)), i))
+        scheduler.add_request(Request(EngineRequest(f"{i}", [i + 5] * 5, SamplingParams(max_tokens=3)), i))
     sizes = [len(step) for step in drive(scheduler, 2)]
     assert sizes[:6] == [4, 0, 2, 2, 2, 2], "the first step took all that had room; the next ones share them"
     assert max(sizes[2:]) <= 2 and sizes.count(0) <= 3
@@ -241,7 +241,7 @@ def test_penalties_do_not_empty_the_pipeline() -> None:
     scheduler = make_scheduler(2)
     for i in range(2):
         params = SamplingParams(max_tokens=4, repetition_penalty=1.2)
-        scheduler.add(Request(EngineRequest(f"{i}", [4, 5], params), i))
+        scheduler.add_request(Request(EngineRequest(f"{i}", [4, 5], params), i))
     assert [len(scheduler.schedule().requests) for _ in range(2)] == [1, 1]
     assert not scheduler.waits_for_tokens
 

@@ -21,7 +21,6 @@ import pytest
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.engine.core import EngineCore
-from nanovllm.kv import connector as base
 from nanovllm.kv.connector import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import (
@@ -156,10 +155,10 @@ def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expect
     closer.start()
     if opened is not None:
         if stage == "asked":
-            fleet.run_until(producer.connector.producer._listener._listener._closed.is_set)
+            fleet.run_until(producer.connector.producer._listener._closed.is_set)
         else:
             fetches = consumer.connector.consumer.fetches
-            fleet.run_until(lambda: "r" not in fetches or bool(fetches["r"].error))
+            fleet.run_until(lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r"))
         opened.open()
     closer.join()
     check(fleet, policy, expected)
@@ -789,7 +788,7 @@ def test_two_engines_wait_for_each_other(
     way: str, policy: str, engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool of each is full of blocks that the other is to fill, and can only fill with blocks of its own."""
-    monkeypatch.setattr(base, "DEADLOCK_SECONDS", 0.2)
+    monkeypatch.setattr(disaggregated, "DEADLOCK_SECONDS", 0.2)
     both = [engines("kv_both", policy, num_kv_blocks=16, enable_prefix_caching=False) for _ in range(2)]
     fleet = Fleet(both)
     for i, engine in enumerate(both):

@@ -84,7 +84,7 @@ def test_waiting_for_kv(
         hear(60_000)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         tell(Command(add=[EngineRequest("r", PROMPT, params, kv_transfer_params=decode_first(producer, way))]))
-        wait_until(lambda: producer.has_work and (way == "pull" or core.connector._books.under_way))
+        wait_until(lambda: producer.has_work and (way == "pull" or core.connector.books.in_flight))
         time.sleep(0.3)
         while reports.poll(0):
             hear(0)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.kv_transfer.transport.layout import KVLayout, pieces_from, pieces_to
+from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.transport.pieces import check_same, pieces_from, pieces_to
 from tests.kv_ranks import layouts
 
 TP_SIZES = (1, 2, 3, 4, 8)
@@ -85,13 +86,13 @@ def test_what_does_not_fit_is_named_with_both_values(field, value):
     mine, theirs = layouts()[0], layouts(**{field: value})[0]
     name = {"width": "head_dim"}.get(field, field)
     with pytest.raises(ValueError, match=f"{name} is {getattr(mine, field)!r} here and {value!r} there"):
-        mine.check_fits(theirs)
+        check_same(mine.fingerprint, theirs.fingerprint)
     with pytest.raises(ValueError, match=name):
         pieces_from(mine, (theirs,))
 
 
 def test_other_parallelism_and_number_of_blocks_fit():
-    layouts()[0].check_fits(layouts(pp=2, tp=2, num_blocks=99)[3])
+    check_same(layouts()[0].fingerprint, layouts(pp=2, tp=2, num_blocks=99)[3].fingerprint)
 
 
 @pytest.mark.parametrize("missing", [0, 3])

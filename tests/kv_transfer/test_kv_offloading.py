@@ -16,11 +16,11 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
 from nanovllm.kv_transfer.stores.store import HEADER_BYTES, HostStore, KVStore, TieredStore
-from nanovllm.kv_transfer.transport.layout import KVLayout
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
@@ -264,7 +264,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         before = {layer: torch.randn(layout.cache_shape).to(torch.bfloat16) for layer in layout.layers}
         worker.register_kv_caches({layer: cache.clone() for layer, cache in before.items()})
         keys = [bytes([i]) * 32 for i in range(12)]
-        worker.bind_connector_metadata(OffloadingMetadata(saves=[(2 * i, keys[i]) for i in range(12)]))
+        worker.metadata = OffloadingMetadata(saves=[(2 * i, keys[i]) for i in range(12)])
         worker.wait_for_save()
         for cache in worker.kv_caches.values():
             cache.fill_(-1)
@@ -272,7 +272,7 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         loads = [("a", list(zip(targets, keys[::-1], strict=False))), ("b", [(17, keys[0])])]
         worker._writer.submit(int).result(60)
         worker.store.remove([share_key(worker.share, keys[i]) for i in (10, 6)])
-        worker.bind_connector_metadata(OffloadingMetadata(loads=loads))
+        worker.metadata = OffloadingMetadata(loads=loads)
         worker.start_load_kv()
         finished: set[str] = set()
         invalid: dict[str, set[int]] = {}

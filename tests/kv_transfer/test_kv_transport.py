@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import connect
-from nanovllm.kv_transfer.transport.layout import KVLayout
 from nanovllm.kv_transfer.transport.messages import Fetch, Finish, Hello, Moved, Push, encode
 from nanovllm.kv_transfer.transport.peer import Refused, receive_answer
 from nanovllm.kv_transfer.transport.transfers import Ended

@@ -20,7 +20,8 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.kv_transfer.pd.scheduling import TransferScheduler
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.transfers import update_from_transfers
 from tests.content_runner import ContentRunner
 from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
@@ -52,6 +53,7 @@ class ScriptedConnector(KVConnectorScheduler):
         self.coming: dict[str, Transfer] = {}
         self.going: dict[str, Transfer] = {}
         self.read_by_peers: set[str] = set()  # at any time
+        self.aborts: list[str] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         assert num_computed_tokens % self.block_size == 0
@@ -82,6 +84,13 @@ class ScriptedConnector(KVConnectorScheduler):
     def is_sending(self, request: Request) -> bool:
         return request.request_id in self.going
 
+    def stop_sending(self, request: Request) -> None:
+        self.aborts.append(request.request_id)
+
+    def take_aborts(self) -> list[str]:
+        aborts, self.aborts = self.aborts, []
+        return aborts
+
     def come(self, request_id: str, invalid: set[int]) -> None:
         """The transfer into these blocks has ended."""
         del self.coming[request_id]
@@ -99,14 +108,12 @@ class ScriptedConnector(KVConnectorScheduler):
 class TransferMachine(SchedulerMachine):
     """The life of `SchedulerMachine`, and transfers."""
 
-    scheduler: TransferScheduler
-
-    def make_scheduler(self) -> TransferScheduler:
+    def make_scheduler(self) -> Scheduler:
         self.config.kv_transfer = KVTransferConfig()
         self.connector = ScriptedConnector(self.config, lambda *where: self.runner.look(*where), self.config.block_size)
         self.failed: set[str] = set()
         self.fails = False
-        return TransferScheduler(self.config, self.manager, self.connector)
+        return Scheduler(self.config, self.manager, self.connector)
 
     @initialize(fails=st.booleans())
     def choose_policy(self, fails: bool) -> None:
@@ -165,7 +172,7 @@ class TransferMachine(SchedulerMachine):
     def leave(self, draw: random.Random) -> None:
         """The client of a request for which something comes."""
         if self.scheduler.receiving and draw.random() < 0.3:
-            assert self.scheduler.abort(draw.choice(self.scheduler.receiving).request_id)
+            assert self.scheduler.abort_request(draw.choice(self.scheduler.receiving).request_id)
 
     def write(self, transfer: Transfer, spoiled: set[int]) -> None:
         salt = self.salts[transfer.request.request_id]
@@ -197,7 +204,7 @@ class TransferMachine(SchedulerMachine):
         computed = {share.request_id for plan, _ in self.under_way for share in plan.requests}
         in_use = request_id in self.manager.held.keys() | computed
         try:
-            self.scheduler.add(Request(source, self.count))
+            self.scheduler.add_request(Request(source, self.count))
         except ValueError as error:
             assert in_use and "in use" in str(error)
             event("an id is in use")
@@ -209,17 +216,15 @@ class TransferMachine(SchedulerMachine):
 
     @rule()
     def reset(self) -> None:
-        self.manager.pool.reset_cache()
+        self.manager.pool.reset_prefix_cache()
 
     def take_transfers(self) -> None:
-        self.scheduler._fails = self.fails
-        for output in self.scheduler.take_transfers():
-            if (
-                output.finish_reason == "abort"
-            ):  # it was to be preempted while a peer read its blocks, which it leaves behind
-                event("aborted in place of a preemption")
-                assert output.request_id in self.connector.read_by_peers
-                continue
+        self.connector.kv_transfer.kv_load_failure_policy = "fail" if self.fails else "recompute"
+        for request_id in self.connector.take_aborts():  # a peer reads its blocks, which it leaves behind
+            event("aborted in place of a preemption")
+            assert request_id in self.connector.read_by_peers
+            self.scheduler.abort_request(request_id)
+        for output in update_from_transfers(self.scheduler):
             assert self.fails and output.finish_reason == "error" and "spoiled" in output.error
             self.failed.add(output.request_id)
         self.scheduler.check_invariants()
@@ -231,7 +236,9 @@ class TransferMachine(SchedulerMachine):
         assert len(self.scheduler.running) + len(self.scheduler.receiving) <= self.config.max_num_seqs
         assert not receiving & {share.request_id for share in plan.requests}, "computes what has not come"
         for request in self.scheduler.receiving:
-            assert request.status is RequestStatus.RECEIVING and request.request_id in self.connector.coming
+            assert (
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS and request.request_id in self.connector.coming
+            )
         if plan.empty:
             if not self.under_way and self.scheduler.has_unfinished:
                 event("waits for transfers")
@@ -241,7 +248,7 @@ class TransferMachine(SchedulerMachine):
         assert plan.num_tokens <= self.config.token_budget
         for what in plan.preempted.values():
             event(f"preempted by {what}")
-        self.under_way.append((plan, self.runner.execute(plan)))
+        self.under_way.append((plan, self.runner.execute_model(plan)))
         self.take_results(self.ahead)
 
     def could_run(self, plan: SchedulerOutput) -> list[str]:
@@ -309,7 +316,7 @@ class FullPool:
         self.runner, self.num_added = ContentRunner(2, dict.fromkeys("abcd")), 0
         self.connector = ScriptedConnector(config, self.runner.look, 2)
         self.connector.wanted.add("d")
-        self.scheduler = TransferScheduler(config, self.manager, self.connector)
+        self.scheduler = Scheduler(config, self.manager, self.connector)
         self.add("d", prompt, max_tokens=1)
         while self.scheduler.has_unfinished:
             self.step()
@@ -317,15 +324,15 @@ class FullPool:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> None:
         source = EngineRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens))
-        self.scheduler.add(Request(source, self.num_added))
+        self.scheduler.add_request(Request(source, self.num_added))
         self.num_added += 1
 
     def step(self) -> tuple[list[str], dict[str, str]]:
         """A step from beginning to end; returns the requests that it computes, and those that it preempts."""
-        self.scheduler.take_transfers()
+        update_from_transfers(self.scheduler)
         plan = self.scheduler.schedule()
         if not plan.empty:
-            self.scheduler.update(plan, self.runner.execute(plan))
+            self.scheduler.update_from_output(plan, self.runner.execute_model(plan))
         self.scheduler.check_invariants()
         return [share.request_id for share in plan.requests], plan.preempted
 

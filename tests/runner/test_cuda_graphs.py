@@ -235,7 +235,7 @@ def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) ->
     llm = make_llm(folder)
     runner = llm.engine.core.runner
     steps, forwards = [], []
-    build, forward = runner.build_batch, runner._forward
+    build, forward = runner.prepare_inputs, runner._forward
 
     def noted(batch: Any) -> Tensor:
         before = [graph.num_replays for graph in graphs.made]
@@ -246,7 +246,7 @@ def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) ->
         assert len(hidden) == batch.num_scheduled.sum() and hidden.isfinite().all()
         return hidden
 
-    monkeypatch.setattr(runner, "build_batch", lambda schedule: steps.append(build(schedule)) or steps[-1])
+    monkeypatch.setattr(runner, "prepare_inputs", lambda schedule: steps.append(build(schedule)) or steps[-1])
     monkeypatch.setattr(runner, "_forward", noted)
     params = [SamplingParams(temperature=0, max_tokens=12 + n, ignore_eos=True) for n in range(13)]
     serve(llm, make_prompts(13), params)
@@ -316,10 +316,10 @@ def test_padding_after_a_larger_step(folder, graphs) -> None:
     """What the larger step left behind is overwritten, in every buffer that padding rows read."""
     runner = padded_runner(folder)
     wide = [(name, 0, [9 + i, 8, 7], [2 * i + 1]) for i, name in enumerate("ABCDE")]
-    runner.execute(step(runner, *wide))
+    runner.execute_model(step(runner, *wide))
     before = [cache.clone() for cache in runner.kv_caches]
     plan = step(runner, ("A", 3, [50], []), ("B", 3, [51], []), ("C", 3, [52], []))
-    result = runner.execute(plan)
+    result = runner.execute_model(plan)
     assert set(result.sampled) == {"A", "B", "C"}
     ids, places, metadata = runner._inputs(4, 4, 1, 4)
     assert ids.tolist() == [50, 51, 52, 0] and places.tolist() == [3, 3, 3, 0]
@@ -369,13 +369,13 @@ def test_mistakes_in_padding_are_seen(folder, graphs, monkeypatch, mistake) -> N
 
 def test_a_buffer_made_anew_is_seen(folder, graphs) -> None:
     runner = padded_runner(folder)
-    runner.execute(step(runner, ("A", 0, [9, 8, 7], [1])))
-    runner.execute(step(runner, ("A", 3, [6], [])))
+    runner.execute_model(step(runner, ("A", 0, [9, 8, 7], [1])))
+    runner.execute_model(step(runner, ("A", 3, [6], [])))
     # The old ones stay alive, as on a GPU, where the graph would go on reading them.
     old = runner._input_ids, runner._slot_mapping
     runner._make_buffers(16, 16)
     with pytest.raises(AssertionError, match="would have read elsewhere"):
-        runner.execute(step(runner, ("A", 4, [5], [2])))
+        runner.execute_model(step(runner, ("A", 4, [5], [2])))
     assert old[0].array.ctypes.data != runner._input_ids.array.ctypes.data
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import nanovllm.runner.prompt_logprobs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
@@ -23,8 +24,9 @@ from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import MemoryProfile
+from nanovllm.runner import memory
 from nanovllm.runner.cuda_graphs import ladder
-from nanovllm.runner.memory import MemoryBudget
+from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import TINY, make_checkpoint
@@ -123,11 +125,11 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
     scheduler = Scheduler(config, KVCacheManager(num_blocks, block_size, caching, 8 if mode == "swap" else 0))
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=data.draw(st.integers(1, 9)), ignore_eos=True)
-        scheduler.add(Request(EngineRequest(f"r{i}", prompt, params), i))
+        scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params), i))
     while not (plan := scheduler.schedule()).empty:
         for request_id in plan.removed_ids:
             runner.rows.remove(request_id)
-        batch = runner.build_batch(plan)
+        batch = runner.prepare_inputs(plan)
         check_batch(batch, plan, scheduler)
         assert runner.rows.row_of.keys() == {request.request_id for request in scheduler.running}
         assert len(set(runner.rows.row_of.values())) == len(runner.rows.row_of)
@@ -142,17 +144,17 @@ def test_batches_of_random_schedules(data, prompts, block_size, num_seqs, extra_
             if r.start + r.num_tokens == runner.rows.num_tokens[row]
         ]
         assert caught_up == [r.request_id for r in due], "runner and scheduler disagree who samples"
-        scheduler.update(
+        scheduler.update_from_output(
             plan, ModelRunnerOutput({r.request_id: SampledToken(data.draw(st.integers(0, 3))) for r in due})
         )
         if scheduler.requests and data.draw(st.integers(0, 9)) == 0:
-            scheduler.abort(data.draw(st.sampled_from(sorted(scheduler.requests))))
+            scheduler.abort_request(data.draw(st.sampled_from(sorted(scheduler.requests))))
     assert not scheduler.has_unfinished
 
 
 def test_slots_beyond_32_bits() -> None:
     runner = bare_runner(block_size=16)
-    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
+    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6], [200_000_000], GREEDY, 2)]))
     assert batch.metadata.slot_mapping.tolist() == [3_200_000_000, 3_200_000_001]
 
 
@@ -162,7 +164,7 @@ def test_longest_request_and_full_budget() -> None:
     plan = SchedulerOutput(
         [ScheduledRequest(f"r{i}", 0, 16, list(range(16)), [4 * i + j for j in range(4)], GREEDY, 16) for i in range(3)]
     )
-    batch = runner.build_batch(plan)
+    batch = runner.prepare_inputs(plan)
     assert batch.metadata.slot_mapping.tolist() == list(range(48))
     assert batch.metadata.block_tables.flatten().tolist() == list(range(12))
 
@@ -171,9 +173,9 @@ def test_wider_step_leaves_nothing_behind_that_is_read() -> None:
     """Columns of an earlier, wider step stay in the buffer; those that are read are this step's."""
     runner = bare_runner()
     long = ScheduledRequest("long", 0, 16, list(range(16)), [9, 8, 7, 6], GREEDY, 16)
-    runner.build_batch(SchedulerOutput([long]))
+    runner.prepare_inputs(SchedulerOutput([long]))
     runner.rows.remove("long")
-    batch = runner.build_batch(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
+    batch = runner.prepare_inputs(SchedulerOutput([ScheduledRequest("short", 0, 5, [1] * 5, [2, 3], GREEDY, 5)]))
     assert batch.metadata.block_tables[0, :2].tolist() == [2, 3]
     assert batch.metadata.slot_mapping.tolist() == [8, 9, 10, 11, 12]
 
@@ -195,8 +197,8 @@ def test_host_buffers_wait_for_their_uploads() -> None:
     """On a GPU the copies are asynchronous: the next step may not write before they were made."""
     runner = bare_runner()
     runner._uploaded = event = FakeEvent(runner)  # type: ignore[assignment]
-    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
-    runner.build_batch(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
+    runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 0, 2, [5, 6, 7, 8], [0], GREEDY, 4)]))
+    runner.prepare_inputs(SchedulerOutput([ScheduledRequest("A", 2, 2, [], [])]))
     assert event.calls == [("wait", [0, 0]), ("mark", [5, 6]), ("wait", [5, 6]), ("mark", [7, 8])]
 
 
@@ -234,17 +236,17 @@ def test_removed_and_admitted_in_the_same_step(folder) -> None:
     """A name that ends and comes again, or a request that is thrown out and let in at once, starts afresh."""
     runner = real_runner(folder)
     prompt = [5, 6, 7, 8, 9]
-    runner.execute(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
-    again = runner.execute(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
+    runner.execute_model(SchedulerOutput([admission("A", [50, 51, 52], [0])]))
+    again = runner.execute_model(SchedulerOutput([admission("A", prompt, [2, 1])], removed_ids=["A"]))
     assert again.sampled["A"].token_id == int(full_logits(runner.model, prompt)[-1].argmax())
     assert runner.rows.row_of == {"A": 0}
 
 
 def test_empty_schedule_is_refused_and_changes_nothing(folder) -> None:
     runner = real_runner(folder)
-    runner.execute(SchedulerOutput([admission("A", [1, 2], [0])]))
+    runner.execute_model(SchedulerOutput([admission("A", [1, 2], [0])]))
     with pytest.raises(InvariantError, match="without requests"):
-        runner.execute(SchedulerOutput(removed_ids=["A"]))
+        runner.execute_model(SchedulerOutput(removed_ids=["A"]))
     assert "A" in runner.rows.row_of
 
 
@@ -258,7 +260,7 @@ def test_swap_copies_come_first_and_out_before_in(folder) -> None:
     for cache in runner.kv_caches + runner.host_caches:
         cache.copy_(torch.randn(cache.shape))
     device, host = ([cache.clone() for cache in caches] for caches in (runner.kv_caches, runner.host_caches))
-    runner.execute(
+    runner.execute_model(
         SchedulerOutput(
             [admission("A", [4, 5, 6, 7], [5])],
             swap_out=[(3, 0), (5, 2)],
@@ -303,7 +305,7 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
-    monkeypatch.setattr(nanovllm.runner.runner, "LOGPROB_ROWS", 7)
+    monkeypatch.setattr(nanovllm.runner.prompt_logprobs, "LOGPROB_ROWS", 7)
     llm = LLM(
         str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, block_size=4, check_invariants=True,
         max_model_len=64, **preemption,
@@ -348,19 +350,19 @@ def test_bytes_per_block_are_the_bytes_that_are_held() -> None:
 
 def test_number_of_blocks_as_told() -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
-    assert BareRunner(EngineConfig(num_kv_blocks=7, kv_cache_memory="1")).num_blocks_that_fit() == 7
-    assert BareRunner(EngineConfig(kv_cache_memory=str(3 * size - 1))).num_blocks_that_fit() == 2
+    assert num_blocks_that_fit(BareRunner(EngineConfig(num_kv_blocks=7, kv_cache_memory="1"))) == 7
+    assert num_blocks_that_fit(BareRunner(EngineConfig(kv_cache_memory=str(3 * size - 1)))) == 2
     # More than one request of 256 tokens can fill: the rest is room for the prefix cache.
-    assert BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size))).num_blocks_that_fit() == 100
+    assert num_blocks_that_fit(BareRunner(EngineConfig(max_num_seqs=1, kv_cache_memory=str(100 * size)))) == 100
 
 
 def test_number_of_blocks_by_default(monkeypatch) -> None:
     size = BareRunner(EngineConfig()).bytes_per_block
 
     def with_free(available: int, **options: Any) -> int:
-        memory = type("Memory", (), {"available": available})()
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-        return BareRunner(EngineConfig(**options)).num_blocks_that_fit()
+        machine = type("Memory", (), {"available": available})()
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+        return num_blocks_that_fit(BareRunner(EngineConfig(**options)))
 
     assert with_free(4 * 10 * size) == 10
     assert with_free(2**50, max_num_seqs=2, max_model_len=33) == 2 * 3
@@ -376,8 +378,8 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 
     def with_use(in_use: int) -> int:
         profile = MemoryProfile(200 * size, in_use * size, 50 * size, activations=8 * size, graphs=2 * size)
-        monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
-        return runner.num_blocks_that_fit()
+        monkeypatch.setattr(memory, "profile", lambda runner: profile)
+        return num_blocks_that_fit(runner)
 
     assert with_use(60) == 150 - 60 - 8 - 2
     config.max_num_seqs = 1
@@ -389,16 +391,16 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: pytest.fail("measured, though it was told"))
-    assert runner.num_blocks_that_fit() > 0
+    monkeypatch.setattr(memory, "profile", lambda runner: pytest.fail("measured, though it was told"))
+    assert num_blocks_that_fit(runner) > 0
 
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
     profile = MemoryProfile(100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
-    monkeypatch.setattr(MemoryBudget, "profile", lambda budget: profile)
+    monkeypatch.setattr(memory, "profile", lambda runner: profile)
     with caplog.at_level(logging.INFO):
-        assert MemoryBudget(runner).free() == 24 * gib
+        assert memory.free_memory(runner) == 24 * gib
     assert (
         "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
         "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
@@ -410,9 +412,9 @@ def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = BareRunner(EngineConfig(), "cuda")
-    monkeypatch.setattr(MemoryBudget, "profile", fail)
+    monkeypatch.setattr(memory, "profile", fail)
     with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
-        runner.num_blocks_that_fit()
+        num_blocks_that_fit(runner)
     monkeypatch.setattr(nanovllm.runner.runner, "zeros", fail)
     with pytest.raises(ValueError, match="KV cache: lower num_kv_blocks, kv_cache_memory or gpu_memory"):
         runner.allocate(10**9)
@@ -464,20 +466,20 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     )
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
-    profile = MemoryBudget(runner).profile()
+    profile = memory.profile(runner)
     assert shapes[:2] == [tokens, rows]
     assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
     graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
     assert profile == MemoryProfile(10_000, 1000, 700, 1000 - 750, graphs)
     runner.make_graph = None
     FakeMemory(monkeypatch, [9000])
-    assert MemoryBudget(runner).profile().graphs == 0
+    assert memory.profile(runner).graphs == 0
 
 
 def test_no_block_fits() -> None:
     runner = BareRunner(EngineConfig(kv_cache_memory="100"))
     with pytest.raises(ValueError, match=f"{runner.bytes_per_block} bytes fits into 100 bytes"):
-        runner.num_blocks_that_fit()
+        num_blocks_that_fit(runner)
 
 
 # ---------------------------------------------------------------- device and dtype

@@ -30,16 +30,16 @@ class BlockPoolMachine(RuleBasedStateMachine):
         self.written: dict[int, bytes] = {}  # what was last published in a block
 
     @rule(count=st.integers(0, 9))
-    def allocate(self, count: int) -> None:
-        before = list(self.pool.free_blocks)
+    def get_new_blocks(self, count: int) -> None:
+        before = list(self.pool.free_block_queue)
         if count > len(before):
             try:
-                self.pool.allocate(count)
+                self.pool.get_new_blocks(count)
             except MemoryError:
-                assert list(self.pool.free_blocks) == before
+                assert list(self.pool.free_block_queue) == before
                 return
             raise AssertionError("blocks out of thin air")
-        blocks = self.pool.allocate(count)
+        blocks = self.pool.get_new_blocks(count)
         assert blocks == before[:count], "not the least recently used"
         for block in blocks:
             self.written.pop(block, None)
@@ -50,7 +50,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
         if not self.tables:
             return
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        self.pool.release(reversed(table))
+        self.pool.free_blocks(reversed(table))
 
     @rule(data=st.data(), name=st.integers(0, 5))
     def publish(self, data: st.DataObject, name: int) -> None:
@@ -58,20 +58,20 @@ class BlockPoolMachine(RuleBasedStateMachine):
             return
         block = data.draw(st.sampled_from([b for table in self.tables for b in table]))
         known = self.pool.block_hashes[block]
-        if self.pool.publish(block, bytes([name])) and known is None:
+        if self.pool.cache_full_block(block, bytes([name])) and known is None:
             self.written[block] = bytes([name])
 
     @rule(name=st.integers(0, 5))
     def find(self, name: int) -> None:
-        block = self.pool.lookup(bytes([name]))
+        block = self.pool.get_cached_block(bytes([name]))
         if block is not None:
             assert self.written[block] == bytes([name]), "a stale hash"
-            self.pool.acquire([block])
+            self.pool.touch([block])
             self.tables.append([block])
 
     @rule()
     def reset(self) -> None:
-        self.pool.reset_cache()
+        self.pool.reset_prefix_cache()
         self.written.clear()
 
     @invariant()
@@ -154,7 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request.order = (0, self.count)
         self.count += 1
         try:
-            self.scheduler.add(request)
+            self.scheduler.add_request(request)
         except ValueError as error:
             assert len(prompt) >= self.config.max_request_tokens and str(self.config.max_request_tokens - 1) in str(
                 error
@@ -169,8 +169,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.requests:
             return
         request_id = data.draw(st.sampled_from(sorted(self.scheduler.requests)))
-        assert self.scheduler.abort(request_id)
-        assert not self.scheduler.abort(request_id)
+        assert self.scheduler.abort_request(request_id)
+        assert not self.scheduler.abort_request(request_id)
 
     @rule(times=st.integers(1, 8))
     def steps(self, times: int) -> None:
@@ -207,7 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("scheduled ahead")
         if self.config.pipeline_parallel_size > 1:
             self.check_division(plan)
-        self.under_way.append((plan, self.runner.execute(plan)))
+        self.under_way.append((plan, self.runner.execute_model(plan)))
         self.take_results(self.ahead)
 
     def check_division(self, plan: SchedulerOutput) -> None:
@@ -222,7 +222,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def take_results(self, keep: int = 0) -> None:
         while len(self.under_way) > keep:
             plan, result = self.under_way.popleft()
-            for output in self.scheduler.update(plan, result):
+            for output in self.scheduler.update_from_output(plan, result):
                 self.outputs[output.request_id] += output.new_token_ids
                 if output.finish_reason:
                     self.check_finished(output.request_id, output.finish_reason)

@@ -1,4 +1,4 @@
-"""The side of an engine that takes KV from others: whom it has asked for what, and how far that has come.
+"""The side of an engine that takes KV from others: what it has asked for, and how far that has come.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -10,17 +10,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.kv_transfer.pd.control import (
     Cancel,
     Claim,
     Introduction,
-    Mailbox,
     Prefill,
     Prefilled,
     Producer,
@@ -32,10 +28,29 @@ from nanovllm.kv_transfer.pd.plan import Books, Move, TransferParams
 
 logger = logging.getLogger(__name__)
 
-# Seconds after which a consumer gives up what has not come.
+# Seconds after which a consumer gives up a fetch for which nothing has moved.
 PREFILL_TIMEOUT = 120.0
-# And after how many more, without progress or after it was told to stop, what is being moved.
+# And how many more until it gives up one that moves without progress, or that was told to stop.
 TRANSFER_TIMEOUT = 30.0
+
+# The life of a fetch: stage, event -> next stage.
+NEXT_STAGE = {
+    ("asked", "ready"): "moving",  # the producer's ranks are known and, to read, its blocks
+    ("asked", "error"): "over",
+    ("moving", "read"): "confirming",  # the ranks report: all is read
+    ("moving", "written"): "over",  # the ranks report: all is written, by a producer that held its blocks
+    ("moving", "broken"): "over",  # the ranks report: they have stopped before the end
+    ("moving", "error"): "stopping",
+    ("stopping", "error"): "stopping",
+    ("stopping", "broken"): "over",
+    ("confirming", "confirmed"): "over",  # the producer has held the blocks to the end
+    ("confirming", "refuted"): "over",
+    ("confirming", "error"): "over",
+    # The transfer does not end even when it is told to: a producer that was stopped may write to our memory when it goes on. So
+    # its blocks are left to it, and the request goes on without them.
+    ("moving", "late"): "left",
+    ("stopping", "late"): "left",
+}
 
 
 @dataclass
@@ -43,10 +58,12 @@ class Fetch:
     """A request of this engine whose KV comes from another one.
 
     Attributes:
-        remote_id: what the producer calls it.
-        stage: "asked" (nothing touches our blocks), "moving" (our ranks are told), "confirming" (all is here, and the producer
-            has to say that it was right to the end).
+        remote_id: the producer's name for it.
+        local_block_ids, remote_block_ids: what is to be filled, and from what; the latter is known only for reads.
+        order: what the producer was asked to compute; None if it has computed already.
+        deadline: for the current stage.
         error: why what comes is of no use any more.
+        is_given_up: this engine computes it instead, whatever the policy says of failures.
     """
 
     request_id: str
@@ -54,13 +71,17 @@ class Fetch:
     producer: Producer
     remote_id: str
     local_block_ids: list[int]
-    num_local_blocks: int
     remote_block_ids: list[int]
-    is_push: bool
     deadline: float
     order: Prefill | None = None
     stage: str = "asked"
     error: str = ""
+    is_given_up: bool = False
+
+    @property
+    def is_push(self) -> bool:
+        """The producer writes."""
+        return self.order is not None and self.order.push is not None
 
 
 class ConsumerSide:
@@ -68,28 +89,20 @@ class ConsumerSide:
 
     Args:
         books: shared with the engine's other side.
-        mailbox: gets pairs of a `Producer` and what it says; None at its end.
+        own_address: where this engine itself can be asked, if it is a producer, too.
+
+    Attributes:
+        fetches: by transfer id.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        kv_transfer: KVTransferConfig,
-        identity: dict[str, str | int],
-        introduction: Introduction,
-        mailbox: Mailbox,
-        books: Books,
-    ) -> None:
-        self.config, self.identity, self.books = config, identity, books
-        self.prefill_timeout = float(kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
-        self.timeout = float(kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
+    def __init__(self, books: Books, own_address: tuple[str, int] | None) -> None:
+        self.books, self.own_address, self._block_size = books, own_address, books.config.block_size
+        self.prefill_timeout = float(books.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
+        self.timeout = float(books.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
         # The last block of a prompt is never taken from the cache whole: fetching it alone saves nothing.
-        self.min_remote_tokens = kv_transfer.extra("min_remote_tokens", config.block_size + 1)
-        self._introduction, self._mailbox = introduction, mailbox
+        self.min_remote_tokens = books.kv_transfer.extra("min_remote_tokens", self._block_size + 1)
         self._producers: dict[tuple[str, int], Producer] = {}
-        self.own_address: tuple[str, int] | None = None  # where this engine can be asked, if it is a producer, too
-        self.fetches: dict[str, Fetch] = {}  # by request id
-        self._moving: dict[str, Fetch] = {}  # by transfer id, also those of which the request waits no longer
+        self.fetches: dict[str, Fetch] = {}
         self._numbers = itertools.count()
 
     def num_offered(self, request: Request, num_computed_tokens: int) -> int:
@@ -100,15 +113,14 @@ class ConsumerSide:
         missing = request.num_prompt_tokens - num_computed_tokens
         is_known = bool(self._others(params))
         if params.is_prefill_first:
-            num_blocks = -(-request.num_prompt_tokens // self.config.block_size)
-            is_known = len(params.remote_block_ids or ()) == num_blocks
+            is_known = len(params.remote_block_ids or ()) == -(-request.num_prompt_tokens // self._block_size)
         if is_known and missing >= self.min_remote_tokens:
             return missing
         self._decline(request)
         return 0
 
     def _others(self, params: TransferParams) -> list[tuple[str, int]]:
-        """Whom one could ask: not oneself."""
+        """The producers that can be asked; not this engine itself."""
         return [address for address in params.prefill_addresses if address != self.own_address]
 
     def _decline(self, request: Request) -> None:
@@ -116,17 +128,11 @@ class ConsumerSide:
         params = TransferParams.of(request)
         if params is not None and params.do_remote_prefill and params.is_prefill_first:
             self._settle(request)
-            producer = self._producer((str(params.remote_host), int(params.remote_port or 0)))
-            self._claim(producer, params, request)
-            producer.tell(Release(str(params.remote_request_id)))
+            self._claim(params, request).tell(Release(str(params.remote_request_id)))
 
     def _settle(self, request: Request) -> None:
         """What has been tried once is not tried again, should the request lose its blocks."""
         request.kv_transfer_params = (request.kv_transfer_params or {}) | {"do_remote_prefill": False}
-
-    def _claim(self, producer: Producer, params: TransferParams, request: Request) -> None:
-        prompt = request.token_ids[: request.num_prompt_tokens]
-        producer.tell(Claim(str(params.remote_request_id), seal(prompt, params.remote_block_ids or ())))
 
     def ask(self, request: Request, block_ids: Sequence[int]) -> None:
         """Ask the producer."""
@@ -134,177 +140,173 @@ class ConsumerSide:
         assert params is not None, "nothing was offered"
         self._settle(request)
         number = next(self._numbers)
-        transfer_id = f"{self._introduction.engine_id}-{request.request_id}-{number}"
+        transfer_id = f"{self.books.introduction.engine_id}-{request.request_id}-{number}"
+        first, order = request.num_computed_tokens // self._block_size, None
         if params.is_prefill_first:
-            address = str(params.remote_host), int(params.remote_port or 0)
+            producer = self._claim(params, request)
         else:
             others = self._others(params)
-            address = others[number % len(others)]
-        producer = self._producer(address)
-        fetch = Fetch(
-            request.request_id,
-            transfer_id,
-            producer,
-            params.remote_request_id or transfer_id,
-            list(block_ids),
-            request.num_computed_tokens // self.config.block_size,
-            list(params.remote_block_ids or ()),
-            is_push=not params.is_prefill_first and params.kv_direction == "push",
-            deadline=time.monotonic() + self.prefill_timeout,
-        )
-        self.fetches[request.request_id] = fetch
-        if params.is_prefill_first:
-            self._claim(producer, params, request)
-        else:
-            fetch.order = Prefill(
+            producer = self._producer(others[number % len(others)])
+            order = Prefill(
                 transfer_id,
                 request.token_ids[: request.num_prompt_tokens],
                 request.num_computed_tokens,
                 request.cache_salt,
                 request.order[0],
-                fetch.local_block_ids if fetch.is_push else None,
+                list(block_ids) if params.kv_direction == "push" else None,
             )
-            producer.tell(fetch.order)
+            producer.tell(order)
+        fetch = self.fetches[transfer_id] = Fetch(
+            request.request_id,
+            transfer_id,
+            producer,
+            params.remote_request_id or transfer_id,
+            list(block_ids[first:]),
+            (params.remote_block_ids or [])[first:],
+            time.monotonic() + self.prefill_timeout,
+            order,
+        )
         if producer.introduction is not None:
             self._introduced(fetch)
 
+    def _claim(self, params: TransferParams, request: Request) -> Producer:
+        """Tell a producer that this engine is about to read the blocks that it holds."""
+        producer = self._producer((str(params.remote_host), int(params.remote_port or 0)))
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        producer.tell(Claim(str(params.remote_request_id), seal(prompt, params.remote_block_ids or ())))
+        return producer
+
     def _producer(self, address: tuple[str, int]) -> Producer:
-        known = self._producers.get(address)
+        known, books = self._producers.get(address), self.books
         if known is None or known.error:
             self._producers = {key: one for key, one in self._producers.items() if not one.error}
-            known = Producer(*address, self.identity, self._introduction, lambda *mail: self._mailbox.put(mail))
+            known = Producer(*address, books.identity, books.introduction, lambda *mail: books.mailbox.put(mail))
             self._producers[address] = known
         return known
 
-    def _introduced(self, fetch: Fetch) -> None:
-        """The producer's ranks are known now."""
-        if fetch.order is None:
-            self._begin(fetch, self.books.metadata.reads)
-        elif fetch.is_push:
-            self._begin(fetch, self.books.metadata.expects)
-
-    def _begin(self, fetch: Fetch, moves: list[Move]) -> None:
-        assert fetch.producer.introduction is not None
-        first, fetch.stage = fetch.num_local_blocks, "moving"
-        fetch.deadline = time.monotonic() + self.prefill_timeout + self.timeout
-        self._moving[fetch.transfer_id] = fetch
-        self.books.under_way.add(fetch.transfer_id)
-        local = fetch.local_block_ids[first:]
-        remote = fetch.remote_block_ids[first : first + len(local)]
-        moves.append(Move(fetch.transfer_id, fetch.producer.introduction.ranks, local, remote))
-
-    def hear(self, producer: Producer, message: Any) -> None:
-        """Take in what a producer says; None: it is lost."""
-        own = [fetch for fetch in self.fetches.values() if fetch.producer is producer]
-        if message is None:
-            for fetch in own:
-                self._lose(fetch, producer.error)
-        elif isinstance(message, Introduction):
-            for fetch in own:
-                if fetch.stage == "asked":
-                    self._introduced(fetch)
-        elif isinstance(message, Released):
-            for fetch in own:
-                if fetch.remote_id == message.request_id and fetch.stage == "confirming":
-                    self._end(fetch, "" if message.was_held else "the producer did not hold the blocks for so long")
-        else:
-            for fetch in own:
-                if fetch.transfer_id == message.transfer_id:
-                    self._prefilled(fetch, message)
-
-    def _prefilled(self, fetch: Fetch, message: Prefilled) -> None:
-        blocks = -(-len(fetch.order.token_ids) // self.config.block_size) if fetch.order is not None else 0
-        error = message.error
-        if not error and not fetch.is_push and len(message.block_ids) != blocks:
-            error = f"the producer names {len(message.block_ids)} blocks for {blocks}"
-        if error:
-            self._lose(fetch, error)
-        elif fetch.stage == "asked" and not fetch.is_push:
-            fetch.remote_block_ids = message.block_ids
-            self._begin(fetch, self.books.metadata.reads)
-
-    def _lose(self, fetch: Fetch, error: str) -> None:
-        """What comes for a request, if anything still does, is of no use."""
+    def _happens(self, fetch: Fetch, event: str, error: str = "") -> None:
+        """Take a fetch to its next stage."""
         fetch.error = fetch.error or error
+        before, fetch.stage = fetch.stage, NEXT_STAGE[fetch.stage, event]
+        if fetch.stage == before:
+            return
+        metadata, now = self.books.metadata, time.monotonic()
         if fetch.stage == "moving":
-            self.books.metadata.cancels.append(fetch.transfer_id)  # its end is still to come
-            fetch.deadline = min(fetch.deadline, time.monotonic() + self.timeout)
+            assert fetch.producer.introduction is not None
+            ranks, local = fetch.producer.introduction.ranks, fetch.local_block_ids
+            move = Move(fetch.transfer_id, ranks, local, fetch.remote_block_ids[: len(local)])
+            (metadata.expects if fetch.is_push else metadata.reads).append(move)
+            self.books.in_flight.add(fetch.transfer_id)
+            fetch.deadline = now + self.prefill_timeout + self.timeout
+        elif fetch.stage == "stopping":
+            metadata.cancels.append(fetch.transfer_id)
+            fetch.deadline = min(fetch.deadline, now + self.timeout)
+        elif fetch.stage == "confirming":
+            fetch.producer.tell(Release(fetch.remote_id))
+            fetch.deadline = now + self.prefill_timeout
         else:
-            self._renounce(fetch)
-            self._end(fetch, fetch.error)
+            if event in ("error", "broken", "late"):
+                self._renounce(fetch)
+            self._end(fetch)
 
     def _renounce(self, fetch: Fetch) -> None:
-        """The producer need neither compute nor hold anything for this any longer."""
-        is_order = fetch.order is not None
-        fetch.producer.tell(Cancel(fetch.transfer_id) if is_order else Release(fetch.remote_id))
+        """The producer need neither compute nor hold anything for this fetch any longer."""
+        fetch.producer.tell(Release(fetch.remote_id) if fetch.order is None else Cancel(fetch.transfer_id))
 
-    def _end(self, fetch: Fetch, error: str) -> None:
-        """Nobody touches the request's blocks any more."""
-        del self.fetches[fetch.request_id]
-        self.books.output.finished_recving.add(fetch.request_id)
+    def _end(self, fetch: Fetch) -> None:
+        """Tell the scheduler that a fetch is over, or left."""
+        request_id, output = fetch.request_id, self.books.output
+        if fetch.stage == "left":
+            fetch.error, fetch.deadline = fetch.error or "the transfer does not come to an end", float("inf")
+            self.books.metadata.cancels.append(fetch.transfer_id)
+            output.abandoned[request_id] = fetch.transfer_id
+        else:
+            del self.fetches[fetch.transfer_id]
+            output.finished_recving.add(request_id)
+        if fetch.error:
+            output.invalid_block_ids[request_id] = set(fetch.local_block_ids)
+            if not fetch.is_given_up:
+                output.reasons[request_id] = fetch.error
+            logger.warning("the KV of %s did not come: %s", request_id, fetch.error)
+
+    def _introduced(self, fetch: Fetch) -> None:
+        """The producer's ranks are known. An order whose KV will be read has to wait for the producer's blocks, too."""
+        if fetch.order is None or fetch.is_push:
+            self._happens(fetch, "ready")
+
+    def hear(self, producer: Producer, message: Introduction | Prefilled | Released | None) -> None:
+        """Act on a producer's message; None: the connection is lost."""
+        for fetch in [f for f in self.fetches.values() if f.producer is producer and f.stage != "left"]:
+            if message is None:
+                self._happens(fetch, "error", producer.error)
+            elif isinstance(message, Introduction):
+                if fetch.stage == "asked":
+                    self._introduced(fetch)
+            elif isinstance(message, Prefilled):
+                if fetch.transfer_id == message.transfer_id:
+                    self._prefilled(fetch, message)
+            elif fetch.remote_id == message.request_id and fetch.stage == "confirming":
+                if message.was_held:
+                    self._happens(fetch, "confirmed")
+                else:
+                    self._happens(fetch, "refuted", "the producer did not hold the blocks for so long")
+
+    def _prefilled(self, fetch: Fetch, message: Prefilled) -> None:
+        assert fetch.order is not None, "only an order has this id"
+        num_blocks = -(-len(fetch.order.token_ids) // self._block_size)
+        error = message.error
+        if not error and not fetch.is_push and len(message.block_ids) != num_blocks:
+            error = f"the producer names {len(message.block_ids)} blocks for {num_blocks}"
         if error:
-            blocks = set(fetch.local_block_ids[fetch.num_local_blocks :])
-            self.books.output.invalid_block_ids[fetch.request_id] = blocks
-            self.books.output.reasons[fetch.request_id] = error
-            logger.warning("the KV of %s did not come: %s", fetch.request_id, error)
+            self._happens(fetch, "error", error)
+        elif fetch.stage == "asked" and not fetch.is_push:
+            fetch.remote_block_ids = message.block_ids[num_blocks - len(fetch.local_block_ids) :]
+            self._happens(fetch, "ready")
 
     def received(self, output: KVConnectorOutput) -> None:
-        """What the ranks say of the transfers that have come to an end."""
+        """Act on transfers that all ranks have reported as ended."""
         for transfer_id in output.finished_recving:
-            fetch = self._moving.pop(transfer_id, None)
-            if fetch is None or self.fetches.get(fetch.request_id) is not fetch:
-                self.books.output.finished_recving.add(transfer_id)  # under which the blocks are held
+            fetch = self.fetches.get(transfer_id)
+            if fetch is None or fetch.stage == "left":
+                self.fetches.pop(transfer_id, None)
+                self.books.output.finished_recving.add(transfer_id)  # the name under which its blocks are held
                 continue
             incomplete = "some blocks did not come" if transfer_id in output.invalid_block_ids else ""
-            error = fetch.error or output.reasons.get(transfer_id, "") or incomplete
-            if error:
-                self._renounce(fetch)
-                self._end(fetch, error)
-            elif fetch.is_push:
-                self._end(fetch, "")
+            if error := fetch.error or output.reasons.get(transfer_id, "") or incomplete:
+                self._happens(fetch, "broken", error)
             else:
-                fetch.producer.tell(Release(fetch.remote_id))
-                fetch.stage, fetch.deadline = "confirming", time.monotonic() + self.prefill_timeout
+                self._happens(fetch, "written" if fetch.is_push else "read")
 
     def stop(self, request: Request) -> bool:
-        """A request ends. Returns whether its KV was on its way: its blocks must be held until that has ended."""
-        fetch = self.fetches.get(request.request_id)
-        if fetch is None:
-            self._decline(request)
-            return False
-        self._lose(fetch, "the request has ended")
-        return True
+        """A request ends. Returns whether its KV was in flight: its blocks must then be held until that has ended."""
+        for fetch in list(self.fetches.values()):
+            if fetch.request_id == request.request_id and fetch.stage != "left":
+                self._happens(fetch, "error", "the request has ended")
+                return True
+        self._decline(request)
+        return False
 
-    def give_up(self, request: Request) -> None:
-        """See `KVConnectorScheduler.give_up`."""
-        if (fetch := self.fetches.get(request.request_id)) is not None:
-            self._lose(fetch, "it waits for an engine that may wait for this one")
+    def give_up_youngest(self) -> None:
+        """Have this engine compute the prompt whose KV it has asked for last."""
+        for fetch in reversed(self.fetches.values()):
+            if fetch.stage in ("asked", "moving", "confirming"):
+                fetch.is_given_up = True
+                return self._happens(fetch, "error", "it waits for an engine that may wait for this one")
 
     def look_at_clock(self) -> None:
-        """Give up those that have waited for too long."""
+        """Give up fetches that have been in one stage for too long."""
         now = time.monotonic()
         for fetch in [f for f in self.fetches.values() if f.deadline < now]:
-            if fetch.stage == "moving":
-                self._leave_behind(fetch)
+            if fetch.stage in ("moving", "stopping"):
+                self._happens(fetch, "late")
             else:
-                self._lose(fetch, f"nothing came for {self.prefill_timeout:g} seconds")
-
-    def _leave_behind(self, fetch: Fetch) -> None:
-        """A transfer does not end, not even when it is told to: a producer that has been stopped may still write to our memory
-        when it goes on. So the blocks stay as they are until then, and the request goes on without them."""
-        logger.warning("the KV of %s does not come to an end: its blocks are left to it", fetch.request_id)
-        self.books.metadata.cancels.append(fetch.transfer_id)
-        self._renounce(fetch)
-        del self.fetches[fetch.request_id]
-        self.books.output.abandoned[fetch.request_id] = fetch.transfer_id
-        self.books.output.reasons[fetch.request_id] = fetch.error or "the transfer does not come to an end"
+                self._happens(fetch, "error", f"nothing came for {self.prefill_timeout:g} seconds")
 
     def forget(self) -> None:
         """A step broke off, and the ranks have stopped all transfers."""
         for fetch in self.fetches.values():
             self._renounce(fetch)
         self.fetches.clear()
-        self._moving.clear()
 
     def close(self) -> None:
         """End all connections."""

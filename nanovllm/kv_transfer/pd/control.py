@@ -1,7 +1,7 @@
-"""What engines tell each other about KV, and the books that they keep of it: mail, leases, and connections.
+"""What engines tell each other about KV: messages, mailboxes, leases and connections.
 
-Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this module receive them; what concerns
-the scheduler waits in a mailbox until its next step, and what must not wait for a step, the end of a lease, is answered at once.
+Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this module receive the messages. Those
+for the scheduler wait in a mailbox until its next step; claims and releases of leases are answered at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,22 +25,22 @@ from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerL
 logger = logging.getLogger(__name__)
 
 PURPOSE = "kv-control"
-# Who does not take a control message for so long is lost: an engine's thread sends them between two steps.
+# A peer that does not take a control message for so long is lost: an engine's thread sends them between two steps.
 PATIENCE = 2.0
-# Who has claimed blocks, and has not read them after so long, has stopped without losing its connection. Should it go on, it is
-# told that what it has read is worth nothing.
+# A reader that has claimed blocks and has not read them after so long has stopped without losing its connection. Should it go on,
+# it is told that what it has read is worth nothing.
 CLAIM_SECONDS = 300.0
 
 
 class Introduction(msgspec.Struct, tag="introduction"):
-    """What both ends say first: who they are, and how each of their ranks is reached."""
+    """The first message of both ends: the engine, and how each of its ranks is reached."""
 
     engine_id: str
     ranks: list[dict[str, Any]]
 
 
 class Prefill(msgspec.Struct, tag="prefill"):
-    """A consumer asks: compute the KV of these tokens.
+    """A consumer orders the KV of these tokens.
 
     Attributes:
         transfer_id: unique among all engines.
@@ -64,16 +65,16 @@ class Prefilled(msgspec.Struct, tag="prefilled"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """A consumer does not want any more what it has asked for."""
+    """A consumer takes back an order."""
 
     transfer_id: str
 
 
 class Claim(msgspec.Struct, tag="claim"):
-    """A consumer is about to read these blocks: the lease does not end as long as the consumer is there.
+    """A consumer is about to read these blocks: the lease does not end while the consumer is connected.
 
     Attributes:
-        seal: of what it believes to find where (`seal`): its client has told it, and may be wrong.
+        seal: of the tokens and blocks that it believes to find there (`seal`): its client has told it, and may be wrong.
     """
 
     request_id: str
@@ -81,7 +82,7 @@ class Claim(msgspec.Struct, tag="claim"):
 
 
 class Release(msgspec.Struct, tag="release"):
-    """A consumer has read what it has claimed, or does not want to."""
+    """A consumer has read what it has claimed, or no longer wants to."""
 
     request_id: str
 
@@ -107,8 +108,8 @@ def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
 
 
 class Mailbox:
-    """Messages from many threads to one, which can also wait for them with others: `fileno` is readable if, and only if, there
-    are any."""
+    """Messages from many threads to one. `fileno` is readable if, and only if, there are any, so that the thread can wait for them
+    together with other sources."""
 
     def __init__(self) -> None:
         self._messages: list[Any] = []
@@ -129,7 +130,7 @@ class Mailbox:
             self._messages.append(message)
 
     def take(self) -> list[Any]:
-        """All that are there."""
+        """All messages so far."""
         with self._lock:
             if self._messages:
                 os.read(self._readable, 1)
@@ -142,7 +143,7 @@ class Mailbox:
         return not self._messages
 
     def close(self) -> None:
-        """Nobody takes any more."""
+        """Drop what is there, and what is put later."""
         with self._lock:
             if self._closed:
                 return
@@ -155,14 +156,14 @@ class Mailbox:
 class _Lease:
     deadline: float
     seal: bytes
-    claims: dict[Connection, int] = field(default_factory=dict)
+    claims: Counter[Connection] = field(default_factory=Counter)
 
 
 class Leases:
     """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
 
-    One that nobody claims ends at its deadline; one that is claimed ends when all who have claimed it have released it or are
-    gone, or `CLAIM_SECONDS` after the last claim. Threads of readers and the scheduler's all use this book.
+    A lease without claims ends at its deadline; a claimed one ends when all readers that have claimed it have released it or are
+    gone, or `CLAIM_SECONDS` after the last claim. The threads of readers and the scheduler's thread all use this object.
     """
 
     def __init__(self) -> None:
@@ -171,132 +172,115 @@ class Leases:
         self._ended: set[str] = set()
 
     def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
-        """Hold a request's blocks for whoever claims them within so many seconds."""
+        """Hold a request's blocks for a reader that claims them within so many seconds."""
         with self._lock:
             self._leases[request_id] = _Lease(time.monotonic() + seconds, seal)
 
     def grant_to(self, request_id: str, reader: Connection) -> None:
         """Hold a request's blocks for this reader, which has asked for them."""
         with self._lock:
-            self._leases[request_id] = _Lease(time.monotonic() + CLAIM_SECONDS, b"", {reader: 1})
+            self._leases[request_id] = _Lease(time.monotonic() + CLAIM_SECONDS, b"", Counter([reader]))
 
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
-        """Somebody is about to read; nothing happens if it is mistaken about what there is."""
+        """A reader is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
             if (lease := self._leases.get(request_id)) is not None and lease.seal == seal:
                 lease.deadline = time.monotonic() + CLAIM_SECONDS
-                lease.claims[reader] = lease.claims.get(reader, 0) + 1
+                lease.claims[reader] += 1
 
     def release(self, request_id: str, reader: Connection) -> bool:
-        """Somebody has read; returns whether the blocks were held for it until now."""
+        """A reader has read; returns whether the blocks were held for it until now."""
         with self._lock:
             lease = self._leases.get(request_id)
             if lease is None or reader not in lease.claims:
                 return False
-            lease.claims[reader] -= 1
-            if not lease.claims[reader]:
-                self._forget_claims(request_id, lease, reader)
+            lease.claims -= Counter([reader])
+            self._end_unless(lease.claims, request_id)
             return True
 
     def revoke(self, request_id: str) -> None:
         """End a lease that no reader has claimed."""
         with self._lock:
-            lease = self._leases.get(request_id)
-            if lease is not None and not lease.claims:
-                del self._leases[request_id]
-                self._ended.add(request_id)
+            if request_id in self._leases:
+                self._end_unless(self._leases[request_id].claims, request_id)
 
     def drop(self, reader: Connection) -> None:
         """A reader is gone, and with it what it has claimed."""
         with self._lock:
             for request_id, lease in list(self._leases.items()):
-                if reader in lease.claims:
-                    self._forget_claims(request_id, lease, reader)
+                if lease.claims.pop(reader, 0):
+                    self._end_unless(lease.claims, request_id)
 
-    def _forget_claims(self, request_id: str, lease: _Lease, reader: Connection) -> None:
-        del lease.claims[reader]
-        if not lease.claims:
+    def _end_unless(self, is_needed: object, request_id: str) -> None:
+        if not is_needed:
             del self._leases[request_id]
             self._ended.add(request_id)
 
     def take_ended(self) -> set[str]:
-        """Requests whose blocks nobody needs any more."""
+        """Requests whose blocks no reader needs any more."""
         with self._lock:
             now = time.monotonic()
             for request_id in [key for key, lease in self._leases.items() if lease.deadline <= now]:
-                logger.warning("nobody has read the KV of %s in time: its blocks are given up", request_id)
-                del self._leases[request_id]
-                self._ended.add(request_id)
+                logger.warning("the KV of %s was not read in time: its blocks are given up", request_id)
+                self._end_unless(False, request_id)
             ended, self._ended = self._ended, set()
             return ended
 
     def clear(self) -> None:
-        """Forget all; nobody's reading counts any more."""
+        """Forget all leases."""
         with self._lock:
             self._leases.clear()
             self._ended.clear()
 
     @property
     def next_end(self) -> float:
-        """When the scheduler should look, in seconds of the monotonic clock."""
+        """When the next lease ends, in seconds of the monotonic clock."""
         with self._lock:
             return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
 
     @property
     def has_ended(self) -> bool:
-        """True if `take_ended` has something to tell."""
+        """True if `take_ended` would return a request."""
         return bool(self._ended) or self.next_end <= time.monotonic()
 
     def __len__(self) -> int:
         return len(self._leases)
 
 
-class ConsumerListener:
-    """Listens for consumers.
+def listen(
+    host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox, leases: Leases
+) -> Listener:
+    """Listen for consumers.
 
     Args:
-        mailbox: gets pairs of a `Consumer` and what it says (`Prefill`, `Cancel`, or None at its end).
+        mailbox: gets pairs of a `Consumer` and its message: `Prefill`, `Cancel`, or None at its end.
+        leases: claims and releases act on them at once.
     """
 
-    def __init__(
-        self, host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox
-    ) -> None:
-        self.leases = Leases()
-        self._introduction, self._mailbox = introduction, mailbox
-        self._listener = Listener(host, port, secret(), identity, self._serve, PURPOSE, patience=PATIENCE)
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Where it listens."""
-        return self._listener.address
-
-    def _serve(self, connection: Connection) -> None:
-        connection.send(encode(self._introduction))
-        introduction = _decode_consumer(connection.receive(PATIENCE))
-        if not isinstance(introduction, Introduction):
-            raise PeerLost(f"{connection.peer} does not say who it is")
-        consumer = Consumer(connection, introduction)
+    def serve(connection: Connection) -> None:
+        connection.send(encode(introduction))
+        theirs = _decode_consumer(connection.receive(PATIENCE))
+        if not isinstance(theirs, Introduction):
+            raise PeerLost(f"{connection.peer} does not introduce itself")
+        consumer = Consumer(connection, theirs)
         try:
             while True:
                 message = _decode_consumer(connection.receive())
+                if isinstance(message, Claim):
+                    leases.claim(message.request_id, message.seal, connection)
+                    continue
                 if isinstance(message, Release):
-                    was_held = self.leases.release(message.request_id, connection)
+                    was_held = leases.release(message.request_id, connection)
                     connection.send(encode(Released(message.request_id, was_held)))
-                    self._mailbox.put((consumer, message))
-                elif isinstance(message, Claim):
-                    self.leases.claim(message.request_id, message.seal, connection)
-                else:
-                    self._mailbox.put((consumer, message))
+                mailbox.put((consumer, message))
         except msgspec.MsgspecError as error:
-            raise PeerLost(f"{connection.peer} says what nobody understands: {error}") from error
+            raise PeerLost(f"{connection.peer} sends what this engine does not understand: {error}") from error
         finally:
             consumer.is_gone = True
-            self.leases.drop(connection)
-            self._mailbox.put((consumer, None))
+            leases.drop(connection)
+            mailbox.put((consumer, None))
 
-    def close(self) -> None:
-        """Listen no more; all consumers lose their connection."""
-        self._listener.close()
+    return Listener(host, port, secret(), identity, serve, PURPOSE, patience=PATIENCE)
 
 
 @dataclass(eq=False)
@@ -313,7 +297,7 @@ class Consumer:
             with waiting_for_others():  # up to PATIENCE if it does not read
                 self.connection.send(encode(message))
         except PeerLost as error:
-            logger.info("an answer found nobody: %s", error)
+            logger.info("an answer could not be delivered: %s", error)
 
 
 @dataclass(eq=False)
@@ -353,7 +337,7 @@ class Producer:
             connection.send(encode(self.own))
             introduction = _decode_producer(connection.receive(PATIENCE))
             if not isinstance(introduction, Introduction):
-                raise PeerLost(f"{connection.peer} does not say who it is")
+                raise PeerLost(f"{connection.peer} does not introduce itself")
             self.introduction = introduction
             sender = threading.Thread(target=self._send, args=(connection,), name="kv-sender", daemon=True)
             sender.start()

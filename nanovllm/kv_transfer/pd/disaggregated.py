@@ -3,7 +3,7 @@
 A request's KV is computed by a *producer* and taken over by a *consumer*. Two orders:
 
     prefill first   the producer computes the prompt and one token; its answer (`kv_transfer_params`) says where the KV is, and
-                    whoever routes the request gives that to a consumer, which reads the blocks (pull).
+                    the router gives that to a consumer, which reads the blocks (pull).
     decode first    the consumer looks at its own cache, and asks a producer for what is missing: the producer then says where
                     it is (pull), or writes it into the consumer's blocks, layer by layer while it computes (push).
 
@@ -13,18 +13,18 @@ reader or with its time. What was read under a lease that had ended is thrown aw
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.parts import load
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.pd.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
-from nanovllm.kv_transfer.pd.control import Consumer, Introduction, Mailbox
+from nanovllm.kv_transfer.pd.control import Consumer, Introduction
 from nanovllm.kv_transfer.pd.plan import Books, TransferMetadata, TransferParams
 from nanovllm.kv_transfer.pd.producer import ProducerSide
 from nanovllm.kv_transfer.transport.handshake import secret
@@ -36,20 +36,24 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.kv_transfer_config import KVTransferConfig
     from nanovllm.data.schedule import SchedulerOutput
+    from nanovllm.kv.layout import KVLayout
     from nanovllm.kv_transfer.transport.base import Transport
-    from nanovllm.kv_transfer.transport.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 
 # How long the ranks wait, when a step has broken off, for peers that are writing to their blocks.
 STOP_SECONDS = 5.0
+# After how many seconds in which nothing moves an engine gives up a fetch, so that it can compute what another engine waits for.
+# (Two engines may otherwise wait for each other: the pool of each is full of blocks that the other one is to fill.)
+DEADLOCK_SECONDS = 3.0
 
 
 class DisaggregatedScheduler(KVConnectorScheduler):
-    """The half that lives with the scheduler: a consumer, a producer, or both.
+    """The half that lives with the scheduler: a consumer and, if its role says so, a producer.
 
     Attributes:
-        consumer, producer: its sides; None if the engine has not this role.
+        consumer, producer: its two sides. A consumer's producer side has no address, and so gets no orders; the front end refuses
+            requests that an engine of this role cannot fetch.
     """
 
     def __init__(
@@ -57,158 +61,146 @@ class DisaggregatedScheduler(KVConnectorScheduler):
     ) -> None:
         super().__init__(config, kv_transfer, {"kv_connector": kv_transfer.kv_connector, **identity}, ranks)
         kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
-        self._mailbox, self._books = Mailbox(), Books()
-        introduction = Introduction(kv_transfer.engine_id, self.ranks)
-        arguments = config, kv_transfer, self.identity, introduction, self._mailbox, self._books
-        self.consumer = ConsumerSide(*arguments) if kv_transfer.is_consumer else None
-        self.producer = ProducerSide(*arguments) if kv_transfer.is_producer else None
-        if self.consumer is not None and self.producer is not None:
-            self.consumer.own_address = self.producer.address
+        self.books = Books(config, kv_transfer, self.identity, Introduction(kv_transfer.engine_id, self.ranks))
+        self.producer = ProducerSide(self.books)
+        self.consumer = ConsumerSide(self.books, self.producer.address)
+        self._stuck_since = float("inf")
 
     def check_request(self, request: Request) -> None:
-        """See `KVConnectorScheduler.check_request`."""
+        """See `SchedulerConnector.check_request`."""
         if request.kv_transfer_params is not None:
             TransferParams.check(request.kv_transfer_params, self.kv_transfer.kv_role)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """All the rest of the prompt, if another engine has it or can be asked for it."""
-        if self.consumer is None:
-            return 0, True
         return self.consumer.num_offered(request, num_computed_tokens), True
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Ask for it."""
-        assert self.consumer is not None, "it has offered nothing"
         self.consumer.ask(request, block_ids)
 
-    def give_up(self, request: Request) -> None:
-        """See `KVConnectorScheduler.give_up`."""
-        if self.consumer is not None:
-            self.consumer.give_up(request)
-
     def decline(self, request: Request) -> None:
-        """See `KVConnectorScheduler.decline`."""
-        if self.consumer is not None and request.request_id not in self.consumer.fetches:
+        """See `SchedulerConnector.decline`. A request of the same id that is being fetched goes on."""
+        if all(fetch.request_id != request.request_id for fetch in self.consumer.fetches.values()):
             self.consumer.stop(request)
-
-    def is_ordered(self, request: Request) -> bool:
-        """See `KVConnectorScheduler.is_ordered`."""
-        return self.producer is not None and request.request_id in self.producer.orders
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a prompt that another engine wants; stop what comes for a request that ends."""
-        if self.consumer is not None and self.consumer.stop(request):
+        if self.consumer.stop(request):
             return True, None
-        return self.producer.finished(request, block_ids) if self.producer is not None else (False, None)
+        return self.producer.finished(request, block_ids)
 
     def revoke(self, request_id: str) -> None:
-        """See `KVConnectorScheduler.revoke`."""
-        if self.producer is not None:
-            self.producer.leases.revoke(request_id)
+        """See `SchedulerConnector.revoke`."""
+        self.producer.leases.revoke(request_id)
 
     def is_sending(self, request: Request) -> bool:
         """See `KVConnectorScheduler.is_sending`."""
-        return self.producer is not None and self.producer.is_sending(request)
+        return self.producer.is_sending(request.request_id)
+
+    def stop_sending(self, request: Request) -> None:
+        """See `KVConnectorScheduler.stop_sending`."""
+        self.producer.aborts.append(request.request_id)
 
     # ---------------------------------------------------------------- every step
 
     def build_connector_meta(self, schedule: SchedulerOutput) -> TransferMetadata | None:
-        """What there is to begin; and as long as something is under way, the question whether it has ended."""
-        if self.producer is not None:
-            self.producer.note(schedule)
-        metadata, self._books.metadata = self._books.metadata, TransferMetadata()
-        return metadata if self._books.under_way or not metadata.is_empty else None
+        """What there is to begin; and as long as a transfer is in flight, the question whether it has ended."""
+        self.producer.note(schedule)
+        self._resolve_deadlock(schedule.empty)
+        metadata, self.books.metadata = self.books.metadata, TransferMetadata()
+        return metadata if self.books.in_flight or not metadata.is_empty else None
+
+    def _resolve_deadlock(self, is_stuck: bool) -> None:
+        """Give up the youngest fetch if for some seconds nothing could be computed and nothing has come, while other engines wait
+        for their orders. The request has its blocks already, so it can run to its end."""
+        now = time.monotonic()
+        if not is_stuck or not self.consumer.fetches or not self.producer.orders:
+            self._stuck_since = float("inf")
+        elif now - self._stuck_since > DEADLOCK_SECONDS:
+            self._stuck_since = float("inf")
+            self.consumer.give_up_youngest()
+        else:
+            self._stuck_since = min(self._stuck_since, now)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler.update_connector_output`."""
-        self._books.under_way -= output.finished_recving | output.finished_sending
-        if self.consumer is not None:
-            self.consumer.received(output)
-        self._books.output.finished_sending |= output.finished_sending
+        """See `SchedulerConnector.update_connector_output`."""
+        self.books.in_flight -= output.finished_recving | output.finished_sending
+        self.consumer.received(output)
+        self.books.output.finished_sending |= output.finished_sending
 
     def take_output(self) -> KVConnectorOutput:
-        """See `KVConnectorScheduler.take_output`."""
-        if self.consumer is not None:
-            self.consumer.look_at_clock()
-        if self.producer is not None:
-            self._books.output.finished_sending |= self.producer.leases.take_ended()
-        output, self._books.output = self._books.output, KVConnectorOutput()
-        if self.producer is not None:
-            self.producer.pushed(output.finished_sending)
+        """See `SchedulerConnector.take_output`."""
+        self.consumer.look_at_clock()
+        self.books.output.finished_sending |= self.producer.leases.take_ended()
+        self._output, self.books.output = self.books.output, KVConnectorOutput()
+        output = super().take_output()
+        if output:
+            self._stuck_since = float("inf")
+        self.producer.pushed(output.finished_sending)
         return output
 
     def take_requests(self) -> list[EngineRequest]:
-        """What consumers ask for. On the way, all mail is read."""
-        for sender, message in self._mailbox.take():
-            if self.producer is not None and isinstance(sender, Consumer):
-                self.producer.hear(sender, message)
-            elif self.consumer is not None:
-                self.consumer.hear(sender, message)
-        if self.producer is None:
-            return []
+        """What consumers order. On the way, all mail is read."""
+        for sender, message in self.books.mailbox.take():
+            side: Any = self.producer if isinstance(sender, Consumer) else self.consumer
+            side.hear(sender, message)
         requests, self.producer.requests = self.producer.requests, []
         return requests
 
     def take_aborts(self) -> list[str]:
-        """See `KVConnectorScheduler.take_aborts`."""
-        if self.producer is None:
-            return []
+        """See `SchedulerConnector.take_aborts`."""
         aborts, self.producer.aborts = self.producer.aborts, []
         return aborts
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """See `KVConnectorScheduler.refuse`."""
-        assert self.producer is not None, "nobody has ordered anything"
+        """See `SchedulerConnector.refuse`."""
         self.producer.refuse(request_id, reason)
 
     @property
     def has_work(self) -> bool:
-        """See `KVConnectorScheduler.has_work`."""
-        return bool(self._books.under_way) or self.has_news
+        """See `SchedulerConnector.has_work`."""
+        return bool(self.books.in_flight) or self.has_news
 
     @property
     def has_news(self) -> bool:
-        """See `KVConnectorScheduler.has_news`."""
-        producer = self.producer
-        ordered = producer is not None and (bool(producer.aborts) or producer.leases.has_ended)
-        return bool(self._books.output or not self._mailbox.is_empty or ordered)
+        """See `SchedulerConnector.has_news`."""
+        has_mail = not self.books.mailbox.is_empty
+        return bool(self.books.output or has_mail or self.producer.aborts or self.producer.leases.has_ended)
 
     @property
     def sources(self) -> Sequence[int]:
-        """See `KVConnectorScheduler.sources`."""
-        return [self._mailbox.fileno()]
+        """See `SchedulerConnector.sources`."""
+        return [self.books.mailbox.fileno()]
 
     @property
     def idle_seconds(self) -> float | None:
         """Until the next lease ends."""
-        end = self.producer.leases.next_end if self.producer is not None else float("inf")
+        end = self.producer.leases.next_end
         return max(0.0, end - time.monotonic()) if end < float("inf") else None
 
     @property
     def information(self) -> dict[str, Any]:
         """With host and port where consumers can ask, if this engine is a producer."""
-        host, port = self.producer.address if self.producer is not None else (None, None)
-        own = {"kv_host": host, "kv_port": port, "block_size": self.config.block_size}
-        return super().information | own
+        host, port = self.producer.address or (None, None)
+        return super().information | {"kv_host": host, "kv_port": port, "block_size": self.config.block_size}
 
     def forget_requests(self) -> None:
-        """See `KVConnectorScheduler.forget_requests`."""
-        for side in (self.consumer, self.producer):
-            if side is not None:
-                side.forget()
-        self._books.metadata, self._books.output = TransferMetadata(), KVConnectorOutput()
-        self._books.under_way.clear()
+        """See `SchedulerConnector.forget_requests`."""
+        self.consumer.forget()
+        self.producer.forget()
+        self.books.metadata, self.books.output = TransferMetadata(), KVConnectorOutput()
+        self.books.in_flight.clear()
 
     def abandon(self, transfer_ids: Collection[str]) -> None:
-        """See `KVConnectorScheduler.abandon`."""
-        self._books.under_way.update(transfer_ids)
+        """See `SchedulerConnector.abandon`."""
+        self.books.in_flight.update(transfer_ids)
 
     def close(self) -> None:
-        """See `KVConnectorScheduler.close`."""
-        for side in (self.consumer, self.producer):
-            if side is not None:
-                side.close()
-        self._mailbox.close()
+        """See `SchedulerConnector.close`."""
+        self.consumer.close()
+        self.producer.close()
+        self.books.mailbox.close()
 
 
 class DisaggregatedWorker(KVConnectorWorker):
@@ -229,8 +221,7 @@ class DisaggregatedWorker(KVConnectorWorker):
 
     @classmethod
     def _transport_class(cls) -> type[Transport]:
-        module, _, name = cls.transport_class.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return load(cls.transport_class, "this kv_connector")
 
     @classmethod
     def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -251,7 +242,7 @@ class DisaggregatedWorker(KVConnectorWorker):
         return self.transport.address
 
     def start_load_kv(self) -> None:
-        """Begin what does not depend on this step."""
+        """Begin reads, expect writes and cancel: what does not depend on this step."""
         assert self.metadata is not None
         if self.metadata.reads or self.metadata.expects:
             self._wait_for_device()
@@ -260,15 +251,15 @@ class DisaggregatedWorker(KVConnectorWorker):
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
             self._receiving.add(move.transfer_id)
-            # The producer may have much to do before it begins with this one.
+            # The producer may have other requests to compute first.
             patience = float(self.kv_transfer.extra("prefill_timeout", PREFILL_TIMEOUT))
             self.transport.expect(move.transfer_id, move.peers, move.local_block_ids, patience)
         for transfer_id in self.metadata.cancels:
             self.transport.cancel(transfer_id)
 
     def _wait_for_device(self) -> None:
-        """Blocks that are to be filled were perhaps those of a request that has ended while a GPU still computed it once more,
-        for nothing. What it writes must not come after what a transfer, on a stream of its own or on none, writes."""
+        """Wait for the GPU before a transfer fills blocks. They may have been those of a request that has ended while the GPU still
+        computes it once more, for nothing: what that step writes must not come after what the transfer writes."""
         device = next(iter(self.kv_caches.values())).device
         if device.type == "cuda":
             import torch
@@ -282,7 +273,8 @@ class DisaggregatedWorker(KVConnectorWorker):
                 self.transport.write(move.transfer_id, move.peers, layer, move.local_block_ids, move.remote_block_ids)
 
     def wait_for_save(self) -> None:
-        """Nothing has to be waited for: who pushes holds its blocks, and what is pushed of them is not written again."""
+        """End pushes that are complete. Nothing has to be waited for: a pushed request holds its blocks, and does not write again
+        what is pushed of them."""
         assert self.metadata is not None
         for move in self.metadata.pushes:
             if move.is_last:

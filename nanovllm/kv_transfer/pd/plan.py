@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
+from nanovllm.kv_transfer.pd.control import Introduction, Mailbox
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -97,7 +100,7 @@ class Move:
 
 @dataclass
 class TransferMetadata:
-    """What the ranks have to do: read, let others write, push what this step computes, stop."""
+    """What the ranks have to do: read, let peers write, push what this step computes, stop."""
 
     reads: list[Move] = field(default_factory=list)
     expects: list[Move] = field(default_factory=list)
@@ -112,14 +115,22 @@ class TransferMetadata:
 
 @dataclass
 class Books:
-    """What the two sides of an engine, consumer and producer, have in common.
+    """What the two sides of an engine, consumer and producer, share.
 
     Attributes:
-        metadata: of the next step.
-        under_way: transfers of which the ranks have to tell the end.
-        output: what the scheduler shall know.
+        identity: what the engine's KV is made of.
+        introduction: how other engines reach its ranks.
+        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its message; None at its end.
+        metadata: for the ranks, with the next step.
+        in_flight: transfers whose end the ranks have not reported yet.
+        output: for the scheduler.
     """
 
+    config: EngineConfig
+    kv_transfer: KVTransferConfig
+    identity: dict[str, str | int]
+    introduction: Introduction
+    mailbox: Mailbox = field(default_factory=Mailbox)
     metadata: TransferMetadata = field(default_factory=TransferMetadata)
-    under_way: set[str] = field(default_factory=set)
+    in_flight: set[str] = field(default_factory=set)
     output: KVConnectorOutput = field(default_factory=KVConnectorOutput)

@@ -21,7 +21,7 @@ from nanovllm.kv_transfer.stores.store import HostStore, TieredStore
 if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.kv_transfer_config import KVTransferConfig
-    from nanovllm.kv_transfer.transport.layout import KVLayout
+    from nanovllm.kv.layout import KVLayout
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,12 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Listener, connect
-from nanovllm.kv_transfer.transport.layout import KVLayout, Piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.transport.messages import Address, Fetch, Finish, Hello, Moved, Push, decode_hello, encode
 from nanovllm.kv_transfer.transport.peer import Peer, Reach, Refused, Write
+from nanovllm.kv_transfer.transport.pieces import Piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.kv_transfer.transport.visit import Visit, understand
 from nanovllm.ops.device import zeros

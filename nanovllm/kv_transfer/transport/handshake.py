@@ -25,7 +25,7 @@ import msgspec
 
 from nanovllm.distributed.shared_memory import PeerLost
 from nanovllm.kv_transfer.transport.connection import Connection
-from nanovllm.kv_transfer.transport.layout import check_same
+from nanovllm.kv_transfer.transport.pieces import check_same
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
+from nanovllm.kv.layout import KVLayout, Strip
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.connection import Connection
-from nanovllm.kv_transfer.transport.layout import KVLayout, Piece, Strip
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Hello, Push, encode
 from nanovllm.kv_transfer.transport.peer import Reach, receive_answer
+from nanovllm.kv_transfer.transport.pieces import Piece
 from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)

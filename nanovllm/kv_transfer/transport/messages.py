@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from nanovllm.kv_transfer.transport.layout import KVLayout
+from nanovllm.kv.layout import KVLayout
 
 
 class Address(msgspec.Struct, frozen=True):

@@ -18,11 +18,12 @@ import msgspec
 import numpy as np
 import torch
 
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport, is_address
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.layout import KVLayout, Piece
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Hello, Moved, decode_request, encode
 from nanovllm.kv_transfer.transport.peer import Reach, receive_answer
+from nanovllm.kv_transfer.transport.pieces import Piece
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.layout import Piece
 from nanovllm.kv_transfer.transport.messages import Address, Answer
+from nanovllm.kv_transfer.transport.pieces import Piece
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.layout import common_piece
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Finish, Hello, Moved, Push, decode_request, encode
 from nanovllm.kv_transfer.transport.peer import Refused
+from nanovllm.kv_transfer.transport.pieces import common_piece
 
 if TYPE_CHECKING:
     from nanovllm.kv_transfer.transport.base import Transport
@@ -81,8 +81,10 @@ class Visit:
 
     def _answer(self, request: Fetch | Push | Finish) -> None:
         if isinstance(request, Fetch):
-            part = (request.first_layer, request.end_layer, request.head, request.num_heads)
-            self._layout.check_part(*part, request.block_ids)
+            self._layout.check_blocks(request.block_ids)
+            self._layout.strip(request.head, request.num_heads)
+            if not self._layout.first_layer <= request.first_layer < request.end_layer <= self._layout.end_layer:
+                raise Refused(f"layers {request.first_layer} to {request.end_layer - 1} are not this rank's")
             self._transport.serve_fetch(self._connection, request)
             return
         # The peer may be ahead of what this rank's engine says.

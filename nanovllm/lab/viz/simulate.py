@@ -131,13 +131,13 @@ class _Simulation:
         request = Request(EngineRequest(name, prompt, params, priority=source.priority), self.num_added)
         if self.config.scheduling_policy == "fcfs":
             request.order = (0, self.num_added)
-        self.scheduler.add(request)
+        self.scheduler.add_request(request)
         self.recorder.arrived(name, len(prompt))
         self.num_added += 1
 
     def _abort(self, step: int) -> None:
         for name in [name for name, at in self.aborts.items() if at <= step]:
-            if self.scheduler.abort(name):
+            if self.scheduler.abort_request(name):
                 self.recorder.ended(name, "abort")
             del self.aborts[name]
         if not self.scheduler.has_unfinished:
@@ -149,7 +149,7 @@ class _Simulation:
             raise RuntimeError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
         record = self.recorder.begin(plan, step, self.clock)
         result = self._sample(plan)
-        outputs = self.scheduler.update(plan, result)
+        outputs = self.scheduler.update_from_output(plan, result)
         duration = self.step_cost + self.token_cost * plan.num_tokens
         self.recorder.finish(record, duration, result, outputs)
         self.clock += duration

@@ -180,19 +180,19 @@ def test_packed_batch_is_what_the_runner_builds(seed: int, mode: str) -> None:
     for i in range(8):
         prompt = [dice.randrange(3) for _ in range(dice.randint(1, 25))]
         params = SamplingParams(max_tokens=dice.randint(1, 12), ignore_eos=True)
-        scheduler.add(Request(EngineRequest(f"r{i}", prompt, params), i))
+        scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params), i))
         recorder.arrived(f"r{i}", len(prompt))
     built = []
     while not (plan := scheduler.schedule()).empty:
         for request_id in plan.removed_ids:
             runner.rows.remove(request_id)
         record = recorder.begin(plan, len(built), 0.0)
-        batch = runner.build_batch(plan)
+        batch = runner.prepare_inputs(plan)
         tensors = (batch.metadata.query_start_loc, batch.metadata.seq_lens, batch.positions)
         tensors += (batch.metadata.slot_mapping, batch.last_rows)
         built.append([tensor.tolist() for tensor in tensors])
         result = ModelRunnerOutput({r.request_id: SampledToken(dice.randrange(3)) for r in plan.requests if r.samples})
-        recorder.finish(record, 1.0, result, scheduler.update(plan, result))
+        recorder.finish(record, 1.0, result, scheduler.update_from_output(plan, result))
     trace = recorder.trace
     assert any(record.preempted for record in trace) and len(built) == len(trace)
     for step, tensors in enumerate(built):

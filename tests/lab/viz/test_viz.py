@@ -296,9 +296,9 @@ def test_percentile_is_the_nearest_rank():
 
 def test_pool_state_of_a_pool_and_its_tables():
     pool = BlockPool(6)
-    tables = {"a": pool.allocate(3), "b": pool.allocate(1)}
+    tables = {"a": pool.get_new_blocks(3), "b": pool.get_new_blocks(1)}
     tables["b"] = [tables["a"][0], *tables["b"]]
-    pool.acquire(tables["b"][:1])
+    pool.touch(tables["b"][:1])
     state = pool_state(pool, tables, {"a": 9, "b": 5}, block_size=4)
     assert state.ref_counts == [2, 1, 1, 1, 0, 0]
     assert state.holders(0) == ["a", "b"]

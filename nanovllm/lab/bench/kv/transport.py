@@ -16,8 +16,8 @@ import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid, get_world_group
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
-from nanovllm.kv_transfer.transport.layout import KVLayout
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
 from nanovllm.lab.bench.parallel.setting import Setting

@@ -117,7 +117,9 @@ def run_stage(folder: str, options: dict[str, Any], tokens: int, rounds: int) ->
 def _forget(core: EngineCore, plans: list[SchedulerOutput]) -> None:
     """End the requests, with a token that is the same on every stage; only the last one knows the right one."""
     for plan in plans:
-        core.scheduler.update(plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests}))
+        core.scheduler.update_from_output(
+            plan, ModelRunnerOutput({r.request_id: SampledToken(0) for r in plan.requests})
+        )
 
 
 def pipeline(setting: Setting) -> Found:

@@ -157,7 +157,7 @@ class _Teller:
 
     def _without(self, state: PoolState, gone: Iterable[str]) -> PoolState:
         """The state once these requests have given up their blocks. The last block of a table comes first into the free
-        list, as `BlockPool.release` has it."""
+        list, as `BlockPool.free_blocks` has it."""
         tables, cached = dict(state.tables), set(state.cached)
         freed: list[int] = []
         for request_id in gone:

@@ -1,0 +1,59 @@
+"""Numbers on their way between host and device, without either waiting for the other.
+
+Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def is_asynchronous(device: torch.device) -> bool:
+    """True if the device works on its own while Python goes on, so that Python has to wait for a number from it."""
+    return device.type != "cpu"
+
+
+def upload(numbers: Sequence[float] | np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor on the device, without waiting for it. Only from pinned memory can a GPU fetch numbers on its own."""
+    tensor = torch.as_tensor(numbers, dtype=dtype)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def start_fetch(*tensors: Tensor) -> Callable[[], list[list[float]]]:
+    """Start to copy the numbers of some tensors, each flattened, to the host, in one copy. They travel as float64, which holds
+    every float32 and every token id.
+
+    Returns:
+        A function that waits until they have arrived, and for nothing that the device was given to do afterwards.
+    """
+    sent = torch.cat([tensor.flatten().double() for tensor in tensors])
+    sizes = [tensor.numel() for tensor in tensors]
+    here = sent
+    arrived = None
+    if sent.is_cuda:
+        here = torch.empty(sent.shape, dtype=sent.dtype, pin_memory=True)
+        here.copy_(sent, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+    def wait() -> list[list[float]]:
+        if arrived is not None:
+            arrived.synchronize()
+        numbers = iter(here.tolist())
+        return [list(islice(numbers, size)) for size in sizes]
+
+    return wait
+
+
+def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """A copy of some rows (ascending), or the tensor itself if these are all of them."""
+    if len(rows) == len(tensor):
+        return tensor
+    return tensor.index_select(0, upload(rows, torch.int64, tensor.device))

@@ -1,0 +1,51 @@
+"""What happens to requests and blocks when KV transfers end.
+
+KV that arrives from elsewhere is one more reason why `num_computed_tokens` is ahead. While it is in flight, the request has
+blocks (`Scheduler.receiving`) and computes nothing; when it has arrived, the request runs, as if it had computed all of that
+itself. And a request whose KV a peer wants leaves its blocks behind when it ends, until the peer has read them.
+
+Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from nanovllm.data.request import EngineOutput, Request, RequestStatus
+from nanovllm.scheduler.scheduler import Scheduler
+
+
+def take_over(scheduler: Scheduler, request: Request, invalid_block_ids: set[int]) -> None:
+    """Let a request run behind the KV that has arrived: up to the first invalid block of its table."""
+    table, size = scheduler.manager.tables[request.request_id], scheduler.manager.block_size
+    num_valid = next((i for i, block_id in enumerate(table) if block_id in invalid_block_ids), len(table))
+    before = request.num_computed_tokens
+    # The last token is never taken over: its logits are needed.
+    there = min(num_valid * size, before + request.num_external_tokens, request.num_tokens - 1)
+    request.num_computed_tokens = max(before, there)
+    scheduler.num_external_hit_tokens += request.num_computed_tokens - before
+    scheduler.manager.cache_blocks(request, before)
+    scheduler.move(request, RequestStatus.RUNNING)
+
+
+def update_from_transfers(scheduler: Scheduler) -> list[EngineOutput]:
+    """Act on transfers that have ended: free held blocks, and let requests run whose KV has arrived.
+
+    Returns:
+        Requests that have failed because theirs has not.
+    """
+    ended = scheduler.connector.take_output()
+    for request_id, transfer_id in ended.abandoned.items():
+        request = scheduler.requests[request_id]
+        scheduler.manager.hold(request, transfer_id)  # the peer may still write to these blocks
+        request.num_computed_tokens = 0
+        scheduler.move(request, RequestStatus.WAITING)
+    for name in ended.finished_sending | ended.finished_recving:
+        if name in scheduler.manager.held:
+            scheduler.manager.let_go(name)
+        elif name in ended.finished_recving:
+            take_over(scheduler, scheduler.requests[name], ended.invalid_block_ids.get(name, set()))
+    failed = []
+    for request_id in ended.reasons.keys() & scheduler.requests.keys():
+        scheduler.finish(scheduler.requests[request_id], "error")
+        error = f"keys and values that were computed elsewhere did not come: {ended.reasons[request_id]}"
+        failed.append(EngineOutput(request_id, finish_reason="error", error=error))
+    return failed

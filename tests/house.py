@@ -1,0 +1,171 @@
+"""The plan of the house: its floors, the parts that peel off, budgets of code lines, and the reading path.
+
+`python -m tests.house` prints the sizes of rooms and parts, and brings README's table of rooms and reading path up to date.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import pathlib
+import re
+import tokenize
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = ROOT / "nanovllm"
+
+# From the ground up.
+ROOMS = [
+    "data",
+    "checkpoint",
+    "text",
+    "ops",
+    "distributed",
+    "layers",
+    "attention",
+    "models",
+    "kv",
+    "kv_transfer",
+    "scheduler",
+    "runner",
+    "executor",
+    "trace",
+    "engine",
+    "server",
+    "router",
+    "lab",
+    "cli",
+]
+
+# What can be deleted, as patterns below the package: the rest still generates and serves.
+PARTS: dict[str, list[str]] = {
+    "KV on the move": ["kv_transfer/**/*", "router/**/*"],
+    "many processes": [
+        *(f"executor/{name}.py" for name in ("multiprocess", "remote", "ray", "torchrun", "worker")),
+        "engine/group.py",
+        "engine/data_rank.py",
+        "scheduler/data_parallel.py",
+        *(f"distributed/{name}" for name in ("shared_memory.*", "shared_collectives.py", "cost_model.py")),
+    ],
+    "experts and latent attention": [
+        *(f"models/{name}.py" for name in ("moe", "moe_config", "mixtral", "deepseek")),
+        "attention/latent*.py",
+        "ops/triton_grouped.py",
+        *(f"distributed/{name}.py" for name in ("expert_parallel", "load_balance")),
+    ],
+    "Triton": ["ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"],
+    "workshop": ["lab/**/*"],
+}
+
+# Code lines at most. A budget only ever gets smaller.
+BUDGETS = {"the engine": 18_700, "the workshop": 12_010, "the core that remains": 9_940}
+MODULE_LINES = 450
+
+# The core in an afternoon.
+READING_PATH = [
+    "data/request",
+    "data/schedule",
+    "kv/block_pool",
+    "kv/manager",
+    "scheduler/scheduler",
+    "attention/base",
+    "attention/torch",
+    "models/llama",
+    "runner/batch",
+    "runner/runner",
+    "engine/core",
+    "engine/llm",
+]
+
+
+def code_lines(text: str) -> int:
+    """Lines of a module that hold code: no blank lines, comments and docstrings."""
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
+            node
+        ):
+            docstrings.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    code: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings)
+
+
+@functools.cache
+def module_lines() -> dict[str, int]:
+    """Code lines of each module, by its path below the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {path.relative_to(PACKAGE).as_posix(): code_lines(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def files_of(part: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
+    """The files of a part, in a copy of the package that other parts may have left already."""
+    found = {path for pattern in PARTS[part] for path in package.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def sizes() -> dict[str, int]:
+    """Code lines of the rooms, of the parts that peel off, and of what BUDGETS names."""
+    modules = module_lines()
+    found = {f"{room}/": sum(n for path, n in modules.items() if path.startswith(f"{room}/")) for room in ROOMS}
+    peeled: set[str] = set()
+    for part in PARTS:
+        files = {path.relative_to(PACKAGE).as_posix() for path in files_of(part) if path.suffix == ".py"}
+        found[f"part: {part}"] = sum(modules[path] for path in files - peeled)
+        peeled |= files
+    found["the engine"] = sum(modules.values()) - found["lab/"]
+    found["the workshop"] = found["lab/"]
+    found["the core that remains"] = sum(n for path, n in modules.items() if path not in peeled)
+    return found
+
+
+def first_sentence(room: str) -> str:
+    """What a room is for: the first sentence of its docstring."""
+    docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
+    assert docstring, f"nanovllm/{room}/__init__.py has no docstring"
+    return " ".join(docstring.split("\n\n")[0].split())
+
+
+def room_table() -> str:
+    """README's table of rooms, from the top floor down, with their sizes in tens of code lines."""
+    found = sizes()
+    rows = [
+        f"| [`{room}/`](nanovllm/{room}) | {first_sentence(room).rstrip('.')} | {round(found[f'{room}/'], -1):,} |"
+        for room in reversed(ROOMS)
+    ]
+    return "\n".join(["| room | what is in it | code lines |", "| --- | --- | ---: |", *rows])
+
+
+def reading_path() -> str:
+    """README's reading path: files in order, with their sizes in tens of code lines."""
+    modules = module_lines()
+    return "\n".join(
+        f"{number}. [`{name}.py`](nanovllm/{name}.py), {round(modules[f'{name}.py'], -1)} lines"
+        for number, name in enumerate(READING_PATH, start=1)
+    )
+
+
+def up_to_date(readme: str) -> str:
+    """README with its table of rooms and its reading path as they should be."""
+    for block in (room_table(), reading_path()):
+        start = re.escape(re.match(r"[^\n]*?(?=,|$)", block, re.MULTILINE)[0])  # type: ignore[index]
+        readme, count = re.subn(
+            rf"^{start}.*?\n(?=\n|\Z)", lambda _, block=block: block + "\n", readme, flags=re.MULTILINE | re.DOTALL
+        )
+        assert count == 1, f"README lacks the block that begins with {block.splitlines()[0]}"
+    return readme
+
+
+def main() -> None:
+    for name, lines in sizes().items():
+        print(f"{lines:7,}  {name}" + (f" (at most {BUDGETS[name]:,})" if name in BUDGETS else ""))
+    path = ROOT / "README.md"
+    path.write_text(up_to_date(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
