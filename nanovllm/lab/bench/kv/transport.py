@@ -9,7 +9,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +50,15 @@ def layout_of(model: ModelConfig, dtype: torch.dtype, num_bytes: int) -> KVLayou
     return KVLayout(**vars(block) | {"num_blocks": 2 * count})
 
 
-def transports() -> dict[str, Callable[..., Transport]]:
+class TcpTransport(LocalTransport):
+    """TCP on one machine, too."""
+
+    share_memory = False
+
+
+def transports() -> dict[str, type[Transport]]:
     """Those that this machine has, by the way that is measured with them."""
-    found: dict[str, Callable[..., Transport]] = {
-        READ: LocalTransport,
-        WRITE: LocalTransport,
-        TCP: partial(LocalTransport, share_memory=False),
-    }
+    found: dict[str, type[Transport]] = {READ: LocalTransport, WRITE: LocalTransport, TCP: TcpTransport}
     if importlib.util.find_spec("nixl_cu12") is not None:
         from nanovllm.kv_transfer.transport.nixl import NixlTransport
 
@@ -95,10 +96,9 @@ def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
 class _Way:
     """A transport, with a cache of its own, on each of two ranks."""
 
-    def __init__(self, kind: Callable[..., Transport], layout: KVLayout) -> None:
+    def __init__(self, kind: type[Transport], layout: KVLayout) -> None:
         self.world, dtype = get_world_group(), getattr(torch, layout.dtype)
-        make: Callable[..., torch.Tensor] = getattr(kind, "func", kind).empty_cache  # type: ignore[union-attr]
-        self.caches = {layer: make(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
+        self.caches = {layer: kind.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
         for cache in self.caches.values():
             cache.fill_(self.world.rank + 1)
         self.transport = kind(layout, self.caches, "127.0.0.1", _SECRET)
