@@ -518,7 +518,7 @@ def test_a_slow_store_is_no_hang(
         scheduler, worker = halves(llm)
         monkeypatch.setattr(scheduler._shared, "contains", contains)
         greedy(llm, [some_prompts()[0]], 1)
-        monkeypatch.setattr(worker, "_reads", {Read()})
+        monkeypatch.setattr(worker, "_reads", {"request": Read()})
         worker.forget_requests()
     assert waits == [True, True]
 
