@@ -9,14 +9,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.data.parts import load
+from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +63,9 @@ class AttentionBackend(Protocol):
     name: str
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int = 0,
-        soft_cap: float = 0.0,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata,
+        scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """Attention of all new tokens, each over its own sequence up to itself.
 
         Args:
@@ -166,17 +159,11 @@ def get_forward_context() -> ForwardContext:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: int,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    rotary: Rotary | None = None,
-) -> Tensor:
-    """Attention as a model calls it: it says which layer it is and learns nothing else. Shapes as in
-    `AttentionBackend.forward`. With `rotary`, q and k come as they were projected, and may be overwritten."""
+    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float,
+    sliding_window: int = 0, soft_cap: float = 0.0, rotary: Rotary | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention as a model calls it: the model names its layer, and the forward context supplies the rest. Shapes as in
+    `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten."""
     context = get_forward_context()
     options: dict[str, Any] = {"soft_cap": soft_cap} if soft_cap else {}
     if rotary is not None:
@@ -188,19 +175,17 @@ def attend(
         return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
 
 
-# name -> module and class; imported when chosen, so that nobody needs what he does not use.
+# A backend's module is imported when it is chosen.
 BACKENDS = {
-    "torch": ("nanovllm.attention.torch", "TorchBackend"),
-    "cpu": ("nanovllm.attention.cpu", "CpuBackend"),
-    "triton": ("nanovllm.attention.triton", "TritonBackend"),
+    "torch": "nanovllm.attention.torch:TorchBackend",
+    "cpu": "nanovllm.attention.cpu:CpuBackend",
+    "triton": "nanovllm.attention.triton:TritonBackend",
 }
-
-
 # The same for models with latent attention (lecture 26).
 LATENT_BACKENDS = {
-    "torch": ("nanovllm.attention.latent", "TorchLatentBackend"),
-    "cpu": ("nanovllm.attention.latent", "CpuLatentBackend"),
-    "triton": ("nanovllm.attention.latent_kernels", "TritonLatentBackend"),
+    "torch": "nanovllm.attention.latent:TorchLatentBackend",
+    "cpu": "nanovllm.attention.latent:CpuLatentBackend",
+    "triton": "nanovllm.attention.latent_kernels:TritonLatentBackend",
 }
 
 
@@ -225,5 +210,4 @@ def get_backend(
         if obstacle is not None:
             logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
-    module, cls = (LATENT_BACKENDS if latent else BACKENDS)[name]
-    return getattr(import_module(module), cls)()
+    return load((LATENT_BACKENDS if latent else BACKENDS)[name], f"attention backend {name!r}")()

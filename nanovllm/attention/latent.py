@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, get_forward_context
-from nanovllm.attention.torch import attend_dense
+from nanovllm.ops.attention import attend_dense
 
 
 def latent_cache_shape(num_blocks: int, block_size: int, width: int) -> tuple[int, int, int]:

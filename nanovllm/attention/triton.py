@@ -46,26 +46,11 @@ def write_kv_cache(
     positions, cos_sin = rotary if rotary is not None else (slot_mapping, slot_mapping)
     if len(slot_mapping):
         write_kv_kernel[(len(slot_mapping), num_kv_heads)](
-            q,
-            k,
-            v,
-            kv_cache,
-            slot_mapping,
-            positions,
-            cos_sin,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            GROUP=group,
-            GROUP_P2=triton.next_power_of_2(group),
-            NUM_KV_HEADS=num_kv_heads,
-            BLOCK_SIZE=kv_cache.shape[3],
-            HEAD_DIM=head_dim,
-            HALF_P2=triton.next_power_of_2(head_dim // 2),
-            ROTATE=rotary is not None,
-            num_warps=2,
+            q, k, v, kv_cache, slot_mapping, positions, cos_sin, q.stride(0), k.stride(0), v.stride(0), GROUP=group,
+            GROUP_P2=triton.next_power_of_2(group), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv_cache.shape[3],
+            HEAD_DIM=head_dim, HALF_P2=triton.next_power_of_2(head_dim // 2), ROTATE=rotary is not None, num_warps=2,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
 
 
 class Hardware(NamedTuple):
@@ -134,14 +119,9 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    hardware: Hardware | None = None,
-) -> Tensor:
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0,
+    soft_cap: float = 0.0, hardware: Hardware | None = None,
+) -> Tensor:  # fmt: skip
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
 
     Nothing here looks at a length on the device: launches depend on the numbers of tokens and sequences, and on whether
@@ -193,30 +173,17 @@ def _attend_decodes(arguments: dict[str, Any], num_seqs: int, hardware: Hardware
         partial = q.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
         log_weight = q.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
     decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
-        **arguments,
-        partial_ptr=partial,
-        log_weight_ptr=log_weight,
-        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)),
-        TILE_KEYS=tiles.keys,
-        NUM_SPLITS=splits,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **FUSED,
-    )
+        **arguments, partial_ptr=partial, log_weight_ptr=log_weight,
+        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)), TILE_KEYS=tiles.keys, NUM_SPLITS=splits,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+    )  # fmt: skip
     if splits > 1:
         combine_kernel[(num_seqs, num_heads)](
-            partial,
-            log_weight,
+            partial, log_weight,
             *(arguments[name] for name in ("out_ptr", "seq_len_ptr", "query_start_ptr", "window")),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEAD_P2=arguments["HEAD_P2"],
-            TILE_KEYS=tiles.keys,
-            NUM_SPLITS=splits,
-            WINDOWED=arguments["WINDOWED"],
-            num_warps=4,
-            **FUSED,
-        )
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_P2=arguments["HEAD_P2"], TILE_KEYS=tiles.keys,
+            NUM_SPLITS=splits, WINDOWED=arguments["WINDOWED"], num_warps=4, **FUSED,
+        )  # fmt: skip
 
 
 def _attend_mixed(
@@ -228,16 +195,9 @@ def _attend_mixed(
     rows = max(tiles.rows, triton.next_power_of_2(group))
     tile_tokens = rows // group
     mixed_attention_kernel[(len(q) // tile_tokens + num_seqs, arguments["NUM_KV_HEADS"])](
-        **arguments,
-        num_seqs=num_seqs,
-        TILE_ROWS=rows,
-        TILE_TOKENS=tile_tokens,
-        TILE_KEYS=tiles.keys,
-        SKIP_DECODES=skip_decodes,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **FUSED,
-    )
+        **arguments, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=tiles.keys,
+        SKIP_DECODES=skip_decodes, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+    )  # fmt: skip
 
 
 class TritonBackend:
@@ -277,17 +237,9 @@ class TritonBackend:
         return [(n, 1, 1) for n in splits.values()] + mixed
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int = 0,
-        soft_cap: float = 0.0,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
+        sliding_window: int = 0, soft_cap: float = 0.0, rotary: Rotary | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.forward`; with `rotary`, q and k are rotated while k is written."""
         write_kv_cache(q, k, v, kv_cache, metadata.slot_mapping, rotary)
         return paged_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap, self.hardware)

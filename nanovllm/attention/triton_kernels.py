@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops import triton_interpreter
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
@@ -32,24 +32,10 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def write_kv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    slot_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
-    GROUP: tl.constexpr,
-    GROUP_P2: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_P2: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_stride, k_stride, v_stride,
+    GROUP: tl.constexpr, GROUP_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
     """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
     rotated on the way, the queries in place. Grid (num_tokens, num_kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -88,27 +74,10 @@ def write_kv_kernel(
 
 @triton.jit
 def _step(
-    q,
-    sums,
-    peak,
-    total,
-    cache_ptr,
-    table_ptr,
-    start,
-    end,
-    query_position,
-    score_scale,
-    cap_scale,
-    window,
-    block_stride,
-    value_offset,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
+    block_stride, value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED."""
     channel = tl.arange(0, q.shape[1])
     position = start + tl.arange(0, TILE_KEYS)
@@ -152,24 +121,10 @@ def _step(
 
 @triton.jit
 def _attend(
-    q,
-    cache_ptr,
-    table_ptr,
-    begin,
-    whole,
-    end,
-    query_position,
-    score_scale,
-    cap_scale,
-    window,
-    block_stride,
-    value_offset,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    q, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
+    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
     of which all rows see all of [begin, whole): whole tiles, which need no mask.
 
@@ -204,31 +159,11 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["window"])
 def decode_attention_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    log_weight_ptr,
-    table_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    score_scale,
-    cap_scale,
-    window,
-    q_stride,
-    table_stride,
-    block_stride,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale,
+    cap_scale, window, q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
     Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`."""
@@ -263,19 +198,10 @@ def decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["window"])
 def combine_kernel(
-    partial_ptr,
-    log_weight_ptr,
-    out_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    window,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    partial_ptr, log_weight_ptr, out_ptr, seq_len_ptr, query_start_ptr, window, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
-):
+):  # fmt: skip
     """The parts of one decode and one head, each an average over its keys, weighted with the sum of 2^score that it
     stands for. Grid (num_seqs, num_heads)."""
     seq = tl.program_id(0).to(tl.int64)
@@ -304,31 +230,11 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs", "window"])
 def mixed_attention_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    table_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    num_seqs,
-    score_scale,
-    cap_scale,
-    window,
-    q_stride,
-    table_stride,
-    block_stride,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    SKIP_DECODES: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q_ptr, cache_ptr, out_ptr, table_ptr, seq_len_ptr, query_start_ptr, num_seqs, score_scale, cap_scale, window,
+    q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
 
     A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; what of TILE_ROWS is left

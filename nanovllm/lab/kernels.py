@@ -345,7 +345,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _require_compiler() -> None:
     """Raises: UsageError: kernels cannot be compiled in this process."""
-    from nanovllm.ops.triton_support import is_interpreted
+    from nanovllm.ops.support import is_interpreted
 
     if importlib.util.find_spec("triton") is None:
         raise UsageError("the package 'triton' is not installed (there is none for macOS and Windows)")

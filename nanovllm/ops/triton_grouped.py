@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops import reference, triton_interpreter
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
@@ -49,20 +49,9 @@ def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> GroupedT
 
 @triton.jit
 def grouped_linear_kernel(
-    x_ptr,
-    weight_ptr,
-    count_ptr,
-    out_ptr,
-    x_stride,
-    expert_stride,
-    num_experts,
-    num_outputs,
-    num_inputs,
-    EXPERTS_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    TILE_INPUTS: tl.constexpr,
-):
+    x_ptr, weight_ptr, count_ptr, out_ptr, x_stride, expert_stride, num_experts, num_outputs, num_inputs,
+    EXPERTS_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, TILE_INPUTS: tl.constexpr,
+):  # fmt: skip
     """A tile of rows of one expert, and a tile of its outputs.
 
     Grid (as many row tiles as there could be, ceil(num_outputs / TILE_OUTPUTS)): neighbours share a tile of weights.
@@ -106,21 +95,8 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         # Every expert may have one tile that is not full, if there are so many rows.
         most = (num_rows + min(num_experts, num_rows) * (tiles.rows - 1)) // tiles.rows
         grouped_linear_kernel[(most, triton.cdiv(num_outputs, tiles.outputs))](
-            x,
-            weight,
-            counts,
-            out,
-            x.stride(0),
-            weight.stride(0),
-            num_experts,
-            num_outputs,
-            num_inputs,
-            EXPERTS_P2=triton.next_power_of_2(num_experts),
-            TILE_ROWS=tiles.rows,
-            TILE_OUTPUTS=tiles.outputs,
-            TILE_INPUTS=tiles.inputs,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
+            x, weight, counts, out, x.stride(0), weight.stride(0), num_experts, num_outputs, num_inputs,
+            EXPERTS_P2=triton.next_power_of_2(num_experts), TILE_ROWS=tiles.rows, TILE_OUTPUTS=tiles.outputs,
+            TILE_INPUTS=tiles.inputs, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
     return out

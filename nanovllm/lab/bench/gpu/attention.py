@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from nanovllm.attention.base import AttentionMetadata, kv_cache_shape
 from nanovllm.lab.bench.gpu.setting import Row, Setting, Skip, reason_of
 from nanovllm.lab.bench.gpu.timing import median_seconds
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.ops.support import why_no_triton
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768)

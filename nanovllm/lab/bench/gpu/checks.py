@@ -29,7 +29,7 @@ from nanovllm.lab.bench.gpu.cases import (
 )
 from nanovllm.lab.bench.gpu.latent import latent_case
 from nanovllm.lab.bench.gpu.setting import Row, Setting, Skip, reason_of
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.ops.support import why_no_triton
 
 Cases = dict[str, dict[str, Any]]
 

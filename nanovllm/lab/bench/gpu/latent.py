@@ -15,7 +15,7 @@ from nanovllm.attention.latent import LatentBackend, latent_cache_shape
 from nanovllm.lab.bench.gpu.cases import TOLERANCES, oracle, relative_error
 from nanovllm.lab.bench.gpu.setting import Row, Setting, Skip
 from nanovllm.lab.bench.gpu.timing import median_seconds
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.ops.support import why_no_triton
 
 # Of DeepSeek-V2-Lite; V3 has the same, and 128 heads, which eight ranks share.
 RANK, ROPE, BLOCK_SIZE = 512, 64, 16
