@@ -214,7 +214,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
         ValueError: no; the message names what would fit.
     """
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.layers.tensor_parallel import check_tensor_parallel
+    from nanovllm.models.config import check_tensor_parallel
     from nanovllm.models.moe import check_experts
 
     check_tensor_parallel(model_config, config.tensor_parallel_size)
@@ -252,7 +252,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:
     """In words: the grids of `least` to `most` ranks that a model can be divided into."""
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.layers.tensor_parallel import check_tensor_parallel
+    from nanovllm.models.config import check_tensor_parallel
     from nanovllm.models.moe import check_experts
 
     found = []

@@ -12,7 +12,6 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
 from nanovllm.layers.basic import Embedding, Linear, Place
-from nanovllm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -220,31 +219,3 @@ class ParallelLMHead(Linear):
     def place(self, kind: str, part: int = 0) -> Place:
         """Where the rows of this rank's tokens belong."""
         return self.shard.place_padded(self.get_parameter(kind))
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
-    """See whether the layers of a model can be divided among `tp` ranks, before anything is loaded.
-
-    Raises:
-        ValueError: they cannot; the message says why, and which numbers of ranks fit.
-    """
-    misfits = _misfits(config, tp)
-    if misfits:
-        sizes = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
-        *others, last = map(str, sizes)
-        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
-        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
-
-
-def _misfits(config: ModelConfig, tp: int) -> list[str]:
-    """What of a model cannot be divided among `tp` ranks."""
-    moe = config.moe
-    counts = {"attention heads": config.num_heads}
-    if moe is None or not all(moe.sparse_layers):
-        counts["MLP channels (intermediate_size)"] = config.intermediate_size
-    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
-        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
-    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        misfits.append(f"{config.num_kv_heads} KV heads")
-    return misfits

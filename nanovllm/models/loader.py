@@ -16,11 +16,9 @@ from torch import Tensor
 
 from nanovllm.checkpoint.files import shard_names
 from nanovllm.checkpoint.headers import CheckpointHeaders, check_memory
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.deepseek import DeepseekForCausalLM
-from nanovllm.models.gemma2 import Gemma2ForCausalLM
+from nanovllm.data.parts import load
+from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.mixtral import MixtralForCausalLM, Qwen3MoeForCausalLM
 
 
 class CheckpointError(ValueError):
@@ -148,20 +146,12 @@ def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Ten
             yield name, RandomTensor(shape, seed, name, dtype, device)
 
 
-# Architectures whose layers differ from Llama's in more than what the configuration says.
-MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
-}
-
-
 def build_model(config: ModelConfig) -> LlamaForCausalLM:
     """The model, or this rank's part of it, on torch's meta device: it has shapes, and no memory."""
+    entry = SUPPORTED_ARCHITECTURES[config.architecture].get("class", "nanovllm.models.llama:LlamaForCausalLM")
+    model_class = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
-        return MODEL_CLASSES.get(config.architecture, LlamaForCausalLM)(config, 1)
+        return model_class(config, 1)
 
 
 @torch.inference_mode()

@@ -33,7 +33,3 @@ class MixtralForCausalLM(MoEForCausalLM):
     """A decoder-only model over packed tokens, as `LlamaForCausalLM`."""
 
     model_class = MixtralModel
-
-
-class Qwen3MoeForCausalLM(MixtralForCausalLM):
-    """Mixtral with normalised heads and many small experts, as the configuration says."""

@@ -37,7 +37,7 @@ class Setting:
 
     def tensor_size(self) -> int | None:
         """The fewest ranks, up to four, among which each layer of the model can be divided; None if it cannot."""
-        from nanovllm.layers.tensor_parallel import check_tensor_parallel
+        from nanovllm.models.config import check_tensor_parallel
 
         for size in (2, 3, 4):
             try:
