@@ -20,7 +20,7 @@ if is_interpreted():
 
 @triton.jit
 def _rotate(first, second, cos, sin):
-    """Turn pairs of channels by an angle; each product is rounded, as plain torch rounds it."""
+    """Rotate pairs of channels by an angle; each product is rounded, as in plain torch."""
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     x_cos = (x * cos).to(first.dtype).to(tl.float32)
@@ -89,7 +89,7 @@ def _step(
     offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
     keys = cache_ptr + offset[None, :] + channel[:, None]
     values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
-    # What lies in a slot that nobody has written may be NaN, and 0 * NaN is NaN: it must not be loaded.
+    # A slot that was never written may hold NaN, and 0 * NaN is NaN: it must not be loaded.
     if MASKED:
         k = tl.load(keys, mask=exists[None, :] & (channel[:, None] < HEAD_DIM), other=0.0)
         v = tl.load(values, mask=exists[:, None] & (channel[None, :] < HEAD_DIM), other=0.0)
@@ -150,7 +150,7 @@ def _attend(
 
 @triton.jit
 def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first position that a decode reads, positions in a part): whole tiles, as even as they can be."""
+    """(first position that a decode reads, positions per part): whole tiles, as even as possible."""
     first = 0
     if WINDOWED:
         first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
@@ -202,8 +202,8 @@ def combine_kernel(
     HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """The parts of one decode and one head, each an average over its keys, weighted with the sum of 2^score that it
-    stands for. Grid (num_seqs, num_heads)."""
+    """Combine the parts of one decode and one head: averages over keys, weighted with their sums of 2^score. Grid
+    (num_seqs, num_heads)."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.load(query_start_ptr + seq).to(tl.int64)
@@ -237,9 +237,9 @@ def mixed_attention_kernel(
 ):  # fmt: skip
     """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
 
-    A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; what of TILE_ROWS is left
-    over stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for
-    every length: so the grid (num_tokens // TILE_TOKENS + num_seqs, num_kv_heads) is known without looking at any.
+    A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; the rest of TILE_ROWS
+    stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for
+    every length: so the grid (num_tokens // TILE_TOKENS + num_seqs, num_kv_heads) is known without reading a length.
     """
     # Late tiles have the most keys before them: they start first, and short ones fill the gaps at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
