@@ -74,6 +74,11 @@ class Description(BaseModel):
     optional: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
+    def read(cls, values: dict[str, Any], file: str) -> Fields:
+        """The checked fields that are not null; see `check`."""
+        return Fields(cls.check(values, file), file)
+
+    @classmethod
     def check(cls, values: dict[str, Any], file: str) -> dict[str, Any]:
         """The described fields that the file has, null or not, without invalid optional ones.
 
@@ -151,7 +156,7 @@ NEEDED_BY_ROPE_TYPE = {
 def _check_rope(values: dict[str, Any]) -> dict[str, Any]:
     """Check the parameters; the value stays as it is in the file."""
     try:
-        found = Fields(RopeScaling.check(values, ""), "")
+        found = RopeScaling.read(values, "")
         for name in NEEDED_BY_ROPE_TYPE.get(found.get("rope_type") or found.get("type") or "default", ()):
             found[name]
     except ModelFileError as error:

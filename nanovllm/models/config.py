@@ -7,15 +7,8 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.files import (
-    SAMPLING_DEFAULTS,
-    ConfigFile,
-    Fields,
-    GenerationConfigFile,
-    ModelFileError,
-    check_token_ids,
-    read_json,
-)
+from nanovllm.checkpoint import files
+from nanovllm.checkpoint.files import Fields, ModelFileError, read_json
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 
@@ -126,7 +119,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
         """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
-        raw = ConfigFile.check(raw, "config.json")
+        raw = files.ConfigFile.check(raw, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
@@ -144,11 +137,9 @@ class ModelConfig:
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", _LLAMA_ROPE))
-        generation = Fields(
-            GenerationConfigFile.check(generation or {}, "generation_config.json"), "generation_config.json"
-        )
+        generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for fields in (raw, generation):
-            check_token_ids(fields, raw["vocab_size"], fields.file)
+            files.check_token_ids(fields, raw["vocab_size"], fields.file)
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
         attention_bias = raw.get("attention_bias", False)
         latent = traits.get("latent", False)
@@ -256,7 +247,7 @@ def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> li
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     """The recommended values that `SamplingParams` accepts; others are ignored with a warning."""
     defaults = {}
-    for name in (name for name in SAMPLING_DEFAULTS if name in generation):
+    for name in (name for name in files.SAMPLING_DEFAULTS if name in generation):
         try:
             SamplingParams(**{name: generation[name]})
         except ValueError as error:

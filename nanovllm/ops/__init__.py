@@ -187,15 +187,9 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-) -> Tensor:
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Causal attention of a mixed batch over the paged cache (Kwon et al., 2023, arXiv 2309.06180).
 
     Sequence s has the query rows `query_start_loc[s]:query_start_loc[s + 1]`, which are the last positions of its

@@ -254,15 +254,9 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-) -> Tensor:
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     _, num_heads, q_head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     fits = q_head_dim == head_dim and head_dim % HEAD_ALIGNMENT == 0 and num_heads % num_kv_heads == 0

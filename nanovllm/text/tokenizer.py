@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nanovllm.checkpoint.files import NAMED_TOKENS, Fields, ModelFileError, TokenizerConfigFile, read_json
+from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.text.chat_template import PROCESS
 
 #: The spelling of a single byte in SentencePiece vocabularies.
@@ -76,9 +76,9 @@ class Tokenizer:
             ValueError: the folder has no tokenizer, or one that cannot be read.
         """
         folder = Path(path)
-        config = _read_config(folder / "tokenizer_config.json")
+        config = _read_fields(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # written before transformers 4.34
-            config |= _read_config(folder / "special_tokens_map.json")
+            config |= _read_fields(folder / "special_tokens_map.json")
         templates = _read_chat_templates(folder, config)
         if not (folder / "tokenizer.json").is_file():
             backend, special_tokens = _load_with_transformers(folder)
@@ -223,9 +223,9 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_fields(path: Path) -> dict[str, Any]:
     """The fields of a file that `TokenizerConfigFile` describes."""
-    return Fields(TokenizerConfigFile.check(read_json(path), str(path)), str(path))
+    return TokenizerConfigFile.read(read_json(path), str(path))
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
