@@ -57,12 +57,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integral(value: Any) -> Any:
-    """The integer, if it is written as a floating-point number such as 131072.0; any other value unchanged."""
+    """The value, with integers for floating-point numbers such as 131072.0, in lists too."""
+    if isinstance(value, list):
+        return list(map(_integral, value))
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _integrals(value: Any) -> Any:
-    return list(map(_integral, value)) if isinstance(value, list) else _integral(value)
 
 
 class Description(BaseModel):
@@ -85,7 +83,7 @@ class Description(BaseModel):
         Raises:
             ModelFileError: a value that is of another type or out of its range; names the file and the field.
         """
-        values = {name: _integrals(value) for name, value in values.items()}
+        values = {name: _integral(value) for name, value in values.items()}
         try:
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 import psutil
 import torch
@@ -38,9 +37,7 @@ class CheckpointHeaders:
     def __enter__(self) -> CheckpointHeaders:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError):
             raise type(error)(f"{self._where}: {error}") from error
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import re
-import types
 import typing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -289,7 +288,10 @@ class EngineConfig:
                 if name in choices:
                     options["choices"] = choices[name]
                 else:
-                    options["type"] = token_count if name in IN_TOKENS else _plain_type(hint)
+                    plain = next(
+                        t for t in (int, float, str) if t is hint or t in typing.get_args(hint)
+                    )  # of `int | None`
+                    options["type"] = token_count if name in IN_TOKENS else plain
                     options["metavar"] = name.rsplit("_", 1)[-1].upper()
             short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
             group.add_argument("--" + name.replace("_", "-"), *short, **options)
@@ -313,13 +315,6 @@ def _descriptions(cls: type) -> dict[str, str]:
     """The attributes in a class's docstring, each with its text on one line."""
     entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE)
     return {name: re.sub(r"\s+", " ", text) for name, text in entries}
-
-
-def _plain_type(hint: Any) -> type:
-    """`int | None` -> int."""
-    if isinstance(hint, types.UnionType):
-        hint = next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
 
 
 def parse_bytes(size: str | int, name: str) -> int:

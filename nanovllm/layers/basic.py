@@ -32,6 +32,8 @@ class Layer(nn.Module):
 class Linear(Layer):
     """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
 
+    packable = True  # the weight may be rearranged, since nothing but the product uses it
+
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)

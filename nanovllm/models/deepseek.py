@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
 from nanovllm.attention.latent import attend_latent
-from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
-from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
-from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.layers.basic import Linear, Place, RMSNorm
+from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaModel, rotary_table
 from nanovllm.models.mixtral import MixtralDecoderLayer
@@ -68,19 +67,16 @@ def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
 
 
-class LatentUpProjection(Layer):
+class LatentUpProjection(ColumnParallelLinear):
     """For each head of this rank, the matrix that makes its key and its value from a latent. Attention multiplies with
-    parts of it, so it is not a `Linear`, whose weight may be packed."""
+    parts of it, so its weight must not be packed."""
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator | None = None) -> None:
-        super().__init__()
-        self.head_rows = config.qk_nope_head_dim + config.v_head_dim
-        self.shard = Shard.equal(config.num_heads * self.head_rows, group or get_tp_group())
-        self.weight = nn.Parameter(torch.empty(self.shard.size, config.kv_lora_rank), requires_grad=False)
+    packable = False
 
-    def place(self, kind: str, part: int = 0) -> Place:
-        """Where the rows of this rank's heads belong."""
-        return self.shard.place(self.get_parameter(kind))
+    def __init__(self, config: ModelConfig) -> None:
+        head_rows = config.qk_nope_head_dim + config.v_head_dim
+        super().__init__(config.kv_lora_rank, config.num_heads * head_rows)
+        self.head_rows = head_rows
 
     @property
     def heads(self) -> Tensor:

@@ -55,7 +55,7 @@ class Gemma2DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Gemma2MLP(config)
+        self.mlp = Gemma2MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.post_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
-from nanovllm.distributed.groups import get_pp_group
+from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
@@ -84,12 +84,12 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, bias: bool, reduce: bool = True, group: GroupCoordinator | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, config.mlp_bias
-        )
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [intermediate] * 2, bias, group)
+        self.down_proj = RowParallelLinear(intermediate, hidden, bias, reduce, group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
@@ -109,7 +109,7 @@ class DecoderLayer(nn.Module):
 
     def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
         """The MLP of a layer; models with experts have other modules here."""
-        return MLP(config)
+        return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -249,7 +249,7 @@ class LlamaForCausalLM(nn.Module):
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be loaded, since a
         packed matrix has no rows to copy to."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and module.packable:
                 module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
         if self.config.tie_word_embeddings and self.model.stage.is_last:
             self.model.embed_tokens.weight = self.lm_head.weight

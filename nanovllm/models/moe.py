@@ -18,8 +18,8 @@ from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlaceme
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
 from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.layers.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
-from nanovllm.models.llama import FUSED, LlamaForCausalLM, LlamaModel
+from nanovllm.layers.tensor_parallel import Shard
+from nanovllm.models.llama import FUSED, MLP, LlamaForCausalLM, LlamaModel
 from nanovllm.models.moe_config import MoEConfig
 
 
@@ -139,18 +139,6 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
 
 
-class SharedExperts(nn.Module):
-    """The experts that every token visits, as one MLP; whole on each rank of a group of one."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, group=group)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, reduce=False, group=group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
-
-
 class MoE(nn.Module):
     """A router and its experts, in place of a layer's MLP.
 
@@ -175,7 +163,8 @@ class MoE(nn.Module):
             holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # each expert is whole
         self.experts = Experts(num_slots, hidden_size, config.intermediate_size, holders)
         shared = 0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
-        self.shared_experts = SharedExperts(hidden_size, shared, holders) if shared else None
+        # Every token visits these: one MLP, whole on each rank of a group of one.
+        self.shared_experts = MLP(hidden_size, shared, False, reduce=False, group=holders) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same shape."""
