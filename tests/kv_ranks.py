@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,8 +21,8 @@ from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.kv_transfer.transport.nixl import NixlTransport
 from nanovllm.kv_transfer.transport.transfers import Ended
+from tests.processes import CONTEXT
 
-CONTEXT = multiprocessing.get_context("spawn")
 SECRET = b"what only the tests know"
 
 

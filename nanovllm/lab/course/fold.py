@@ -9,7 +9,7 @@ from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
 from nanovllm.lab.course.pieces import Piece, cut, first_row, inline_body, is_placeholder, label
 
 MARKER = "Built by {}: edit it there, then run `python -m nanovllm.lab.course build`."
-_COURSE = f"{PACKAGE}.course"
+_COURSE = f"{PACKAGE}.lab.course"
 
 
 @dataclass
