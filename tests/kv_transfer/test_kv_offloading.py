@@ -686,6 +686,7 @@ def story_of_mooncake(model: str, folder: str) -> None:
             assert answers(first, some_prompts()) == expected
 
 
+@pytest.mark.nightly
 def test_mooncake(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     on_own_loopback("tests.kv_transfer.test_kv_offloading", "story_of_mooncake", str(tiny_model), str(tmp_path))
 

@@ -628,6 +628,7 @@ def story_of_mooncake(folder: str) -> None:
         writer.close()
 
 
+@pytest.mark.nightly
 def test_mooncake(tmp_path: pathlib.Path) -> None:
     on_own_loopback("tests.kv_transfer.test_kv_stores", "story_of_mooncake", str(tmp_path))
 
