@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
 from nanovllm.attention.torch import TorchBackend
-from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
+from nanovllm.models.llama import LlamaForCausalLM
 
 BLOCK_SIZE = 16
 
@@ -34,7 +34,7 @@ class GreedyLoop:
         longest = max(map(len, prompts)) + num_tokens
         blocks = -(-longest // BLOCK_SIZE)
         self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(len(prompts), blocks)
-        layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
+        layers: list[Any] = list(model.model.layers)
         shape = kv_cache_shape(
             self._tables.numel(), layers[0].self_attn.qkv_proj.num_kv_heads, BLOCK_SIZE, model.config.head_dim
         )
