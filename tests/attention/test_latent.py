@@ -30,7 +30,7 @@ from nanovllm.attention.latent import (
     latent_cache_shape,
 )
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.lab.bench.gpu.latent import latent_case
+from nanovllm.lab.cases import latent_case
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.models.config import ModelConfig, UnsupportedModelError
 from nanovllm.models.deepseek import latent_rotary_table, yarn_frequencies
