@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab test nightly long lint browser servers build run figures bench gpu clean
+.PHONY: help install serve chat lab quick test lectures nightly long lint browser servers build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -48,30 +48,45 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
-# One thread per worker, since two workers run at a time; the lectures measure, so each runs alone.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# One thread per worker, since two workers run at a time.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
+	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
+	lab/course/test_course_build.py lab/course/test_course_teaching.py)
+
+# Lectures that compare times run alone, with all cores for themselves.
 LECTURES_TEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
-	--nbval-sanitize-with nanovllm/lab/course/sanitize.cfg notebooks
+	--nbval-sanitize-with nanovllm/lab/course/sanitize.cfg
+TOGETHER := $(foreach number,00 11 12 13 15 22 26,$(wildcard notebooks/$(number)_*.ipynb))
+ALONE := $(filter-out $(TOGETHER),$(sort $(wildcard notebooks/*.ipynb)))
 
 # Older CPUs than this one: what the compiler uses for our kernels, then what torch and its libraries use.
 NO_AMX := -mno-amx-tile -mno-amx-bf16
 AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
 AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-NUMERICS := -m "not slow" -k "not building" $(addprefix tests/,test_ops.py test_blend.py test_runner.py test_engine.py test_against_transformers.py)
+NUMERICS := -m "not slow and not nightly" -k "not building" tests/ops tests/models/test_against_transformers.py
 
-test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about half an hour on two cores)
+quick: install  ## tests without processes, servers and browser, in a minute
+	$(TESTS) -m "not slow and not nightly" $(QUICK)
+
+test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about a quarter of an hour on two cores)
 	$(TESTS) tests
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
 	$(BIN)/nanovllm kernels
-	$(LECTURES_TEST)
+	$(MAKE) lectures
 
-nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## everything, long attacks and soaks, all tests as on older CPUs (make -k: to the end)
+lectures: install  ## run all lectures, and compare their outputs
+	$(LECTURES_TEST) -n 2 --dist loadfile $(TOGETHER)
+	$(LECTURES_TEST) $(ALONE)
+
+nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
 
 long: browser servers
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
 
+as-%: export NANOVLLM_TEST_EXAMPLES := all
 as-%: browser servers
 	$(AS_$*) $(TESTS) tests
 

@@ -23,3 +23,14 @@ def server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
     """A server of the tiny model, under the name "tiny"."""
     with ServerProcess(tiny_model, tmp_path_factory.mktemp("server")) as running:
         yield running
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and engines that this process starts are forked from one that has imported torch."""
+    from multiprocessing import forkserver
+
+    from tests.processes import StartedOrForked
+
+    forkserver.ensure_running()  # before a test looks which processes it leaves
+    monkeypatch.setattr("subprocess.Popen", StartedOrForked)

@@ -3,7 +3,6 @@ its own, which can be killed."""
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from nanovllm import SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.engine.core import EngineCore
+from tests.processes import CONTEXT
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -124,9 +124,6 @@ class Gate:
 
 
 # ------------------------------------------------------------------------------------ an engine that can be killed
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.kv_engines", "nanovllm.kv_transfer.pd.disaggregated"])
 
 
 class Child:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,9 +21,18 @@ from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.kv_transfer.transport.nixl import NixlTransport
 from nanovllm.kv_transfer.transport.transfers import Ended
+from tests.processes import CONTEXT
 
-CONTEXT = multiprocessing.get_context("spawn")
 SECRET = b"what only the tests know"
+
+
+class TcpTransport(LocalTransport):
+    """TCP on one machine, too."""
+
+    share_memory = False
+
+
+TRANSPORTS: dict[str, type[Transport]] = {"local": LocalTransport, "tcp": TcpTransport, "nixl": NixlTransport}
 
 
 def layouts(pp: int = 1, tp: int = 1, **fields: Any) -> list[KVLayout]:
@@ -63,14 +71,12 @@ class Rank:
 
     def __init__(self, kind: str, layout: KVLayout, salt: int, secret: bytes = SECRET, **options: Any) -> None:
         self.layout, self.salt = layout, salt
-        transport: type[Transport] = NixlTransport if kind == "nixl" else LocalTransport
+        transport = TRANSPORTS[kind]
         dtype = getattr(torch, layout.dtype)
         self.caches = {layer: transport.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
         for layer, cache in self.caches.items():
             for block in range(layout.num_blocks):
                 cache[block] = content(layout, layer, block, salt)
-        if kind == "tcp":
-            options["share_memory"] = False
         self.transport = transport(layout, self.caches, "127.0.0.1", secret, **options)
 
     def push(self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]) -> None:

@@ -195,11 +195,15 @@ def reference_model(folder: str) -> Any:
     ).eval()
 
 
-@torch.inference_mode()
 def reference_tokens(folder: str, prompt: list[int], count: int, stop_ids: tuple[int, ...] = ()) -> list[int]:
     """Greedy continuation by transformers: `count` tokens, or fewer if one of `stop_ids` comes."""
-    model = reference_model(folder)
-    out = model.generate(
+    return list(_reference_tokens(folder, tuple(prompt), count, stop_ids))
+
+
+@functools.cache
+@torch.inference_mode()
+def _reference_tokens(folder: str, prompt: tuple[int, ...], count: int, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    out = reference_model(folder).generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
         max_new_tokens=count,
@@ -207,7 +211,7 @@ def reference_tokens(folder: str, prompt: list[int], count: int, stop_ids: tuple
         eos_token_id=list(stop_ids) or None,
         pad_token_id=0,
     )
-    return out[0, len(prompt) :].tolist()
+    return tuple(out[0, len(prompt) :].tolist())
 
 
 @torch.inference_mode()

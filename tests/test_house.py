@@ -16,7 +16,6 @@ from tests.house import BUDGETS, MODULE_LINES, PACKAGE, PARTS, ROOMS, ROOT, file
 CLIMBING: set[tuple[str, str]] = {
     ("lab.bench.__main__", "cli.main"),
     ("lab.kernels", "cli.main"),
-    ("layers.tensor_parallel", "models.config"),
     ("router.config", "cli.main"),
     ("router.fleet", "cli.main"),
     ("router.run", "cli.main"),

@@ -1,4 +1,4 @@
-"""What a step tells attention, how it gets there, and what every attention backend has to answer.
+"""The interface of attention backends, and the forward context that gives them a step's metadata.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -9,25 +9,25 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.data.parts import load
+from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class AttentionMetadata:
-    """Where the tokens of a mixed batch belong. The new tokens of all sequences are packed one after another.
+    """The positions of a mixed batch's tokens. The new tokens of all sequences are packed one after another.
 
     Sequence s has the rows `query_start_loc[s] : query_start_loc[s + 1]`; they are the *last* positions of its
-    `seq_lens[s]` tokens. One row is a decode step, all rows a whole prompt, some rows a chunk or the rest after a
-    prefix hit: the two vectors together say it all, and no flag tells prefill from decode.
+    `seq_lens[s]` tokens. One row is a decode, all rows are a whole prompt, some rows are a chunk or the rest after a
+    prefix-cache hit. The two vectors express all of these, so no flag is needed for prefill and decode.
 
     Attributes:
         query_start_loc: `[num_seqs + 1]` int32.
@@ -46,7 +46,7 @@ class AttentionMetadata:
 
 
 class Rotary(NamedTuple):
-    """The rotation that queries and keys still need: `positions` `[num_tokens]` int64, and the table `cos_sin`
+    """The rotation still to be applied to queries and keys: `positions` `[num_tokens]` int64, and the table `cos_sin`
     `[max_positions, head_dim]` float32."""
 
     positions: Tensor
@@ -56,23 +56,16 @@ class Rotary(NamedTuple):
 class AttentionBackend(Protocol):
     """Writes new keys and values into the cache of one layer and attends over it.
 
-    A backend that has `fuses_rotary = True` takes a further argument `rotary`, a `Rotary` or None, and rotates q and k
-    while it writes; for all others, `attend` rotates them first.
+    A backend with `fuses_rotary = True` takes a further argument `rotary`, a `Rotary` or None, and rotates q and k
+    while it writes. For all other backends, `attend` rotates them first.
     """
 
     name: str
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int = 0,
-        soft_cap: float = 0.0,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata,
+        scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """Attention of all new tokens, each over its own sequence up to itself.
 
         Args:
@@ -91,8 +84,8 @@ class AttentionBackend(Protocol):
 def kv_cache_shape(
     num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
-    """Shape of one layer's cache. A block's keys and values lie together, so that it moves as one piece; within
-    it, each head's rows lie together, so that a kernel that serves one head reads them in one stream."""
+    """Shape of one layer's cache. A block's keys and values are contiguous, so that it moves as one piece. Within a
+    block, each head's rows are contiguous, so that a kernel that serves one head reads them in one stream."""
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
@@ -108,11 +101,11 @@ class LayerConnector(Protocol):
 
 @dataclass
 class ForwardContext:
-    """What a forward pass needs beside the model's inputs: who attends, over which caches, and where.
+    """The inputs of a forward pass beyond the model's: attention backend, caches and metadata.
 
     Attributes:
-        kv_caches: of each layer, by its number in the model; a rank that has some of the layers has no others.
-        connector: is called around each layer, if KV moves between this engine and others.
+        kv_caches: by the layer's number in the model, for the layers of this rank.
+        connector: is called around each layer's attention, if KV is shared with other engines.
     """
 
     backend: AttentionBackend
@@ -121,9 +114,9 @@ class ForwardContext:
     connector: LayerConnector | None = None
 
     def cache_of(self, layer: int) -> AbstractContextManager[Tensor]:
-        """Around attention: this layer's cache, with all in it that comes from elsewhere; what is written may then go there."""
+        """Around attention: this layer's cache, after the connector has loaded it; afterwards the connector saves it."""
         kv_cache = self.kv_caches[layer]
-        # A generator would cost every layer of every step two microseconds, for nothing.
+        # A generator-based context manager would cost two microseconds per layer and step.
         return nullcontext(kv_cache) if self.connector is None else _shared(self.connector, layer, kv_cache)
 
 
@@ -139,10 +132,10 @@ _current: ForwardContext | None = None
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make the context visible to the attention layers below, for the duration of one forward pass.
+    """Make the context visible to the attention layers, for the duration of one forward pass.
 
     Raises:
-        RuntimeError: a context is set already: two forward passes would write to each other's slots.
+        RuntimeError: a context is already set; two forward passes would write to each other's slots.
     """
     global _current
     if _current is not None:
@@ -166,17 +159,11 @@ def get_forward_context() -> ForwardContext:
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layer: int,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    rotary: Rotary | None = None,
-) -> Tensor:
-    """Attention as a model calls it: it says which layer it is and learns nothing else. Shapes as in
-    `AttentionBackend.forward`. With `rotary`, q and k come as they were projected, and may be overwritten."""
+    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float,
+    sliding_window: int = 0, soft_cap: float = 0.0, rotary: Rotary | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention as a model calls it: the model names its layer, and the forward context supplies the rest. Shapes as in
+    `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten."""
     context = get_forward_context()
     options: dict[str, Any] = {"soft_cap": soft_cap} if soft_cap else {}
     if rotary is not None:
@@ -188,19 +175,17 @@ def attend(
         return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
 
 
-# name -> module and class; imported when chosen, so that nobody needs what he does not use.
+# A backend's module is imported when it is chosen.
 BACKENDS = {
-    "torch": ("nanovllm.attention.torch", "TorchBackend"),
-    "cpu": ("nanovllm.attention.cpu", "CpuBackend"),
-    "triton": ("nanovllm.attention.triton", "TritonBackend"),
+    "torch": "nanovllm.attention.torch:TorchBackend",
+    "cpu": "nanovllm.attention.cpu:CpuBackend",
+    "triton": "nanovllm.attention.triton:TritonBackend",
 }
-
-
 # The same for models with latent attention (lecture 26).
 LATENT_BACKENDS = {
-    "torch": ("nanovllm.attention.latent", "TorchLatentBackend"),
-    "cpu": ("nanovllm.attention.latent", "CpuLatentBackend"),
-    "triton": ("nanovllm.attention.latent_kernels", "TritonLatentBackend"),
+    "torch": "nanovllm.attention.latent:TorchLatentBackend",
+    "cpu": "nanovllm.attention.latent:CpuLatentBackend",
+    "triton": "nanovllm.attention.latent_kernels:TritonLatentBackend",
 }
 
 
@@ -225,5 +210,4 @@ def get_backend(
         if obstacle is not None:
             logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
-    module, cls = (LATENT_BACKENDS if latent else BACKENDS)[name]
-    return getattr(import_module(module), cls)()
+    return load((LATENT_BACKENDS if latent else BACKENDS)[name], f"attention backend {name!r}")()

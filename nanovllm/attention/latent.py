@@ -1,8 +1,8 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): the cache holds one short vector a token for all heads.
+"""Multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434): the cache holds one short vector per token for all heads.
 
-Keys and values of every head are products of that vector, the latent, with matrices that the model knows. So they can be
-made from the cache whenever they are needed (naive), or not at all: the matrices move over to the queries and to the
-output (absorbed). Which one is cheaper depends on how many queries there are for each cached token.
+Keys and values of every head are products of that vector, the latent, with matrices of the model. Attention can compute
+them from the cache (naive), or it can apply the matrices to the queries and to the output instead (absorbed). Which one
+is cheaper depends on the number of queries per cached token.
 
 Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, get_forward_context
-from nanovllm.attention.torch import attend_dense
+from nanovllm.ops.attention import attend_dense
 
 
 def latent_cache_shape(num_blocks: int, block_size: int, width: int) -> tuple[int, int, int]:
-    """Shape of one layer's cache: rows of `width = kv_lora_rank + qk_rope_head_dim` numbers, one a token. There are no
-    heads, and the row that is a token's key is its value, too."""
+    """Shape of one layer's cache: rows of `width = kv_lora_rank + qk_rope_head_dim` numbers, one per token. There are no
+    heads, and a token's row is both its key and its value."""
     return (num_blocks, block_size, width)
 
 
@@ -30,7 +30,7 @@ def write_latent(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None
     """Put each token's row into its slot.
 
     Args:
-        latent: `[num_tokens, width]`, the normalised latent and behind it the rotated part of the key.
+        latent: `[num_tokens, width]`, the normalised latent, then the rotated part of the key.
         kv_cache: `[num_blocks, block_size, width]`, changed in place.
         slot_mapping: `[num_tokens]` int64; -1 marks padding, which is not written.
     """
@@ -45,24 +45,24 @@ def gather_latent(kv_cache: Tensor, block_table: Tensor, seq_len: int) -> Tensor
 
 
 def expand(rows: Tensor, up: Tensor, nope: int) -> tuple[Tensor, Tensor]:
-    """What the cache stands for: keys `[num_heads, seq_len, nope + rope]` and values `[num_heads, seq_len, v]`.
+    """Compute keys and values from rows of the cache: keys `[num_heads, seq_len, nope + rope]` and values `[num_heads, seq_len, v]`.
 
     Args:
         rows: `[seq_len, rank + rope]`.
-        up: `[num_heads, nope + v, rank]`, which makes a head's key and value of a latent.
+        up: `[num_heads, nope + v, rank]`, which maps a latent to each head's key and value.
     """
     rank, width = up.shape[2], up.shape[1]
     heads = F.linear(rows[:, :rank], up.flatten(0, 1)).view(len(rows), -1, width).transpose(0, 1)
     k_nope, values = heads.split([nope, width - nope], dim=2)
-    k_rope = rows[:, rank:].expand(len(up), -1, -1)  # one for all heads
+    k_rope = rows[:, rank:].expand(len(up), -1, -1)  # the same for all heads
     return torch.cat([k_nope, k_rope], dim=2), values
 
 
 def absorb(q: Tensor, up: Tensor, rope: int) -> Tensor:
-    """Queries that can be compared with rows of the cache: `[num_tokens, num_heads, rank + rope]`.
+    """Transform queries so that rows of the cache are their keys: `[num_tokens, num_heads, rank + rope]`.
 
-    q · (W c) = (Wᵀ q) · c: the matrix that would make a key of every latent is applied to the query instead, once. It
-    cannot pass the rotation, which differs from position to position; so the rotated channels stay as they are.
+    q · (W c) = (Wᵀ q) · c: the matrix is applied once to the query, instead of to every latent. It does not commute with
+    the rotation, which differs from position to position; so the rotated channels stay unchanged.
 
     Args:
         q: `[num_tokens, num_heads, nope + rope]`.
@@ -73,9 +73,9 @@ def absorb(q: Tensor, up: Tensor, rope: int) -> Tensor:
 
 
 def unabsorb(out: Tensor, up: Tensor, v: int) -> Tensor:
-    """From averages of latents to averages of values: `[num_tokens, num_heads, rank]` to `[..., v]`.
+    """Transform averages of latents into averages of values: `[num_tokens, num_heads, rank]` to `[..., v]`.
 
-    Σ p (W c) = W Σ p c: the matrix that would make a value of every latent is applied to their average, once.
+    Σ p (W c) = W Σ p c: the matrix is applied once to the average, instead of to every latent.
     """
     return (out.transpose(0, 1) @ up[:, -v:].transpose(1, 2)).transpose(0, 1)
 
@@ -104,13 +104,13 @@ class LatentShape(NamedTuple):
         return 2 * self.num_heads * (expand + _pairs(query_len, seq_len) * (self.nope + self.rope + self.v))
 
     def absorbed_flops(self, query_len: int, seq_len: int) -> int:
-        """The same of absorbed attention: two products a query, then heads as wide as the latent."""
+        """The same for absorbed attention: two products per query, then heads as wide as the latent."""
         absorb = query_len * self.rank * (self.nope + self.v)
         return 2 * self.num_heads * (absorb + _pairs(query_len, seq_len) * (2 * self.rank + self.rope))
 
     def prefers_naive(self, query_len: int, seq_len: int) -> bool:
-        """Whether expanding takes fewer operations. One new token never expands: it would read all keys and values of
-        all heads, which is what the latent was to avoid."""
+        """Whether expanding takes fewer operations. A single new token never expands: it would read all keys and values of
+        all heads, which the latent avoids."""
         return query_len > 1 and self.naive_flops(query_len, seq_len) < self.absorbed_flops(query_len, seq_len)
 
 
@@ -153,7 +153,7 @@ class LatentBackend(Protocol):
         Args:
             q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.
             latent: `[num_tokens, rank + rope]`, the normalised latent, and the rotated part of the key.
-            up: `[num_heads, nope + v, rank]`: for each head, what makes its key and its value of a latent.
+            up: `[num_heads, nope + v, rank]`: for each head, the matrix that maps a latent to its key and value.
             kv_cache: `[num_blocks, block_size, rank + rope]` of this layer, changed in place.
             scale: factor on q·k.
 
@@ -192,17 +192,17 @@ class TorchLatentBackend:
         return out
 
 
-# Numbers of expanded keys and values at a time (128 MiB in 16 bits): of a long context, some heads after the others.
+# Maximum numbers of expanded keys and values at a time (128 MiB in 16 bits): a long context is expanded by groups of heads.
 EXPANDED_AT_ONCE = 2**26
 
 
-# Numbers of gathered rows at a time, in a batch of decodes (64 MiB in float32).
+# Maximum numbers in gathered rows at a time, in a batch of decodes (64 MiB in float32).
 GATHERED_AT_ONCE = 2**24
 
 
 def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
     """The causal mask of the last tokens of a sequence."""
-    if device.type == "cuda":  # kernels that need no mask in memory; the module takes seconds to import
+    if device.type == "cuda":  # kernels that need no mask in memory; importing the module takes seconds
         from torch.nn.attention.bias import causal_lower_right
 
         return causal_lower_right(query_len, seq_len)
@@ -211,7 +211,7 @@ def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
 
 def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
     """`attend_naive` for long sequences: torch's fused attention, some heads at a time, so that neither the scores nor
-    the keys and values of all heads ever exist at once."""
+    the keys and values of all heads exist at once."""
     (query_len, num_heads, _), seq_len = q.shape, len(rows)
     shape = LatentShape.of(q, rows, up)
     at_once = max(1, EXPANDED_AT_ONCE // (seq_len * (shape.nope + shape.rope + shape.v)))
@@ -230,7 +230,7 @@ def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor
 def decode_absorbed(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float
 ) -> Tensor:
-    """One absorbed query a sequence, for many sequences in two batched products.
+    """Attend with one absorbed query per sequence, for many sequences in two batched products.
 
     Args:
         q: `[num_seqs, num_heads, rank + rope]`.
@@ -254,8 +254,8 @@ def decode_absorbed(
 
 
 def alike(lengths: list[int], most: int) -> list[list[int]]:
-    """Indices of sequences in groups that one batched product may serve: lengths within a factor of 1.5, padding
-    included at most `most` tokens (but one sequence at least)."""
+    """Group sequences for batched products: indices of sequences whose lengths are within a factor of 1.5, with at most
+    `most` tokens per group, padding included (but at least one sequence)."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         longest = lengths[groups[-1][0]] if groups else 0

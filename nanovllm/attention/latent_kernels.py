@@ -1,4 +1,4 @@
-"""Latent attention in Triton: decodes read each row of the cache once, for up to 32 heads, as key and as value.
+"""Latent attention in Triton: a decode reads each row of the cache once, for up to 32 heads, as key and as value.
 
 `cache[num_blocks, block_size, rank + rope]` is one layer's cache. Offsets of blocks are in 64 bits.
 
@@ -8,7 +8,6 @@ Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.attention.latent import LatentShape, absorb, attend_expanded, gather_latent, unabsorb
-from nanovllm.attention.triton import FUSED, LOG2_E, MAX_SPLITS, Hardware
+from nanovllm.attention.triton import FUSED, LOG2_E, MAX_SPLITS, Hardware, Tiles
 from nanovllm.attention.triton_kernels import combine_kernel
 
 
@@ -45,7 +44,7 @@ def _latent_step(
     exists = position < end
     block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
     rows = cache_ptr + block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (RANK + ROPE)
-    # What lies in a slot that nobody has written may be NaN, and 0 * NaN is NaN: it must not be loaded.
+    # A slot that was never written may hold NaN, and 0 * NaN is NaN: it must not be loaded.
     latents = rows[:, None] + latent_channel[None, :]
     k_ropes = rows[None, :] + (RANK + rope_channel)[:, None]
     if MASKED:
@@ -119,22 +118,17 @@ def latent_decode_kernel(
             tl.store(log_weight_ptr + part_row + head, peak + tl.log2(total), mask=head < NUM_HEADS)
 
 
-class LatentTiles(NamedTuple):
-    """How the kernel is cut: heads and rows of the cache in a tile, warps of a program, stages of its pipeline."""
-
-    rows: int
-    keys: int
-    num_warps: int
-    num_stages: int
+class LatentTiles(Tiles):
+    """Lecture 15's `Tiles` for this kernel: `rows` are heads, and `keys` are rows of the cache."""
 
     def shared_memory(self, width: int, itemsize: int) -> int:
-        """Bytes that the compiler will need, at most: the queries, and one tile for each two stages after the first, as
-        the entry of the block table that says where a tile lies is loaded before it."""
+        """Upper bound on the compiler's shared memory in bytes: the queries, and one tile per two stages after the first,
+        since the block table's entry for a tile is loaded before the tile."""
         return (self.rows + max(1, (self.num_stages - 1) // 2) * self.keys) * width * itemsize + 4096
 
 
 def choose_latent_tiles(num_heads: int, width: int, dtype: torch.dtype, hardware: Hardware) -> LatentTiles:
-    """Up to 32 heads of a token in one program: sums of 64 heads and 512 channels would not leave enough registers."""
+    """Choose tiles with up to 32 heads of a token: sums of 64 heads and 512 channels would not leave enough registers."""
     if dtype == torch.float32:  # no exact matrix instruction: everything goes through registers
         tiles = LatentTiles(16, 16, 8, 3)
     else:
@@ -153,7 +147,7 @@ def choose_latent_splits(num_queries: int, num_heads: int, tiles: LatentTiles, h
 
 
 def store_latent(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Put each token's row into its slot, as `write_latent`, but without looking at any slot on the host."""
+    """Put each token's row into its slot, as `write_latent`, but without reading a slot on the host."""
     width = kv_cache.shape[2]
     if len(slot_mapping):
         write_latent_kernel[(len(slot_mapping),)](
@@ -165,7 +159,7 @@ def store_latent(latent: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None
 def decode_latent(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float, hardware: Hardware
 ) -> Tensor:
-    """One absorbed query a row, each over the first tokens of its block table.
+    """Attend with one absorbed query per row, each over the first tokens of its block table.
 
     Args:
         q: `[num_queries, num_heads, rank + rope]`.
@@ -203,10 +197,10 @@ def decode_latent(
 
 
 class TritonLatentBackend:
-    """Decodes by the kernel above; long pieces of prompts are expanded, short ones are read as decodes, a token each.
+    """Runs decodes through the kernel above. Long pieces of prompts are expanded; the tokens of short ones run as decodes.
 
     Args:
-        hardware: the GPU that tiles are chosen for, if it is not the one at hand.
+        hardware: the GPU that tiles are chosen for; by default, that of the tensors.
     """
 
     name = "triton"
@@ -227,7 +221,7 @@ class TritonLatentBackend:
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """See `LatentBackend.forward`. A step of decodes reads no length on the host, so that a graph can record it;
+        """See `LatentBackend.forward`. A step of decodes reads no length on the host, so that a CUDA graph can record it;
         a step with prompts does."""
         hardware = self.hardware or Hardware.of(q.device)
         store_latent(latent, kv_cache, metadata.slot_mapping)

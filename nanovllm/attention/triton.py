@@ -1,4 +1,4 @@
-"""Paged attention on a GPU, in Triton: which kernel, cut into which tiles, for which batch.
+"""Paged attention on a GPU, in Triton: chooses kernels and tiles for a batch, and launches them.
 
 Built by notebooks/15_triton_attention.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -22,13 +22,13 @@ from nanovllm.attention.triton_kernels import (
 
 # The hardware has an instruction for 2^x and none for e^x, so scores are kept in units of log 2.
 LOG2_E = 1.4426950408889634
-# Contexts of a few tiles are not worth a launch of their own: in a mixed batch their decodes stay with the others.
+# Decodes over contexts of a few tiles do not pay for a launch of their own: a mixed batch keeps them with its prompts.
 SHORT_CONTEXT = 256
-# Most parts into which a decode's context is cut; combining them costs little beside reading a long context.
+# Maximum number of parts of a decode's context; combining parts costs little compared with reading a long context.
 MAX_SPLITS = 64
-# Bytes of shared memory by which a GPU shows that its matrix instructions read operands from there.
+# GPUs with at least this much shared memory (bytes) have matrix instructions that read operands from there.
 HOPPER_SHARED_MEMORY = 200 * 1024
-# A product and a sum in one instruction, which rounds once. Newer versions of Triton want to be asked for it.
+# A product and a sum in one instruction, which rounds once. Newer versions of Triton need this option.
 FUSED = {"enable_fp_fusion": True}
 
 
@@ -42,35 +42,20 @@ def write_kv_cache(
     """
     num_kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // num_kv_heads
-    # Without rotation these two are not read, but a kernel's arguments have to point somewhere.
+    # Without rotation these two are not read, but a kernel needs valid pointers.
     positions, cos_sin = rotary if rotary is not None else (slot_mapping, slot_mapping)
     if len(slot_mapping):
         write_kv_kernel[(len(slot_mapping), num_kv_heads)](
-            q,
-            k,
-            v,
-            kv_cache,
-            slot_mapping,
-            positions,
-            cos_sin,
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
-            GROUP=group,
-            GROUP_P2=triton.next_power_of_2(group),
-            NUM_KV_HEADS=num_kv_heads,
-            BLOCK_SIZE=kv_cache.shape[3],
-            HEAD_DIM=head_dim,
-            HALF_P2=triton.next_power_of_2(head_dim // 2),
-            ROTATE=rotary is not None,
-            num_warps=2,
+            q, k, v, kv_cache, slot_mapping, positions, cos_sin, q.stride(0), k.stride(0), v.stride(0), GROUP=group,
+            GROUP_P2=triton.next_power_of_2(group), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv_cache.shape[3],
+            HEAD_DIM=head_dim, HALF_P2=triton.next_power_of_2(head_dim // 2), ROTATE=rotary is not None, num_warps=2,
             enable_fp_fusion=False,
-        )
+        )  # fmt: skip
 
 
 class Hardware(NamedTuple):
-    """What decides about tiles: multiprocessors of the GPU, shared memory that one program may use (bytes), and threads
-    of a warp (64 on AMD)."""
+    """The numbers that tiles depend on: multiprocessors of the GPU, shared memory that one program may use (bytes), and
+    threads per warp (64 on AMD)."""
 
     num_processors: int
     shared_memory: int
@@ -88,14 +73,14 @@ class Hardware(NamedTuple):
 
 
 def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
-    """Parts of each decode's context: enough programs for many rounds on every multiprocessor, so that the last round,
-    which is never full, weighs little. It depends on nothing that changes while a CUDA graph is replayed."""
+    """Number of parts of each decode's context: enough programs for many rounds on every multiprocessor, so that the last
+    round, which is not full, matters little. Depends on nothing that changes while a CUDA graph is replayed."""
     wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
     return min(triton.next_power_of_2(wanted), MAX_SPLITS)
 
 
 class Tiles(NamedTuple):
-    """How a kernel is cut: rows of queries and number of keys in a tile, warps of a program, stages of its pipeline."""
+    """Sizes of a kernel's launch: rows of queries and keys per tile, warps per program, stages of its pipeline."""
 
     rows: int
     keys: int
@@ -103,18 +88,18 @@ class Tiles(NamedTuple):
     num_stages: int
 
     def shared_memory(self, channels: int, itemsize: int) -> int:
-        """Bytes that the compiler will need, at most. A tile of keys and values is loaded two stages after the entry of
-        the block table that says where it lies; Hopper's matrix instructions read one more while it is replaced."""
+        """Upper bound on the compiler's shared memory in bytes. A tile of keys and values is loaded two stages after its
+        entry of the block table; Hopper's matrix instructions read one more tile while it is replaced."""
         num_buffers = self.num_stages // 2 + (self.rows >= 64)
         return (self.rows + num_buffers * 2 * self.keys) * channels * itemsize + 3072
 
 
 def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
-    """Tiles for programs of which none has more than `max_rows` rows of queries to serve.
+    """Choose tiles for programs with at most `max_rows` rows of queries.
 
-    Few rows wait for memory: the 16 rows that a matrix instruction takes at least, and many keys in flight. Many rows
-    compute: four warps for 64 rows, as Hopper's matrix instruction wants them. All of these fit into the registers of
-    sm_80, sm_90 and gfx942, which `nanovllm kernels` shows.
+    Few rows wait for memory: they get 16 rows, the minimum of a matrix instruction, and many keys in flight. Many rows
+    are bound by compute: they get four warps per 64 rows, as Hopper's matrix instruction needs. All of these fit into the
+    registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
     """
     channels = triton.next_power_of_2(head_dim)
     amd = hardware.warp_size == 64
@@ -134,46 +119,29 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-    hardware: Hardware | None = None,
-) -> Tensor:
+    q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0,
+    soft_cap: float = 0.0, hardware: Hardware | None = None,
+) -> Tensor:  # fmt: skip
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
 
-    Nothing here looks at a length on the device: launches depend on the numbers of tokens and sequences, and on whether
-    any sequence has more than one new token.
+    Reads no length from the device: launches depend on the numbers of tokens and sequences, and on whether any sequence
+    has more than one new token.
     """
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     num_seqs, head_dim = len(metadata.seq_lens), kv_cache.shape[4]
     arguments = {
-        "q_ptr": q,
-        "cache_ptr": kv_cache,
-        "out_ptr": out,
-        "table_ptr": metadata.block_tables,
-        "seq_len_ptr": metadata.seq_lens,
-        "query_start_ptr": metadata.query_start_loc,
-        "score_scale": scale * LOG2_E,
-        "cap_scale": 0.0,
-        "window": sliding_window,
-        "q_stride": q.stride(0),
-        "table_stride": metadata.block_tables.stride(0),
-        "block_stride": kv_cache.stride(0),
-        "GROUP": q.shape[1] // kv_cache.shape[2],
-        "NUM_KV_HEADS": kv_cache.shape[2],
-        "BLOCK_SIZE": kv_cache.shape[3],
-        "HEAD_DIM": head_dim,
-        "HEAD_P2": triton.next_power_of_2(head_dim),
-        "WINDOWED": sliding_window > 0,
-        "CAPPED": soft_cap > 0,
-    }
+        "q_ptr": q, "cache_ptr": kv_cache, "out_ptr": out,
+        "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens, "query_start_ptr": metadata.query_start_loc,
+        "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
+        "q_stride": q.stride(0), "table_stride": metadata.block_tables.stride(0), "block_stride": kv_cache.stride(0),
+        "GROUP": q.shape[1] // kv_cache.shape[2], "NUM_KV_HEADS": kv_cache.shape[2], "BLOCK_SIZE": kv_cache.shape[3],
+        "HEAD_DIM": head_dim, "HEAD_P2": triton.next_power_of_2(head_dim),
+        "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0,
+    }  # fmt: skip
     if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
         arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}
-    # In a mixed batch, too, a decode over a long context must not be one program's work.
+    # In a mixed batch, too, several programs share a decode over a long context.
     split_decodes = metadata.max_query_len == 1 or (num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT)
     if split_decodes:
         _attend_decodes(arguments, num_seqs, hardware)
@@ -183,7 +151,7 @@ def paged_attention(
 
 
 def _attend_decodes(arguments: dict[str, Any], num_seqs: int, hardware: Hardware) -> None:
-    """The sequences with one new token."""
+    """Attend for the sequences with one new token."""
     q, num_kv_heads, head_dim = arguments["q_ptr"], arguments["NUM_KV_HEADS"], arguments["HEAD_DIM"]
     num_heads, group = q.shape[1], arguments["GROUP"]
     tiles = choose_tiles(group, head_dim, q.dtype, hardware)
@@ -193,58 +161,38 @@ def _attend_decodes(arguments: dict[str, Any], num_seqs: int, hardware: Hardware
         partial = q.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
         log_weight = q.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
     decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
-        **arguments,
-        partial_ptr=partial,
-        log_weight_ptr=log_weight,
-        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)),
-        TILE_KEYS=tiles.keys,
-        NUM_SPLITS=splits,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **FUSED,
-    )
+        **arguments, partial_ptr=partial, log_weight_ptr=log_weight,
+        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)), TILE_KEYS=tiles.keys, NUM_SPLITS=splits,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+    )  # fmt: skip
     if splits > 1:
         combine_kernel[(num_seqs, num_heads)](
-            partial,
-            log_weight,
+            partial, log_weight,
             *(arguments[name] for name in ("out_ptr", "seq_len_ptr", "query_start_ptr", "window")),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEAD_P2=arguments["HEAD_P2"],
-            TILE_KEYS=tiles.keys,
-            NUM_SPLITS=splits,
-            WINDOWED=arguments["WINDOWED"],
-            num_warps=4,
-            **FUSED,
-        )
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_P2=arguments["HEAD_P2"], TILE_KEYS=tiles.keys,
+            NUM_SPLITS=splits, WINDOWED=arguments["WINDOWED"], num_warps=4, **FUSED,
+        )  # fmt: skip
 
 
 def _attend_mixed(
     arguments: dict[str, Any], num_seqs: int, max_query_len: int, skip_decodes: bool, hardware: Hardware
 ) -> None:
-    """All sequences, or all with several new tokens."""
+    """Attend for all sequences, or only for those with several new tokens."""
     q, group = arguments["q_ptr"], arguments["GROUP"]
     tiles = choose_tiles(max_query_len * group, arguments["HEAD_DIM"], q.dtype, hardware)
     rows = max(tiles.rows, triton.next_power_of_2(group))
     tile_tokens = rows // group
     mixed_attention_kernel[(len(q) // tile_tokens + num_seqs, arguments["NUM_KV_HEADS"])](
-        **arguments,
-        num_seqs=num_seqs,
-        TILE_ROWS=rows,
-        TILE_TOKENS=tile_tokens,
-        TILE_KEYS=tiles.keys,
-        SKIP_DECODES=skip_decodes,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **FUSED,
-    )
+        **arguments, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=tiles.keys,
+        SKIP_DECODES=skip_decodes, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+    )  # fmt: skip
 
 
 class TritonBackend:
-    """Reads the pages where they lie, on the GPU; see `AttentionBackend` for shapes.
+    """Reads the pages in place, on the GPU; see `AttentionBackend` for shapes.
 
     Args:
-        hardware: the GPU that tiles are chosen for, if it is not the one at hand.
+        hardware: the GPU that tiles are chosen for; by default, that of the tensors.
     """
 
     name = "triton"
@@ -257,8 +205,8 @@ class TritonBackend:
     def step_kinds(
         self, num_heads: int, kv_cache: Tensor, max_num_seqs: int, max_num_tokens: int
     ) -> list[tuple[int, int, int]]:
-        """The kinds of steps that make Triton compile all that a step of such a size can need: for each number of parts,
-        for each choice of tiles, and with decodes left out or not.
+        """Steps that together make Triton compile every kernel that a step of this size can need: one for each number of
+        parts and each choice of tiles, with and without decodes in the mixed kernel.
 
         Args:
             kv_cache: of any layer.
@@ -277,17 +225,9 @@ class TritonBackend:
         return [(n, 1, 1) for n in splits.values()] + mixed
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int = 0,
-        soft_cap: float = 0.0,
-        rotary: Rotary | None = None,
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float,
+        sliding_window: int = 0, soft_cap: float = 0.0, rotary: Rotary | None = None,
+    ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.forward`; with `rotary`, q and k are rotated while k is written."""
         write_kv_cache(q, k, v, kv_cache, metadata.slot_mapping, rotary)
         return paged_attention(q, kv_cache, metadata, scale, sliding_window, soft_cap, self.hardware)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.ops import triton_interpreter
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
@@ -20,7 +20,7 @@ if is_interpreted():
 
 @triton.jit
 def _rotate(first, second, cos, sin):
-    """Turn pairs of channels by an angle; each product is rounded, as plain torch rounds it."""
+    """Rotate pairs of channels by an angle; each product is rounded, as in plain torch."""
     x = first.to(tl.float32)
     y = second.to(tl.float32)
     x_cos = (x * cos).to(first.dtype).to(tl.float32)
@@ -32,24 +32,10 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def write_kv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    slot_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    q_stride,
-    k_stride,
-    v_stride,
-    GROUP: tl.constexpr,
-    GROUP_P2: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HALF_P2: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_stride, k_stride, v_stride,
+    GROUP: tl.constexpr, GROUP_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
     """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
     rotated on the way, the queries in place. Grid (num_tokens, num_kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -88,27 +74,10 @@ def write_kv_kernel(
 
 @triton.jit
 def _step(
-    q,
-    sums,
-    peak,
-    total,
-    cache_ptr,
-    table_ptr,
-    start,
-    end,
-    query_position,
-    score_scale,
-    cap_scale,
-    window,
-    block_stride,
-    value_offset,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
+    block_stride, value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED."""
     channel = tl.arange(0, q.shape[1])
     position = start + tl.arange(0, TILE_KEYS)
@@ -120,7 +89,7 @@ def _step(
     offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
     keys = cache_ptr + offset[None, :] + channel[:, None]
     values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
-    # What lies in a slot that nobody has written may be NaN, and 0 * NaN is NaN: it must not be loaded.
+    # A slot that was never written may hold NaN, and 0 * NaN is NaN: it must not be loaded.
     if MASKED:
         k = tl.load(keys, mask=exists[None, :] & (channel[:, None] < HEAD_DIM), other=0.0)
         v = tl.load(values, mask=exists[:, None] & (channel[None, :] < HEAD_DIM), other=0.0)
@@ -152,24 +121,10 @@ def _step(
 
 @triton.jit
 def _attend(
-    q,
-    cache_ptr,
-    table_ptr,
-    begin,
-    whole,
-    end,
-    query_position,
-    score_scale,
-    cap_scale,
-    window,
-    block_stride,
-    value_offset,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    q, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
+    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
-):
+):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
     of which all rows see all of [begin, whole): whole tiles, which need no mask.
 
@@ -195,7 +150,7 @@ def _attend(
 
 @triton.jit
 def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first position that a decode reads, positions in a part): whole tiles, as even as they can be."""
+    """(first position that a decode reads, positions per part): whole tiles, as even as possible."""
     first = 0
     if WINDOWED:
         first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
@@ -204,31 +159,11 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["window"])
 def decode_attention_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    partial_ptr,
-    log_weight_ptr,
-    table_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    score_scale,
-    cap_scale,
-    window,
-    q_stride,
-    table_stride,
-    block_stride,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale,
+    cap_scale, window, q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
     Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`."""
@@ -263,21 +198,12 @@ def decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["window"])
 def combine_kernel(
-    partial_ptr,
-    log_weight_ptr,
-    out_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    window,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    partial_ptr, log_weight_ptr, out_ptr, seq_len_ptr, query_start_ptr, window, NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     WINDOWED: tl.constexpr,
-):
-    """The parts of one decode and one head, each an average over its keys, weighted with the sum of 2^score that it
-    stands for. Grid (num_seqs, num_heads)."""
+):  # fmt: skip
+    """Combine the parts of one decode and one head: averages over keys, weighted with their sums of 2^score. Grid
+    (num_seqs, num_heads)."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.load(query_start_ptr + seq).to(tl.int64)
@@ -304,36 +230,16 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["num_seqs", "window"])
 def mixed_attention_kernel(
-    q_ptr,
-    cache_ptr,
-    out_ptr,
-    table_ptr,
-    seq_len_ptr,
-    query_start_ptr,
-    num_seqs,
-    score_scale,
-    cap_scale,
-    window,
-    q_stride,
-    table_stride,
-    block_stride,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    SKIP_DECODES: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+    q_ptr, cache_ptr, out_ptr, table_ptr, seq_len_ptr, query_start_ptr, num_seqs, score_scale, cap_scale, window,
+    q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
     """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
 
-    A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; what of TILE_ROWS is left
-    over stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for
-    every length: so the grid (num_tokens // TILE_TOKENS + num_seqs, num_kv_heads) is known without looking at any.
+    A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; the rest of TILE_ROWS
+    stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for
+    every length: so the grid (num_tokens // TILE_TOKENS + num_seqs, num_kv_heads) is known without reading a length.
     """
     # Late tiles have the most keys before them: they start first, and short ones fill the gaps at the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -1,6 +1,6 @@
-"""Reads the JSON files of a model folder. Whoever made the folder may be a stranger: each value is checked before it is used.
+"""Reads the JSON files of a model folder, which may come from an untrusted source: each value is checked before it is used.
 
-The descriptions hold all that is read; other fields of a file are ignored.
+The descriptions list all fields that are read; other fields of a file are ignored.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ class ModelFileError(ValueError):
 
 
 class Fields(dict[str, Any]):
-    """The fields that a file has, without those that are null. Asking for another one is an error that names it."""
+    """The fields of a file that are not null. Indexing with another name raises an error that names the field and the file."""
 
     def __init__(self, values: dict[str, Any], file: str) -> None:
         super().__init__({name: value for name, value in values.items() if value is not None})
@@ -35,7 +36,7 @@ class Fields(dict[str, Any]):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file.
+    """Read the object in a JSON file; empty if there is no such file.
 
     Raises:
         ModelFileError: the file is too large, or no JSON object.
@@ -56,30 +57,33 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integral(value: Any) -> Any:
-    """An integer for one that is written as a floating-point number, such as 131072.0."""
+    """The value, with integers for floating-point numbers such as 131072.0, in lists too."""
+    if isinstance(value, list):
+        return list(map(_integral, value))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _integrals(value: Any) -> Any:
-    return list(map(_integral, value)) if isinstance(value, list) else _integral(value)
-
-
 class Description(BaseModel):
-    """What is read of a file."""
+    """The fields that are read from a file, with their types and ranges."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    #: Fields that the engine can do without. If one cannot be used, it is ignored with a warning.
+    #: Fields that the engine can do without: an invalid one is ignored with a warning.
     optional: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
+    def read(cls, values: dict[str, Any], file: str) -> Fields:
+        """The checked fields that are not null; see `check`."""
+        return Fields(cls.check(values, file), file)
+
+    @classmethod
     def check(cls, values: dict[str, Any], file: str) -> dict[str, Any]:
-        """The described fields that are there, null or not, without the optional ones that cannot be used.
+        """The described fields that the file has, null or not, without invalid optional ones.
 
         Raises:
             ModelFileError: a value that is of another type or out of its range; names the file and the field.
         """
-        values = {name: _integrals(value) for name, value in values.items()}
+        values = {name: _integral(value) for name, value in values.items()}
         try:
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
@@ -96,8 +100,16 @@ class Description(BaseModel):
         return cls.check(values, file)
 
 
+def described(name: str, fields: Mapping[Any, str], optional: Set[str] = frozenset()) -> type[Description]:
+    """A description whose fields, named in words after their type, may all be absent or null."""
+    types = {field: (kind | None, None) for kind, names in fields.items() for field in names.split()}
+    model = create_model(name, __base__=Description, **types)  # type: ignore[call-overload]
+    model.optional = frozenset(optional)
+    return model
+
+
 def between(low: float, high: float) -> AfterValidator:
-    """Both included; not a number is out of every range."""
+    """A check of a range, both ends included; NaN is out of every range."""
 
     def check(value: float) -> float:
         if not low <= value <= high:
@@ -108,7 +120,7 @@ def between(low: float, high: float) -> AfterValidator:
 
 
 def _as_list(value: Any) -> Any:
-    """One id or several; -1 stands for none."""
+    """A list of ids, from one id or several; -1 means none."""
     ids = [value] if isinstance(value, int) else value
     return [token_id for token_id in ids if token_id != -1] if isinstance(ids, list) else ids
 
@@ -120,24 +132,18 @@ Factor = Annotated[float, between(1e-6, 1e6)]
 TokenIds = Annotated[list[int], BeforeValidator(_as_list)]
 
 
-class RopeScaling(Description):
-    """Parameters of rotary positions, of any type."""
-
-    type: str | None = None
-    rope_type: str | None = None
-    # Some divide by its logarithm. The largest of a known model is 1e11.
-    rope_theta: Annotated[float, between(1.001, 1e15)] | None = None
-    factor: Factor | None = None
-    low_freq_factor: Factor | None = None
-    high_freq_factor: Factor | None = None
-    original_max_position_embeddings: Annotated[int, between(1, 2**24)] | None = None
-    beta_fast: Factor | None = None
-    beta_slow: Factor | None = None
-    mscale: Number | None = None
-    mscale_all_dim: Number | None = None
-    attention_factor: Factor | None = None
-
-
+# Some rotary types divide by theta's logarithm. The largest theta of a known model is 1e11.
+Theta = Annotated[float, between(1.001, 1e15)]
+RopeScaling = described(
+    "RopeScaling",
+    {
+        str: "type rope_type",
+        Theta: "rope_theta",
+        Factor: "factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor",
+        Number: "mscale mscale_all_dim",
+        Annotated[int, between(1, 2**24)]: "original_max_position_embeddings",
+    },
+)
 NEEDED_BY_ROPE_TYPE = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -146,9 +152,9 @@ NEEDED_BY_ROPE_TYPE = {
 
 
 def _check_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """As it is in the file."""
+    """Check the parameters; the value stays as it is in the file."""
     try:
-        found = Fields(RopeScaling.check(values, ""), "")
+        found = RopeScaling.read(values, "")
         for name in NEEDED_BY_ROPE_TYPE.get(found.get("rope_type") or found.get("type") or "default", ()):
             found[name]
     except ModelFileError as error:
@@ -161,80 +167,41 @@ def _check_rope(values: dict[str, Any]) -> dict[str, Any]:
 Rope = Annotated[dict[str, Any], AfterValidator(_check_rope)]
 
 
-class ConfigFile(Description):
-    """config.json, of all supported architectures."""
-
-    optional = frozenset({"bos_token_id"})
-
-    architectures: list[str] | None = None
-    vocab_size: Annotated[int, between(1, 2**24)] | None = None
-    hidden_size: Size | None = None
-    intermediate_size: Size | None = None
-    num_hidden_layers: Annotated[int, between(1, 1000)] | None = None
-    num_attention_heads: Annotated[int, between(1, 4096)] | None = None
-    num_key_value_heads: Annotated[int, between(1, 4096)] | None = None
-    head_dim: Annotated[int, between(2, 65536)] | None = None
-    max_position_embeddings: Annotated[int, between(1, 2**24)] | None = None
-    rms_norm_eps: Annotated[float, between(0, 1)] | None = None
-    rope_theta: Annotated[float, between(1.001, 1e15)] | None = None
-    rope_parameters: Rope | None = None
-    rope_scaling: Rope | None = None
-    hidden_act: str | None = None
-    hidden_activation: str | None = None
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
-    quantization_config: dict[str, Any] | None = None
-    sliding_window: Annotated[int, between(0, 2**31)] | None = None
-    use_sliding_window: bool | None = None
-    max_window_layers: Count | None = None
-    layer_types: list[str] | None = None
-    query_pre_attn_scalar: Factor | None = None
-    attn_logit_softcapping: Annotated[float, between(0, 1e6)] | None = None
-    final_logit_softcapping: Annotated[float, between(0, 1e6)] | None = None
-    bos_token_id: TokenIds | None = None
-    eos_token_id: TokenIds | None = None
-    # Latent attention
-    kv_lora_rank: Size | None = None
-    q_lora_rank: Count | None = None
-    qk_nope_head_dim: Size | None = None
-    qk_rope_head_dim: Annotated[int, between(2, 65536)] | None = None
-    v_head_dim: Size | None = None
-    rope_interleave: bool | None = None
-    # Mixtures of experts
-    num_experts: Annotated[int, between(0, 65536)] | None = None
-    num_local_experts: Annotated[int, between(0, 65536)] | None = None
-    n_routed_experts: Annotated[int, between(0, 65536)] | None = None
-    num_experts_per_tok: Size | None = None
-    moe_intermediate_size: Size | None = None
-    decoder_sparse_step: Size | None = None
-    mlp_only_layers: list[int] | None = None
-    norm_topk_prob: bool | None = None
-    first_k_dense_replace: Count | None = None
-    moe_layer_freq: Size | None = None
-    topk_method: str | None = None
-    n_shared_experts: Count | None = None
-    scoring_func: str | None = None
-    routed_scaling_factor: Number | None = None
-    n_group: Count | None = None
-    topk_group: Count | None = None
-
+# config.json, of all supported architectures: type and range of each field. Any field may be absent or null.
+CONFIG_FIELDS: dict[Any, str] = {
+    str: "hidden_act hidden_activation topk_method scoring_func",
+    bool: "tie_word_embeddings attention_bias mlp_bias use_sliding_window rope_interleave norm_topk_prob",
+    list[str]: "architectures layer_types",
+    list[int]: "mlp_only_layers",
+    dict[str, Any]: "quantization_config",
+    TokenIds: "bos_token_id eos_token_id",
+    Rope: "rope_parameters rope_scaling",
+    Count: "max_window_layers q_lora_rank first_k_dense_replace n_shared_experts n_group topk_group",
+    Size: "hidden_size intermediate_size kv_lora_rank qk_nope_head_dim v_head_dim num_experts_per_tok "
+    "moe_intermediate_size decoder_sparse_step moe_layer_freq",
+    Number: "routed_scaling_factor",
+    Factor: "query_pre_attn_scalar",
+    Theta: "rope_theta",
+    Annotated[int, between(1, 2**24)]: "vocab_size max_position_embeddings",
+    Annotated[int, between(1, 1000)]: "num_hidden_layers",
+    Annotated[int, between(1, 4096)]: "num_attention_heads num_key_value_heads",
+    Annotated[int, between(2, 65536)]: "head_dim qk_rope_head_dim",
+    Annotated[int, between(0, 65536)]: "num_experts num_local_experts n_routed_experts",
+    Annotated[int, between(0, 2**31)]: "sliding_window",
+    Annotated[float, between(0, 1)]: "rms_norm_eps",
+    Annotated[float, between(0, 1e6)]: "attn_logit_softcapping final_logit_softcapping",
+}
+ConfigFile = described("ConfigFile", CONFIG_FIELDS, optional={"bos_token_id"})
 
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-class GenerationConfigFile(Description):
-    """generation_config.json. The ranges are those of `SamplingParams`."""
-
-    optional = frozenset({"bos_token_id", *SAMPLING_DEFAULTS})
-
-    bos_token_id: TokenIds | None = None
-    eos_token_id: TokenIds | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+# generation_config.json. `SamplingParams` checks the ranges.
+GenerationConfigFile = described(
+    "GenerationConfigFile",
+    {TokenIds: "bos_token_id eos_token_id", float: "temperature top_p min_p repetition_penalty", int: "top_k"},
+    optional={"bos_token_id", *SAMPLING_DEFAULTS},
+)
 
 
 class IndexFile(Description):
@@ -244,7 +211,7 @@ class IndexFile(Description):
 
 
 def _content(token: Any) -> Any:
-    """The text of a token that is given as such, or as a serialized `AddedToken`."""
+    """The text of a token that the file gives as text or as a serialized `AddedToken`."""
     return token["content"] if isinstance(token, dict) and "content" in token else token
 
 
@@ -270,7 +237,7 @@ TokenTexts = Annotated[list[TokenText], BeforeValidator(_token_list)]
 
 
 def _templates_by_name(value: Any) -> Any:
-    """One template, or a list of such that have names."""
+    """Templates by name, from one template or a list of named ones."""
     if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
         return {entry.get("name"): entry.get("template") for entry in value}
     if isinstance(value, str):
@@ -278,31 +245,22 @@ def _templates_by_name(value: Any) -> Any:
     return value
 
 
-class TokenizerConfigFile(Description):
-    """tokenizer_config.json, and special_tokens_map.json, which held a part of it before transformers 4.34."""
-
-    optional = frozenset(
-        {
-            *("bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
-            *("extra_special_tokens", "additional_special_tokens"),
-        }
-    )
-
-    bos_token: TokenText | None = None
-    eos_token: TokenText | None = None
-    unk_token: TokenText | None = None
-    sep_token: TokenText | None = None
-    pad_token: TokenText | None = None
-    cls_token: TokenText | None = None
-    mask_token: TokenText | None = None
-    chat_template: Annotated[dict[str, str], BeforeValidator(_templates_by_name)] | None = None
-    added_tokens_decoder: dict[Annotated[int, Field(strict=False)], AddedTokenFields] | None = None
-    extra_special_tokens: TokenTexts | None = None
-    additional_special_tokens: TokenTexts | None = None
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# tokenizer_config.json, and special_tokens_map.json, which held a part of it before transformers 4.34.
+TokenizerConfigFile = described(
+    "TokenizerConfigFile",
+    {
+        TokenText: " ".join(NAMED_TOKENS),
+        TokenTexts: "extra_special_tokens additional_special_tokens",
+        Annotated[dict[str, str], BeforeValidator(_templates_by_name)]: "chat_template",
+        dict[Annotated[int, Field(strict=False)], AddedTokenFields]: "added_tokens_decoder",
+    },
+    optional={*NAMED_TOKENS, "extra_special_tokens", "additional_special_tokens"} - {"eos_token"},
+)
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, each once.
+    """The names of the files that an index lists, each once.
 
     Raises:
         ModelFileError: the index is damaged, or names a file that is not beside it.
@@ -319,10 +277,10 @@ def shard_names(index: Path) -> list[str]:
 
 
 def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
-    """See that the ids in a file are of the vocabulary. The engine does not use bos_token_id, and warns.
+    """Check that the ids in a file are in the vocabulary. For bos_token_id, which the engine does not use, only warn.
 
     Raises:
-        ModelFileError: one is not; names the file and the field.
+        ModelFileError: an eos_token_id is not; names the file and the field.
     """
     for name in ("bos_token_id", "eos_token_id"):
         for token_id in values.get(name) or ():

@@ -1,9 +1,9 @@
-"""From a GGUF file of a Llama model to a checkpoint in Hugging Face format.
+"""Converts a GGUF file of a Llama model to a checkpoint in Hugging Face format.
 
-The engine reads one format only, so a GGUF file is converted once, when it is fetched. The container is the
-`gguf` package's business, and so is undoing the quantization; this module knows what llama.cpp's converter
-did to a Llama checkpoint and undoes that: it renamed the tensors, reordered the rows of the query and key
-projections, and put configuration, vocabulary and chat template into the file's metadata.
+The engine reads one format only, so a GGUF file is converted once, when it is fetched. The `gguf` package reads the
+container and dequantizes the weights. This module undoes what llama.cpp's converter did to a Llama checkpoint: it renamed
+the tensors, reordered the rows of the query and key projections, and put configuration, vocabulary and chat template
+into the file's metadata.
 
 Reference: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

@@ -1,10 +1,9 @@
-"""What a checkpoint's safetensors files say of themselves, checked before any memory is taken."""
+"""Checks a checkpoint by the headers of its safetensors files, before memory is allocated."""
 
 from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 
 import psutil
 import torch
@@ -15,9 +14,9 @@ from nanovllm.checkpoint.files import ModelFileError
 
 
 class CheckpointHeaders:
-    """Names of all tensors, each with a tensor on the meta device that has its shape and no memory.
+    """Iterates over the names of all tensors, each with a meta tensor of its shape.
 
-    As a context, it adds the file that is being read to a ValueError.
+    As a context manager, it adds the name of the file that is being read to a ValueError.
     """
 
     def __init__(self, files: Sequence[pathlib.Path]) -> None:
@@ -38,18 +37,16 @@ class CheckpointHeaders:
     def __enter__(self) -> CheckpointHeaders:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, ValueError):
             raise type(error)(f"{self._where}: {error}") from error
 
 
 def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | str, num_rotary_numbers: int) -> None:
-    """See that the host has room for a model that is on the meta device. A GPU says so itself.
+    """Check that the host has memory for a model that is on the meta device. (A GPU reports an error itself.)
 
     Raises:
-        ModelFileError: names both sizes.
+        ModelFileError: it does not; the message names both sizes.
     """
     needed = 4 * num_rotary_numbers
     if torch.device(device).type == "cpu":

@@ -1,20 +1,20 @@
-"""What a caller gets back, in vLLM's shapes: plain data."""
+"""What a caller receives, in vLLM's shapes: plain data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
 
 
-# An answer can have 100,000 of them, each of which a dataclass would have the garbage collector visit.
+# Not a dataclass: an answer can have 100,000 of these, and the garbage collector would visit each.
 class Logprob(msgspec.Struct, gc=False):
     """One token's log-probability at one position.
 
     Attributes:
         logprob: natural logarithm of the model's probability.
-        rank: 1 for the likeliest token; None where it was not worked out.
+        rank: 1 for the likeliest token; None if it was not computed.
         decoded_token: the token's text.
     """
 
@@ -23,20 +23,20 @@ class Logprob(msgspec.Struct, gc=False):
     decoded_token: str | None = None
 
 
-# One dictionary a position, by token id; None for the first prompt token, which nothing precedes.
+# One dictionary per position, by token id; None for the first prompt token, which nothing precedes.
 PositionLogprobs = dict[int, Logprob] | None
 
 
 @dataclass
 class CompletionOutput:
-    """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold what is new.
+    """One of the `n` completions of a request. In a stream, text, token_ids and logprobs hold only the new part.
 
     Attributes:
         index: 0 to n - 1.
         cumulative_logprob: sum over the chosen tokens so far, if log-probabilities were asked for.
-        finish_reason: "stop", "length", "abort", "error", or None while it goes on.
+        finish_reason: "stop", "length", "abort", "error", or None while it is running.
         stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence token.
-        engine: which of several engines generates it (data parallelism); 0 until that is known.
+        engine: number of the data-parallel engine that generates it; 0 until that is known.
     """
 
     index: int
@@ -50,7 +50,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """True once nothing more will come."""
+        """True once the completion has ended."""
         return self.finish_reason is not None
 
 
@@ -59,11 +59,11 @@ class RequestOutput:
     """A request with its completions.
 
     Attributes:
-        prompt: the text, if the request came as text.
-        prompt_logprobs: one entry a prompt token, if asked for.
-        num_cached_tokens: prompt tokens that the prefix cache supplied, or another engine.
-        kv_transfer_params: what to tell the engine that goes on with the request.
-        error: what went wrong, if a finish reason is "error".
+        prompt: the text, if the request was given as text.
+        prompt_logprobs: one entry per prompt token, if requested.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache or from another engine.
+        kv_transfer_params: parameters for the engine that continues the request.
+        error: the message, if a finish reason is "error".
     """
 
     request_id: str
@@ -79,22 +79,17 @@ class RequestOutput:
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
     """One completion from the pieces of its stream."""
-    last = pieces[-1]
-    wants_logprobs = any(piece.logprobs is not None for piece in pieces)
-    return CompletionOutput(
-        last.index,
-        "".join(piece.text for piece in pieces),
-        [token for piece in pieces for token in piece.token_ids],
-        last.cumulative_logprob,
-        [entry for piece in pieces for entry in piece.logprobs or ()] if wants_logprobs else None,
-        last.finish_reason,
-        last.stop_reason,
-        last.engine,
+    with_logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=[entry for part in with_logprobs for entry in part] if with_logprobs else None,
     )
 
 
 class OutputCollector:
-    """Puts the pieces of one request together again; linear in their number."""
+    """Joins the pieces of one request; linear in their number."""
 
     def __init__(self) -> None:
         self._last: RequestOutput | None = None
@@ -108,33 +103,21 @@ class OutputCollector:
 
     def result(self) -> RequestOutput:
         """The whole request so far."""
-        assert self._last is not None, "no output has come yet"
-        last = self._last
-        outputs = [join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
-        return RequestOutput(
-            last.request_id,
-            last.prompt,
-            last.prompt_token_ids,
-            outputs,
-            last.finished,
-            last.prompt_logprobs,
-            last.num_cached_tokens,
-            last.kv_transfer_params,
-            last.error,
-        )
+        assert self._last is not None, "no output has arrived yet"
+        return replace(self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)])
 
 
 @dataclass
 class EngineStats:
-    """Where the engine stands after a step; counters count from its start.
+    """State of an engine after a step; counters count from its start.
 
     Attributes:
-        kv_cache_usage: share of the KV blocks that is held; 1 is all.
-        num_waves: those that have ended, of an engine in lock-step with others.
-        num_receiving: requests whose KV is on its way from elsewhere.
-        num_held_requests: requests that have ended, and whose blocks are held for others.
-        num_external_queried_tokens, num_external_hit_tokens: asked for elsewhere, and come from there.
-        engines: of several engines, each one's own; empty for a single one.
+        kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
+        num_waves: completed waves of an engine in lock-step with others (see `engine.data_rank`).
+        num_receiving: requests whose KV is being received from another engine or store.
+        num_held_requests: finished requests whose blocks are kept until another engine has read them.
+        num_external_queried_tokens, num_external_hit_tokens: tokens that the connector was asked for, and supplied.
+        engines: the stats of each data-parallel engine; empty for a single engine.
     """
 
     num_running: int = 0
@@ -154,7 +137,7 @@ class EngineStats:
 
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:
-        """What several engines come to: sums, the mean of `kv_cache_usage`, and the most of `num_waves`."""
+        """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum of `num_waves`."""
         names = [f.name for f in fields(cls) if f.name != "engines"]
         total = cls(*(sum(getattr(engine, name) for engine in engines) for name in names))
         total.engines = engines
@@ -165,17 +148,17 @@ class EngineStats:
 
 @dataclass
 class KVConnectorOutput:
-    """What has come to an end, by request id.
+    """KV transfers that have ended, by request id.
 
     Attributes:
-        finished_sending: nobody will read these requests' blocks any more.
-        finished_recving: nobody will write to these requests' blocks any more: what was asked for is there, except for
+        finished_sending: no peer reads these requests' blocks any more.
+        finished_recving: no peer writes to these requests' blocks any more. The requested content has arrived, except for
             `invalid_block_ids`.
-        invalid_block_ids: by request, blocks whose content did not come or cannot be trusted. (In vLLM a set for all requests
-            together; but a block's number may mean another request's block by the time at which the last rank says so.)
-        abandoned: requests that need not wait any longer, and under which name their blocks are to be held, since somebody may
-            still write to them: until `finished_recving` has this name.
-        reasons: by request, what went wrong.
+        invalid_block_ids: request id → blocks whose content did not arrive or cannot be trusted. (In vLLM, one set for all
+            requests; but by the time the last rank reports, a block's number may belong to another request.)
+        abandoned: request id → transfer id, for requests that stop waiting. Their blocks stay reserved, since a peer may
+            still write to them, until `finished_recving` contains the transfer id.
+        reasons: request id → what went wrong.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -188,7 +171,7 @@ class KVConnectorOutput:
         return bool(self.finished_sending or self.finished_recving or self.abandoned)
 
     def add(self, other: KVConnectorOutput) -> None:
-        """Take over what another one says."""
+        """Merge the output of another rank."""
         self.finished_sending |= other.finished_sending
         self.finished_recving |= other.finished_recving
         self.reasons |= other.reasons

@@ -1,4 +1,4 @@
-"""How the next token of one request is chosen, and when the request ends: plain data, checked when made.
+"""Options that choose the next token of a request and decide when it ends: plain data, checked when created.
 
 Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 MAX_SEQUENCES_PER_REQUEST = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024  # characters; each of the n completions prepares its own search for every stop string
+MAX_STOP_LENGTH = 1024  # in characters; each of the n completions prepares a search for every stop string
 
 
 @dataclass
@@ -23,7 +23,7 @@ class SamplingParams:
     Args:
         n: number of independent completions, 1 to 128.
         temperature: divides the logits; 0 means greedy.
-        top_k: sample among the k most likely tokens; 0 or -1 switches it off.
+        top_k: sample among the k most likely tokens; 0 or -1: no limit.
         top_p: sample among the fewest tokens whose probabilities add up to p, 0 < p <= 1
             (nucleus sampling, Holtzman et al. 2020).
         min_p: drop tokens less likely than `min_p` times the most likely one, 0 to 1.
@@ -31,12 +31,12 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each token in the output, -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, -100 to 100.
-        seed: makes the draws repeatable, whatever else is in the batch. None: the engine picks one.
+        seed: makes the draws repeatable, independent of the batch. None: the engine picks one.
         stop: strings that end the request; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the request.
-        ignore_eos: go on after an end-of-sequence token.
-        max_tokens: at most so many output tokens; None: up to the context length.
-        min_tokens: no end-of-sequence, stop token or stop string before so many output tokens.
+        ignore_eos: continue after an end-of-sequence token.
+        max_tokens: maximum number of output tokens; None: up to the context length.
+        min_tokens: no end-of-sequence token, stop token or stop string before this number of output tokens.
         logprobs: report the log-probabilities of the k likeliest tokens and the chosen one, 0 to 20.
         prompt_logprobs: the same for each prompt token.
         skip_special_tokens: leave special tokens out of the text.
@@ -151,5 +151,5 @@ class SamplingParams:
 
 
 def _is_number(value: object, low: float, high: float) -> bool:
-    """Whether it is a number in a range. A NaN is in no range, and a bool is no number."""
+    """Whether a value is a number in a range. NaN is in no range, and a bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

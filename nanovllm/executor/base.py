@@ -234,7 +234,7 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 
 def _check_model(model_config: ModelConfig, tensor: int, pipeline: int, data: int = 1) -> None:
     from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.layers.tensor_parallel import check_tensor_parallel
+    from nanovllm.models.config import check_tensor_parallel
 
     check_tensor_parallel(model_config, tensor)
     check_pipeline_parallel(model_config.num_layers, pipeline)

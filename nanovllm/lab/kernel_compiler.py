@@ -1,4 +1,4 @@
-"""What Triton would compile for a kernel's launch, and what its compiler makes of it, for GPUs that are not there."""
+"""Records the Triton launches of the engine, and compiles them for GPUs that are not in this machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
@@ -21,10 +19,10 @@ KIB = 1024
 
 
 class Target(NamedTuple):
-    """A GPU to compile for: its name to Triton, and what its best-known card has.
+    """A GPU to compile for: Triton's name of it, and what its best-known card has.
 
     Attributes:
-        shared_memory: bytes that one program may use.
+        shared_memory: bytes available to one program.
     """
 
     backend: str
@@ -34,7 +32,7 @@ class Target(NamedTuple):
     shared_memory: int
 
     def for_triton(self) -> GPUTarget:
-        """The same for Triton's compiler."""
+        """The target as Triton's compiler takes it."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget(self.backend, self.arch, self.warp_size)
@@ -51,7 +49,7 @@ TARGETS = {
     "gfx950": Target("hip", "gfx950", 64, 256, 160 * KIB),  # MI355X
 }
 
-# What to count in PTX or in AMD's assembly.
+# Instructions to count in PTX, and in AMD's assembly.
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
     "tcgen05": r"\btcgen05\.mma",
@@ -62,50 +60,40 @@ INSTRUCTIONS = {
 }
 
 
-# ---------------------------------------------------------------- launches
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel as it was launched: `function[grid](*arguments, **options)`."""
+class Launch(NamedTuple):
+    """A recorded launch: `function[grid](*arguments, **options)`."""
 
     function: JITFunction
-    grid: Any
     arguments: tuple[Any, ...]
     options: dict[str, Any]
 
     @property
-    def named(self) -> dict[str, Any]:
-        """All arguments by name, in the kernel's order."""
-        named = {name: value for name, value in self.options.items() if name in self.function.arg_names}
-        bound = self.function.signature.bind(*self.arguments, **named)
-        bound.apply_defaults()
-        return dict(bound.arguments)
-
-    @property
     def constants(self) -> dict[str, Any]:
-        """The arguments that the kernel takes at compile time."""
-        named = self.named
-        return {p.name: named[p.name] for p in self.function.params if p.is_constexpr}
+        """The compile-time arguments of the kernel."""
+        names = {param.name: param.is_constexpr for param in self.function.params}
+        by_name = {name: value for name, value in self.options.items() if name in names}
+        bound = self.function.signature.bind(*self.arguments, **by_name)
+        bound.apply_defaults()
+        return {name: bound.arguments[name] for name, is_constant in names.items() if is_constant}
 
     @property
     def dtype(self) -> str:
-        """Of the first tensor."""
-        first = next(value for value in self.named.values() if hasattr(value, "dtype"))
-        return str(first.dtype).removeprefix("torch.")
+        """The dtype of the first tensor."""
+        dtypes = (value.dtype for value in (*self.arguments, *self.options.values()) if hasattr(value, "dtype"))
+        return str(next(dtypes)).removeprefix("torch.")
 
 
 def record_launches(run: Callable[[], object]) -> list[Launch]:
-    """Call `run()`; kernels that it launches do not run but are noted, in order.
+    """Call `run()`, and return the kernel launches that it makes, in order, instead of executing them.
 
-    Tensors may be on any device: to the compiler only dtype, address and size matter.
+    Tensors may be on any device: the compiler looks only at dtype, address and size.
     """
     from triton.runtime.jit import JITFunction
 
     launches: list[Launch] = []
 
     def record(function: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        launches.append(Launch(function, grid, arguments, options))
+        launches.append(Launch(function, arguments, options))
 
     with mock.patch.object(JITFunction, "run", record):
         run()
@@ -113,10 +101,10 @@ def record_launches(run: Callable[[], object]) -> list[Launch]:
 
 
 def specialise(launch: Launch, target: Target) -> tuple[ASTSource, Any]:
-    """What Triton would compile for a launch: the source with its signature, and the compiler's options.
+    """Return what Triton would compile for a launch: the source with its signature, and the compiler's options.
 
-    The signature has types, integers that are 1, and which addresses and integers are divisible by 16; the functions
-    that decide are Triton's own.
+    The signature has types, integers that are 1, and which addresses and integers are divisible by 16. Triton's own
+    functions decide this.
     """
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -124,38 +112,16 @@ def specialise(launch: Launch, target: Target) -> tuple[ASTSource, Any]:
     backend, function = make_backend(target.for_triton()), launch.function
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialisation, keywords = bind(*launch.arguments, **launch.options)
-    options, signature, constants, attributes = function._pack_args(
-        backend, launch.options, bound, specialisation, keywords
-    )
-    return ASTSource(function, signature, constants, attributes), options
+    options, *source = function._pack_args(backend, launch.options, bound, specialisation, keywords)
+    return ASTSource(function, *source), options
 
 
-# ---------------------------------------------------------------- what the compiler makes of them
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel, and what it needs of the hardware.
-
-    Attributes:
-        ptx: NVIDIA's virtual assembly; for an AMD target, its real one.
-        registers: of a thread.
-        spilled_bytes: of a thread: the stack, for what did not fit into registers.
-        shared_memory: bytes of a program.
-        instructions: how often the text has those of `INSTRUCTIONS`.
-    """
-
-    ptx: str = field(repr=False)
-    registers: int
-    spilled_bytes: int
-    shared_memory: int
-    num_warps: int
-    num_stages: int
-    instructions: Counter[str]
-
-
-def compile_launch(launch: Launch, target: str) -> Compiled:
+def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
     """Compile a recorded launch for one of `TARGETS`.
+
+    Returns:
+        registers and spilled_bytes per thread, shared_memory in bytes per program, num_warps, num_stages, and
+        instructions: how many of each of `INSTRUCTIONS` the assembly has.
 
     Raises:
         triton.TritonError, RuntimeError: the compiler refuses the kernel.
@@ -165,24 +131,25 @@ def compile_launch(launch: Launch, target: str) -> Compiled:
     gpu = TARGETS[target]
     source, options = specialise(launch, gpu)
     kernel = triton.compile(source, target=gpu.for_triton(), options=options.__dict__)
-    text = kernel.asm["ptx" if gpu.backend == "cuda" else "amdgcn"]
     if gpu.backend == "cuda":
-        usage, registers, stack = _usage_of_cubin(kernel.asm["cubin"]), "REG", "STACK"
-    else:  # at the end of the assembly
-        usage, registers, stack = text, ".vgpr_count", ".private_segment_fixed_size"
-    return Compiled(
-        text,
-        _number_after(registers, usage),
-        _number_after(stack, usage),
-        kernel.metadata.shared,
-        kernel.metadata.num_warps,
-        kernel.metadata.num_stages,
-        Counter({name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()}),
-    )
+        text, usage, names = kernel.asm["ptx"], _usage_of_cubin(kernel.asm["cubin"]), ("REG", "STACK")
+    else:  # the assembly ends with its resource usage
+        text = usage = kernel.asm["amdgcn"]
+        names = (".vgpr_count", ".private_segment_fixed_size")
+    registers, spilled = (re.search(rf"{re.escape(name)}:\s*(\d+)", usage) for name in names)
+    assert registers and spilled, f"the compiler no longer prints {names}"
+    return {
+        "registers": int(registers[1]),
+        "spilled_bytes": int(spilled[1]),
+        "shared_memory": kernel.metadata.shared,
+        "num_warps": kernel.metadata.num_warps,
+        "num_stages": kernel.metadata.num_stages,
+        "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+    }
 
 
 def _usage_of_cubin(cubin: bytes) -> str:
-    """What the tool in Triton's wheel says on a binary for NVIDIA's GPUs."""
+    """The resource usage of a binary for NVIDIA's GPUs, by the tool in Triton's wheel."""
     import triton
 
     tool = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -191,9 +158,3 @@ def _usage_of_cubin(cubin: bytes) -> str:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _number_after(name: str, text: str) -> int:
-    found = re.search(rf"{re.escape(name)}:\s*(\d+)", text)
-    assert found is not None, f"the compiler no longer says {name}"
-    return int(found[1])

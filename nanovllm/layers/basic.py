@@ -1,4 +1,4 @@
-"""Layers that every model is made of: a linear product, an embedding, a norm; and where a checkpoint's tensors go.
+"""The layers that every model consists of (linear product, embedding, norm), and where a checkpoint's tensors go.
 
 Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -24,13 +24,15 @@ class Layer(nn.Module):
             part: which of the matrices that are stacked in this layer it is.
 
         Raises:
-            AttributeError: this layer has nothing of the kind.
+            AttributeError: this layer has no such parameter.
         """
         return Place.whole(self.get_parameter(kind))
 
 
 class Linear(Layer):
     """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
+
+    packable = True  # the weight may be rearranged, since nothing but the product uses it
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class Linear(Layer):
 
 
 class Embedding(Layer):
-    """A row of the matrix for every token, `[num_tokens]` to `[num_tokens, hidden_size]`."""
+    """The matrix row of each token, `[num_tokens]` to `[num_tokens, hidden_size]`."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -73,10 +75,10 @@ class Place:
     """Where a checkpoint's tensor belongs.
 
     Attributes:
-        target: view of the memory to be filled; it has no elements where nothing of the tensor is this rank's.
+        target: view of the memory to be filled; empty if this rank keeps no part of the tensor.
         source: the part of the checkpoint's tensor that goes there, a slice for each axis.
-        shape: of the checkpoint's whole tensor; `()` if it ends where `source` does.
-        padding: view of memory beside `target` that no checkpoint fills, and that has to be zeros; or None.
+        shape: of the checkpoint's whole tensor; `()` if `source` ends where the tensor ends.
+        padding: view of memory beside `target` that no checkpoint fills and that must be zeros; or None.
     """
 
     target: Tensor

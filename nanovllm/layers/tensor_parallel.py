@@ -1,4 +1,4 @@
-"""Layers of which every rank holds a part: together they compute what the whole layer would (Shoeybi et al. 2019).
+"""Layers that are divided among ranks, which together compute the whole layer's result (Shoeybi et al. 2019).
 
 Built by notebooks/22_tensor_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -12,12 +12,11 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
 from nanovllm.layers.basic import Embedding, Linear, Place
-from nanovllm.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which rows of a matrix with `total` rows belong to this rank: `size` of them, from `start`."""
+    """The rows of a matrix with `total` rows that belong to this rank: `size` rows, from `start`."""
 
     start: int
     size: int
@@ -25,10 +24,10 @@ class Shard:
 
     @classmethod
     def equal(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share where every rank has the same.
+        """This rank's share if all ranks have equal shares.
 
         Raises:
-            ValueError: the rows cannot be divided so.
+            ValueError: the rows cannot be divided evenly.
         """
         if total % group.world_size:
             raise ValueError(f"{total} rows or columns cannot be divided among {group.world_size} ranks")
@@ -37,24 +36,24 @@ class Shard:
 
     @classmethod
     def rounded_up(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share where the last ranks may have fewer rows than the others, or none."""
+        """This rank's share if the last ranks may have fewer rows than the others, or none."""
         most = -(-total // group.world_size)
         start = min(group.rank_in_group * most, total)
         return cls(start, min(most, total - start), total)
 
     @property
     def rows(self) -> slice:
-        """Where they stand in the whole matrix."""
+        """The rows as a slice of the whole matrix."""
         return slice(self.start, self.start + self.size)
 
     def place(self, parameter: Tensor, first: int = 0) -> Place:
-        """These rows of a checkpoint's tensor belong into those of `parameter` from `first`."""
+        """The place of these rows of a checkpoint's tensor: the rows of `parameter` from `first`."""
         others = parameter.shape[1:]
         source = (self.rows, *(slice(0, size) for size in others))
         return Place(parameter[first : first + self.size], source, (self.total, *others))
 
     def place_padded(self, parameter: Tensor) -> Place:
-        """The same, and the rest of `parameter` is padding."""
+        """The same place, with the rest of `parameter` as padding."""
         place = self.place(parameter)
         return replace(place, padding=parameter[self.size :])
 
@@ -62,7 +61,7 @@ class Shard:
 class ColumnParallelLinear(Linear):
     """Each rank computes some of the outputs, `[num_tokens, in_features]` to `[num_tokens, out_features / tp]`.
 
-    "Column" as Megatron writes it, y = xA: the columns of A are rows of the weight, which is Aᵀ.
+    "Column" refers to Megatron's y = xA: the columns of A are the rows of the weight, which is Aᵀ.
 
     Args:
         in_features, out_features: of the whole layer.
@@ -82,7 +81,7 @@ class ColumnParallelLinear(Linear):
         self.shards = shards
 
     def place(self, kind: str, part: int = 0) -> Place:
-        """Where this rank's rows of a checkpoint's tensor belong, which is part number `part` of this one."""
+        """The place of this rank's rows of a checkpoint's tensor, which is part number `part` of this layer."""
         first = sum(shard.size for shard in self.shards[:part])
         return self.shards[part].place(self.get_parameter(kind), first)
 
@@ -93,7 +92,7 @@ class RowParallelLinear(Linear):
 
     Args:
         in_features, out_features: of the whole layer.
-        reduce: False: return this rank's addend, which the caller adds up.
+        reduce: False: return this rank's addend, and leave the sum to the caller.
 
     Raises:
         ValueError: the inputs cannot be divided evenly.
@@ -113,12 +112,12 @@ class RowParallelLinear(Linear):
         self.group, self.shard, self.reduce = group, shard, reduce
 
     def forward(self, x: Tensor) -> Tensor:
-        # The sum has the bias once if one of the addends has it.
+        # Only one rank adds the bias, so that the sum contains it once.
         addend = ops.linear(x, self.weight, self.bias if self.group.is_first else None)
         return self.group.all_reduce(addend) if self.reduce else addend
 
     def place(self, kind: str, part: int = 0) -> Place:
-        """Where this rank's columns of the weight belong; every rank keeps the whole bias."""
+        """The place of this rank's columns of the weight; every rank keeps the whole bias."""
         parameter = self.get_parameter(kind)
         if kind == "bias":
             return Place.whole(parameter)
@@ -127,7 +126,7 @@ class RowParallelLinear(Linear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers with the same input as one product: a rank's rows of each stand on one another.
+    """Several column-parallel layers with the same input as one product; a rank stacks its rows of each.
 
     Args:
         out_features: of each of the whole layers.
@@ -140,12 +139,12 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 def num_kv_heads_of_rank(num_kv_heads: int, tp: int) -> int:
-    """How many KV heads each of `tp` ranks keeps: its share, but at least one, which several ranks have then."""
+    """The number of KV heads on each of `tp` ranks: an equal share, but at least one, which several ranks then replicate."""
     return max(1, num_kv_heads // tp)
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Query, key and value projections as one product; a rank has whole heads, and the KV heads that its query heads use.
+    """Query, key and value projections as one product; a rank has whole query heads and their KV heads.
 
     Args:
         hidden_size: number of inputs.
@@ -172,18 +171,17 @@ class QKVParallelLinear(ColumnParallelLinear):
         if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
             raise ValueError(f"{num_heads} heads with {num_kv_heads} KV heads do not fit on {tp} ranks")
         kept = num_kv_heads_of_rank(num_kv_heads, tp)
-        first = group.rank_in_group * num_kv_heads // tp  # the KV head of this rank's first query head
+        first = group.rank_in_group * num_kv_heads // tp  # KV head of this rank's first query head
         kv = Shard(first * head_dim, kept * head_dim, num_kv_heads * head_dim)
         self._stack(hidden_size, [Shard.equal(num_heads * head_dim, group), kv, kv], bias)
         self.num_heads, self.num_kv_heads = num_heads // tp, kept
 
 
 class VocabParallelEmbedding(Embedding):
-    """Each rank knows the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`: the others' are zeros to
-    it, and the sum over the ranks is right.
+    """Each rank has the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`. It uses zeros for the other
+    tokens, and the ranks add up their results.
 
-    A vocabulary that cannot be divided evenly is thought of as longer: the last ranks have rows of zeros for tokens that
-    do not exist.
+    A vocabulary that cannot be divided evenly is padded: the last ranks have rows of zeros for tokens that do not exist.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None) -> None:
@@ -192,7 +190,7 @@ class VocabParallelEmbedding(Embedding):
         self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        if self.group.world_size == 1:  # all tokens are ours: nothing to mask
+        if self.group.world_size == 1:  # this rank has all tokens: nothing to mask
             return super().forward(token_ids)
         local = token_ids - self.shard.start
         elsewhere = (local < 0) | (local >= self.shard.size)
@@ -200,12 +198,12 @@ class VocabParallelEmbedding(Embedding):
         return self.group.all_reduce(x.masked_fill(elsewhere[:, None], 0))
 
     def place(self, kind: str, part: int = 0) -> Place:
-        """Where the rows of this rank's tokens belong."""
+        """The place of the rows of this rank's tokens."""
         return self.shard.place_padded(self.get_parameter(kind))
 
 
 class ParallelLMHead(Linear):
-    """Each rank scores the tokens that its embedding knows, and all ranks get all scores: `[num_rows, hidden_size]` to
+    """Each rank scores the tokens of its embedding, then all ranks gather all scores: `[num_rows, hidden_size]` to
     `[num_rows, vocab_size]`."""
 
     def __init__(self, hidden_size: int, vocab_size: int, group: GroupCoordinator | None = None) -> None:
@@ -214,37 +212,9 @@ class ParallelLMHead(Linear):
         self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Cut: the scores of tokens that do not exist stand at the end.
+        # Without the padding's scores, which are at the end.
         return self.group.all_gather(super().forward(x))[:, : self.shard.total]
 
     def place(self, kind: str, part: int = 0) -> Place:
-        """Where the rows of this rank's tokens belong."""
+        """The place of the rows of this rank's tokens."""
         return self.shard.place_padded(self.get_parameter(kind))
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
-    """See whether the layers of a model can be divided among `tp` ranks, before anything is loaded.
-
-    Raises:
-        ValueError: they cannot; the message says why, and which numbers of ranks fit.
-    """
-    misfits = _misfits(config, tp)
-    if misfits:
-        sizes = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
-        *others, last = map(str, sizes)
-        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
-        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
-
-
-def _misfits(config: ModelConfig, tp: int) -> list[str]:
-    """What of a model cannot be divided among `tp` ranks."""
-    moe = config.moe
-    counts = {"attention heads": config.num_heads}
-    if moe is None or not all(moe.sparse_layers):
-        counts["MLP channels (intermediate_size)"] = config.intermediate_size
-    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
-        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
-    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        misfits.append(f"{config.num_kv_heads} KV heads")
-    return misfits

@@ -1,35 +1,41 @@
-"""What a checkpoint's config.json says about its model, in one plain-data class for all supported architectures."""
+"""Reads a checkpoint's config.json into one plain-data class for all supported architectures."""
 
 from __future__ import annotations
 
 import logging
 import pathlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.checkpoint.files import (
-    SAMPLING_DEFAULTS,
-    ConfigFile,
-    Fields,
-    GenerationConfigFile,
-    ModelFileError,
-    check_token_ids,
-    read_json,
-)
+from nanovllm.checkpoint import files
+from nanovllm.checkpoint.files import Fields, ModelFileError, read_json
+from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.models.moe_config import MoEConfig
+
+if TYPE_CHECKING:
+    from nanovllm.models.moe_config import MoEConfig
 
 logger = logging.getLogger(__name__)
 
-# Architecture in config.json -> what sets it apart from Llama; "defaults" are keys that the file may leave out.
+# Architecture in config.json -> how it differs from Llama. "defaults" are keys that the file may leave out; "class" is the
+# model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
+_LLAMA_ROPE, _DEEPSEEK_ROPE = ("default", "linear", "llama3"), ("default", "yarn")
+_MOE = {"moe": "nanovllm.models.moe_config:MoEConfig"}
+_DEEPSEEK = _MOE | {
+    "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
+    "latent": True,
+    "rope_types": _DEEPSEEK_ROPE,
+}
+_MIXTRAL = _MOE | {"class": "nanovllm.models.mixtral:MixtralForCausalLM", "sliding_window": True}
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
     "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
-    "MixtralForCausalLM": {"sliding_window": True},
-    "Qwen3MoeForCausalLM": {"qk_norm": True, "sliding_window": True},
+    "MixtralForCausalLM": _MIXTRAL,
+    "Qwen3MoeForCausalLM": _MIXTRAL | {"qk_norm": True},
     "Gemma2ForCausalLM": {
+        "class": "nanovllm.models.gemma2:Gemma2ForCausalLM",
         "sliding_window": True,
         "alternating": True,
         "activation": ("hidden_activation", "gelu_pytorch_tanh"),
@@ -42,13 +48,13 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
             "tie_word_embeddings": True,
         },
     },
-    "DeepseekV2ForCausalLM": {"latent": True, "rope_types": ("default", "yarn")},
-    "DeepseekV3ForCausalLM": {"latent": True, "rope_types": ("default", "yarn")},
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
 }
 
 
 class UnsupportedModelError(ValueError):
-    """A checkpoint that this engine cannot run; the message says why and what it can run."""
+    """A checkpoint that this engine cannot run; the message says why, and what is supported."""
 
 
 @dataclass
@@ -58,13 +64,13 @@ class ModelConfig:
     Attributes:
         layer_windows: sliding window of each layer in tokens, 0 for full attention.
         attention_scale: factor on q·k, 0 for the usual `head_dim ** -0.5`.
-        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim: of latent attention (DeepSeek); kv_lora_rank 0 for a
-            model without. With it, `head_dim` is that of the rotated channels (qk_rope_head_dim), and q_lora_rank 0 says
+        q_lora_rank, kv_lora_rank, qk_nope_head_dim, v_head_dim: of latent attention (DeepSeek); kv_lora_rank is 0 for a
+            model without. With it, `head_dim` counts the rotated channels (qk_rope_head_dim), and q_lora_rank 0 means
             that queries are not compressed.
         rope_interleave: pairs of rotated channels are neighbours in the checkpoint (DeepSeek).
-        moe: experts and how tokens are routed to them; None for a model without.
+        moe: experts and how tokens are routed to them; None for a model without experts.
         attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
-        rope_scaling: the checkpoint's own parameters, {"rope_type": "default"} if it has none.
+        rope_scaling: the checkpoint's parameters, {"rope_type": "default"} if it has none.
         eos_token_ids: every id that ends a sequence, from config.json and from generation_config.json.
         generation_defaults: sampling values that the checkpoint recommends.
     """
@@ -104,7 +110,7 @@ class ModelConfig:
         """Read config.json and generation_config.json.
 
         Raises:
-            UnsupportedModelError: an architecture, activation or rotary scaling that is not built in.
+            UnsupportedModelError: an architecture, activation or rotary scaling that is not supported.
             ModelFileError: a field that is missing, of another type or out of its range.
         """
         folder = pathlib.Path(folder)
@@ -113,7 +119,7 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
         """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
-        raw = ConfigFile.check(raw, "config.json")
+        raw = files.ConfigFile.check(raw, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise UnsupportedModelError(
@@ -130,40 +136,37 @@ class ModelConfig:
                 f"quantized checkpoints ({method}) are not supported yet; use one in bfloat16 or float16"
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
-        generation = Fields(
-            GenerationConfigFile.check(generation or {}, "generation_config.json"), "generation_config.json"
-        )
-        check_token_ids(raw, raw["vocab_size"], raw.file)
-        check_token_ids(generation, raw["vocab_size"], generation.file)
+        theta, scaling = _rotary(raw, traits.get("rope_types", _LLAMA_ROPE))
+        generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
+        for fields in (raw, generation):
+            files.check_token_ids(fields, raw["vocab_size"], fields.file)
         # Qwen2 has biases on q, k and v only; Llama's attention_bias puts one on the output too.
-        attention_bias = bool(raw.get("attention_bias", False))
+        attention_bias = raw.get("attention_bias", False)
+        latent = traits.get("latent", False)
+        same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
+        same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
         config = cls(
             architecture=architecture,
-            vocab_size=raw["vocab_size"],
-            hidden_size=raw["hidden_size"],
-            intermediate_size=raw["intermediate_size"],
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=1 if traits.get("latent") else raw.get("num_key_value_heads") or num_heads,
+            num_kv_heads=1 if latent else raw.get("num_key_value_heads") or num_heads,
             head_dim=raw.get("qk_rope_head_dim") or raw.get("head_dim") or raw["hidden_size"] // num_heads,
-            max_position_embeddings=raw["max_position_embeddings"],
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
             qkv_bias=traits.get("qkv_bias", attention_bias),
             output_bias=attention_bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=bool(raw.get("mlp_bias", False)),
             qk_norm=traits.get("qk_norm", False),
             layer_windows=_windows(raw, num_layers, traits),
             attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
-            attention_soft_cap=raw.get("attn_logit_softcapping") or 0.0,
-            logit_soft_cap=raw.get("final_logit_softcapping") or 0.0,
-            moe=_mixture(raw),
-            **(_latent(raw) if traits.get("latent") else {}),
+            attention_soft_cap=raw.get("attn_logit_softcapping", 0.0),
+            logit_soft_cap=raw.get("final_logit_softcapping", 0.0),
+            moe=_mixture(raw, traits.get("moe")),
+            q_lora_rank=raw.get("q_lora_rank", 0) if latent else 0,
+            rope_interleave=latent and raw.get("rope_interleave", True),
             eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
             generation_defaults=_sampling_defaults(generation),
+            **{name: raw[name] for name in same},
+            **{name: raw[name] for name in ("rms_norm_eps", "tie_word_embeddings", "mlp_bias") if name in raw},
         )
         config._check_heads()
         return config
@@ -193,7 +196,7 @@ class ModelConfig:
 
     @property
     def shuffles_tokens(self) -> bool:
-        """True if tokens go to experts on other ranks, and their answers come back."""
+        """True if ranks send tokens to experts on other ranks and receive the results."""
         return self.moe is not None and self.moe.enable_expert_parallel
 
     @property
@@ -216,26 +219,19 @@ def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dic
     return float(theta), scaling
 
 
-def _latent(raw: dict[str, Any]) -> dict[str, Any]:
-    """What DeepSeek's files say about latent attention."""
-    names = ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
-    return {
-        **{name: raw[name] for name in names},
-        "q_lora_rank": raw.get("q_lora_rank") or 0,
-        "rope_interleave": raw.get("rope_interleave", True) is not False,
-    }
-
-
-def _mixture(raw: dict[str, Any]) -> MoEConfig | None:
+def _mixture(raw: dict[str, Any], reader: str | None) -> MoEConfig | None:
+    if reader is None:
+        return None
+    config_class = load(reader, f"architecture {raw['architectures'][0]}")
     try:
-        return MoEConfig.from_dict(raw)
+        return config_class.from_dict(raw)
     except ValueError as error:
         raise UnsupportedModelError(str(error)) from error
 
 
 def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:
-    """Sliding window a layer: Mistral has one for all, Gemma 2 one for every other layer from the first, Qwen only
-    where `layer_types` or `max_window_layers` says."""
+    """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer from the first, and Qwen
+    for those that `layer_types` or `max_window_layers` names."""
     window = raw.get("sliding_window") or 0
     if not traits.get("sliding_window") or not raw.get("use_sliding_window", True):
         window = 0
@@ -249,9 +245,9 @@ def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> li
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
-    """The recommended values that `SamplingParams` accepts; of others, a warning."""
+    """The recommended values that `SamplingParams` accepts; others are ignored with a warning."""
     defaults = {}
-    for name in (name for name in SAMPLING_DEFAULTS if name in generation):
+    for name in (name for name in files.SAMPLING_DEFAULTS if name in generation):
         try:
             SamplingParams(**{name: generation[name]})
         except ValueError as error:
@@ -259,3 +255,31 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
         else:
             defaults[name] = generation[name]
     return defaults
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
+    """Check that the layers of a model can be divided among `tp` ranks, before anything is loaded.
+
+    Raises:
+        ValueError: they cannot; the message says why, and which numbers of ranks fit.
+    """
+    misfits = _misfits(config, tp)
+    if misfits:
+        sizes = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
+        *others, last = map(str, sizes)
+        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
+        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
+
+
+def _misfits(config: ModelConfig, tp: int) -> list[str]:
+    """The sizes of a model that cannot be divided among `tp` ranks, in words."""
+    moe = config.moe
+    counts = {"attention heads": config.num_heads}
+    if moe is None or not all(moe.sparse_layers):
+        counts["MLP channels (intermediate_size)"] = config.intermediate_size
+    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
+        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
+    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        misfits.append(f"{config.num_kv_heads} KV heads")
+    return misfits

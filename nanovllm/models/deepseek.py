@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
 from nanovllm.attention.latent import attend_latent
-from nanovllm.distributed.groups import GroupCoordinator, get_tp_group
-from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
-from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, Shard
+from nanovllm.layers.basic import Linear, Place, RMSNorm
+from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import MLP, LlamaModel, rotary_table
-from nanovllm.models.moe import MoE, MoEForCausalLM
+from nanovllm.models.llama import LlamaModel, rotary_table
+from nanovllm.models.mixtral import MixtralDecoderLayer
+from nanovllm.models.moe import MoEForCausalLM
 
-# The norms inside of latent attention have an epsilon of their own, which no configuration changes.
+# The epsilon of the norms inside latent attention, which is the same in all configurations.
 LATENT_EPS = 1e-6
 
 
 def yarn_frequencies(config: ModelConfig) -> Tensor:
-    """Angle a position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN stretches them (Peng et al.
+    """Angle per position for each pair of rotated channels, `[head_dim / 2]` float32, as YaRN stretches them (Peng et al.
     2023, arXiv 2309.00071).
 
-    A pair that turns more than `beta_fast` times within the original context keeps its frequency, one that turns less
-    than `beta_slow` times is slowed by `factor`, and between those two pairs, by number, there is a straight ramp.
+    A pair that turns more than `beta_fast` times within the original context keeps its frequency. A pair that turns less
+    than `beta_slow` times is slowed by `factor`. Between those two pairs, the factor is interpolated linearly by number.
     """
     scaling, dim = config.rope_scaling, config.head_dim
     frequencies = config.rope_theta ** -(torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
@@ -47,12 +47,12 @@ def yarn_frequencies(config: ModelConfig) -> Tensor:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """What YaRN multiplies queries and keys with, since longer contexts want sharper attention."""
+    """YaRN's factor on queries and keys, which sharpens attention over longer contexts."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
-    """`rotary_table`, and YaRN's where the checkpoint asks for it: `[max_positions, head_dim]` float32 on the CPU."""
+    """`rotary_table`, or YaRN's table if the checkpoint uses YaRN: `[max_positions, head_dim]` float32 on the CPU."""
     scaling = config.rope_scaling
     if scaling["rope_type"] != "yarn":
         return rotary_table(config, max_positions)
@@ -60,26 +60,23 @@ def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     angles = torch.outer(positions, yarn_frequencies(config))
     scale, factor = scaling.get("attention_factor"), scaling["factor"]
     if scale is None:
-        # DeepSeek applies the part that is for all channels to the scores; the rotated ones get what is left.
+        # DeepSeek applies the part for all channels to the scores; the rotated channels get the rest.
         mscale, all_dim = scaling.get("mscale") or 0.0, scaling.get("mscale_all_dim") or 0.0
         both = mscale > 0 and all_dim > 0
         scale = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
     return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
 
 
-class LatentUpProjection(Layer):
-    """For each head of this rank, the matrix that makes its key and its value of a latent. Attention multiplies with
-    parts of it, and never with the whole, so it is no `Linear`: nobody may pack it."""
+class LatentUpProjection(ColumnParallelLinear):
+    """For each head of this rank, the matrix that makes its key and its value from a latent. Attention multiplies with
+    parts of it, so its weight must not be packed."""
 
-    def __init__(self, config: ModelConfig, group: GroupCoordinator | None = None) -> None:
-        super().__init__()
-        self.head_rows = config.qk_nope_head_dim + config.v_head_dim
-        self.shard = Shard.equal(config.num_heads * self.head_rows, group or get_tp_group())
-        self.weight = nn.Parameter(torch.empty(self.shard.size, config.kv_lora_rank), requires_grad=False)
+    packable = False
 
-    def place(self, kind: str, part: int = 0) -> Place:
-        """Where the rows of this rank's heads belong."""
-        return self.shard.place(self.get_parameter(kind))
+    def __init__(self, config: ModelConfig) -> None:
+        head_rows = config.qk_nope_head_dim + config.v_head_dim
+        super().__init__(config.kv_lora_rank, config.num_heads * head_rows)
+        self.head_rows = head_rows
 
     @property
     def heads(self) -> Tensor:
@@ -88,9 +85,9 @@ class LatentUpProjection(Layer):
 
 
 class LatentAttention(nn.Module):
-    """Projections to queries and to one latent for all heads, rotary positions, and a call to whoever attends.
+    """Projections to queries and to one latent for all heads, rotary positions, and a call of the attention backend.
 
-    Ranks share the heads; the latent has none, so that every rank computes and caches all of it.
+    Ranks share the heads. The latent has no heads, so every rank computes and caches all of it.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
@@ -126,38 +123,26 @@ class LatentAttention(nn.Module):
         return self.o_proj(attend_latent(q, latent, self.kv_b_proj.heads, self.layer, self.scale).flatten(1))
 
     def _in_halves(self, x: Tensor) -> Tensor:
-        """A copy with the first channels of all pairs before the second ones, as our rotation wants them. q·k does not
-        mind, as both are put in the same order."""
+        """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope` expects. q·k does not
+        change, since both are put in the same order."""
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x.contiguous()
 
 
-class DeepseekDecoderLayer(nn.Module):
+class DeepseekDecoderLayer(MixtralDecoderLayer):
     """Latent attention and an MLP or experts, each on the normalised residual stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = LatentAttention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        sparse = config.moe is not None and config.moe.sparse_layers[layer]
-        self.mlp: MoE | MLP = MoE(config.moe, config.hidden_size) if config.moe and sparse else MLP(config)
-
-    def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, rotary)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
+    attention_class = LatentAttention
 
 
 class DeepseekModel(LlamaModel):
-    """Embedding, layers, final norm: Llama's, made of the pieces above."""
+    """Llama's model, made of the layers above."""
 
     layer_class = DeepseekDecoderLayer
     rotary_table = staticmethod(latent_rotary_table)
 
 
 class DeepseekForCausalLM(MoEForCausalLM):
-    """DeepSeek-V2 and V3, which differ in how they route tokens to experts, and nowhere else."""
+    """DeepSeek-V2 and V3, which differ only in how they route tokens to experts."""
 
     model_class = DeepseekModel
     fused: ClassVar[dict[str, tuple[str, int]]] = {
@@ -165,8 +150,8 @@ class DeepseekForCausalLM(MoEForCausalLM):
     }
 
     def checkpoint_place(self, name: str) -> Place | None:
-        """As `MoEForCausalLM.checkpoint_place`; None, too, for what predicts one token more (V3's multi-token prediction,
-        which is stored as a layer after the last)."""
+        """As `MoEForCausalLM.checkpoint_place`; None also for V3's multi-token prediction, which is stored as a layer after
+        the last."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         if layer is not None and int(layer[1]) >= self.config.num_layers:
             return None

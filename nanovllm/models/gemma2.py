@@ -1,7 +1,7 @@
 """Gemma 2 (Gemma Team 2024, arXiv 2408.00118): Llama with bounded scores and logits, and twice as many norms.
 
-What the configuration can say is in `llama.py` already: heads of any size, the factor on the scores and their bound
-(soft cap), a window for every other layer. Here is what the layers themselves do in another way.
+`llama.py` covers what the configuration expresses: heads of any size, the factor on the scores and their bound (soft
+cap), a window for every second layer. This module has the layers that compute differently.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Gemma2DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.pre_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Gemma2MLP(config)
+        self.mlp = Gemma2MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.post_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Gemma2DecoderLayer(nn.Module):
 
 
 class Gemma2Model(LlamaModel):
-    """Embedding, layers, final norm: Llama's, made of the pieces above."""
+    """Llama's model, made of the layers above."""
 
     embedding_class = Gemma2Embedding
     layer_class = Gemma2DecoderLayer

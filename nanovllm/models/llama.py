@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): packed tokens in, hidden states out.
+"""Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): from packed tokens to hidden states.
 
 Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
-from nanovllm.distributed.groups import get_pp_group
+from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
@@ -29,7 +29,7 @@ from nanovllm.models.config import ModelConfig
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angle a position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al. 2021).
+    """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al. 2021).
 
     "linear" scaling divides all of them, as if positions were closer together; "llama3" divides only the slow ones
     (wavelength over `original_max_position_embeddings / low_freq_factor`), with a smooth transition.
@@ -49,14 +49,14 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     """`[max_positions, head_dim]` float32 on the CPU: cosines in the first half, sines in the second."""
-    # Even where models are built on the meta device, whose `arange` takes torch a second to import.
+    # On the CPU even if the model is built on the meta device, for whose `arange` torch imports modules for a second.
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, rotary_frequencies(config))
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 class SelfAttention(nn.Module):
-    """Projections, rotary positions, and a call to whoever computes attention: all for the heads of this rank."""
+    """Projections, rotary positions and a call of the attention backend, for the heads of this rank."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ class SelfAttention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x)), with gate and up in one matrix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, bias: bool, reduce: bool = True, group: GroupCoordinator | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, [config.intermediate_size] * 2, config.mlp_bias
-        )
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [intermediate] * 2, bias, group)
+        self.down_proj = RowParallelLinear(intermediate, hidden, bias, reduce, group)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
@@ -98,12 +98,18 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
+    attention_class: type[nn.Module] = SelfAttention
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer)
+        self.self_attn = self.attention_class(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = self.build_mlp(config, layer)
+
+    def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        """The MLP of a layer; models with experts have other modules here."""
+        return MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -113,7 +119,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, final norm; in a pipeline, those that this rank's stage has."""
+    """Embedding, layers and final norm; in a pipeline, those of this rank's stage."""
 
     embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
     layer_class: type[nn.Module] = DecoderLayer
@@ -149,7 +155,7 @@ class LlamaModel(nn.Module):
         return self.norm.add(x, residual)[0]
 
 
-# Where a checkpoint's matrix stands in a fused one: part i of the matrix on the right.
+# A checkpoint's matrix -> the fused matrix that contains it, and which part of that it is.
 FUSED = {
     "self_attn.q_proj": ("self_attn.qkv_proj", 0),
     "self_attn.k_proj": ("self_attn.qkv_proj", 1),
@@ -162,11 +168,11 @@ FUSED = {
 class LlamaForCausalLM(nn.Module):
     """A decoder-only model over packed tokens.
 
-    It knows neither requests nor blocks: what attention needs beyond q, k and v comes with the forward context.
+    It knows neither requests nor blocks: the forward context supplies what attention needs beyond q, k and v.
 
     Args:
         config: the model's shape.
-        max_positions: length of the rotary table: the longest sequence that will come.
+        max_positions: length of the rotary table: the longest sequence in tokens.
     """
 
     model_class: type[LlamaModel] = LlamaModel
@@ -181,35 +187,35 @@ class LlamaForCausalLM(nn.Module):
             self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the output head be the embedding matrix, where there is a head."""
+        """Use the embedding matrix as output head, if this stage has a head."""
         if self.model.stage.is_last:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
     ) -> Tensor | IntermediateTensors:
-        """Hidden states `[num_tokens, hidden_size]` of packed tokens; or, if another stage of a pipeline goes on, what that
-        one receives.
+        """Hidden states `[num_tokens, hidden_size]` of packed tokens; or, before the last stage of a pipeline, the tensors
+        for the next stage.
 
         Args:
             input_ids, positions: `[num_tokens]` int64; positions count within each token's own sequence.
-            received: what the stage before has computed; None on the first one.
+            received: the previous stage's output; None on the first stage.
         """
         return self.model(input_ids, positions, received)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, in the model's dtype: ask only for rows you need."""
+        """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, in the model's dtype. Pass only the rows that are needed."""
         return self.lm_head(hidden)
 
     def checkpoint_place(self, name: str) -> Place | None:
         """Where a checkpoint's tensor belongs: in a parameter, or in some rows of a fused one.
 
         Returns:
-            None for a tensor that this model does not keep (rotary buffers; an output head that is tied), or another
-            stage of the pipeline does.
+            None for a tensor that this rank does not keep: rotary buffers, a tied output head, a tensor of another
+            pipeline stage.
 
         Raises:
-            KeyError: a name that does not belong to this architecture.
+            KeyError: the architecture has no tensor of this name.
         """
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
             return None
@@ -226,7 +232,7 @@ class LlamaForCausalLM(nn.Module):
             raise KeyError(f"this {self.config.architecture} has no place for {name!r}") from error
 
     def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and whole shapes of a checkpoint's tensors: all that `checkpoint_place` has a place for."""
+        """Names and whole shapes of the checkpoint's tensors that have a place on this rank."""
         for path, module in self.named_modules():
             if not isinstance(module, Layer):
                 continue
@@ -236,14 +242,14 @@ class LlamaForCausalLM(nn.Module):
                     yield f"{prefix}.{kind}", place.whole_shape
 
     def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """A checkpoint's tensor as `checkpoint_place` knows it: here, as it is; elsewhere, cut into several."""
+        """The tensors that `checkpoint_place` has places for, from one of the checkpoint: here the same, in subclasses several."""
         yield name, tensor
 
     def pack_weights(self) -> None:
-        """Put the matrices in the order in which this machine multiplies fastest. Nothing can be loaded afterwards:
-        rows are no longer rows."""
+        """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be loaded, since a
+        packed matrix has no rows to copy to."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and module.packable:
                 module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
         if self.config.tie_word_embeddings and self.model.stage.is_last:
             self.model.embed_tokens.weight = self.lm_head.weight

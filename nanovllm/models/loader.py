@@ -1,4 +1,4 @@
-"""From safetensors files to a model in memory, without holding any weight twice.
+"""Loads a model from safetensors files, without holding any weight in memory twice.
 
 Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -16,11 +16,9 @@ from torch import Tensor
 
 from nanovllm.checkpoint.files import shard_names
 from nanovllm.checkpoint.headers import CheckpointHeaders, check_memory
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.deepseek import DeepseekForCausalLM
-from nanovllm.models.gemma2 import Gemma2ForCausalLM
+from nanovllm.data.parts import load
+from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.mixtral import MixtralForCausalLM, Qwen3MoeForCausalLM
 
 
 class CheckpointError(ValueError):
@@ -48,7 +46,7 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors one by one, memory-mapped: a tensor is read when it is copied.
+    """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied.
 
     Raises:
         CheckpointError: a file is damaged; see also `checkpoint_files`.
@@ -63,12 +61,12 @@ def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | RandomTensor]]) -> None:
-    """Copy each tensor to its place, converting the dtype on the way.
+    """Copy each tensor to its place, and convert its dtype.
 
     Raises:
         CheckpointError: a tensor has the wrong shape or no place, or some parameter was not filled completely.
     """
-    # The same memory may have two names (tied weights), so what is filled is counted by storage.
+    # The same memory may have two names (tied weights), so filled numbers are counted per storage.
     unfilled = {
         parameter.untyped_storage()._cdata: (name, parameter.numel()) for name, parameter in model.named_parameters()
     }
@@ -84,7 +82,7 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | 
 
 
 def _fill(model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, name_in_file: str) -> list[Tensor]:
-    """Copy a tensor to its place; returns all memory that is filled now."""
+    """Copy a tensor to its place; returns the memory that this fills."""
     try:
         place = model.checkpoint_place(name)
     except KeyError as error:
@@ -96,24 +94,24 @@ def _fill(model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, nam
         raise CheckpointError(
             f"{name_in_file} has shape {list(tensor.shape)}, the configuration says {list(place.whole_shape)}"
         )
-    place.target.copy_(tensor[place.source])  # of mapped memory nothing but this slice is read
+    place.target.copy_(tensor[place.source])  # reads only this slice of the mapped file
     return [place.target] if place.padding is None else [place.target, place.padding.zero_()]
 
 
-# Numbers that a random tensor draws at once: few enough to stay in a cache, and enough for a GPU to be busy.
+# Numbers that a random tensor draws at once: few enough for a CPU's cache, and enough to keep a GPU busy.
 DRAWN_AT_ONCE = 2**20
 
 
 class RandomTensor:
-    """A checkpoint's tensor that is nowhere: normal numbers of deviation 0.02, drawn where some of them are asked for.
+    """A checkpoint's tensor of random numbers (normal, deviation 0.02), drawn when a slice of it is read.
 
-    Each block of rows has a seed of its own, made of the tensor's name. So every grid of ranks has the same model, and a
-    rank draws little more than its share of the rows; for a share of the columns, it draws all of them.
+    Each block of rows has a seed of its own, derived from the tensor's name. So every grid of ranks has the same model,
+    and a rank draws little more than its share of the rows; for a share of the columns, it draws all columns.
 
     Args:
         shape: of the whole tensor.
-        seed, name: what decides on the numbers.
-        dtype, device: of the parts.
+        seed, name: determine the numbers.
+        dtype, device: of the slices.
     """
 
     def __init__(self, shape: tuple[int, ...], seed: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -130,7 +128,7 @@ class RandomTensor:
         return part
 
     def _block(self, first: int) -> Tensor:
-        """The rows from `first` on that are drawn together."""
+        """The block of rows that begins with row `first`."""
         seed = hashlib.sha256(f"{self.seed} {self.name} {first}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(seed[:6], "little"))
         shape = min(self.block_rows, self.shape[0] - first), *self.shape[1:]
@@ -138,7 +136,7 @@ class RandomTensor:
 
 
 def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor | RandomTensor]]:
-    """A checkpoint of random weights of a plausible size, for measurements: norms are 1, all else is random."""
+    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all others random."""
     parameter = next(model.parameters())
     dtype, device = parameter.dtype, parameter.device
     for name, shape in model.checkpoint_shapes():
@@ -148,20 +146,12 @@ def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Ten
             yield name, RandomTensor(shape, seed, name, dtype, device)
 
 
-# Architectures whose layers differ from Llama's in more than what the configuration says.
-MODEL_CLASSES: dict[str, type[LlamaForCausalLM]] = {
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "MixtralForCausalLM": MixtralForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "DeepseekV2ForCausalLM": DeepseekForCausalLM,
-    "DeepseekV3ForCausalLM": DeepseekForCausalLM,
-}
-
-
 def build_model(config: ModelConfig) -> LlamaForCausalLM:
-    """The model, or this rank's part of it, on torch's meta device: it has shapes, and no memory."""
+    """The model, or this rank's part of it, on torch's meta device: with shapes, but without memory."""
+    entry = SUPPORTED_ARCHITECTURES[config.architecture].get("class", "nanovllm.models.llama:LlamaForCausalLM")
+    model_class = load(entry, f"architecture {config.architecture}")
     with torch.device("meta"):
-        return MODEL_CLASSES.get(config.architecture, LlamaForCausalLM)(config, 1)
+        return model_class(config, 1)
 
 
 @torch.inference_mode()
@@ -177,7 +167,7 @@ def load_model(
     """Build the model and fill it from the checkpoint in `folder`, or with random weights (`load_format="dummy"`).
 
     Args:
-        max_positions: longest sequence to come; default: what the model was made for.
+        max_positions: length of the longest sequence; default: the model's own maximum.
 
     Raises:
         CheckpointError: see `load_weights` and `checkpoint_files`.
@@ -185,15 +175,15 @@ def load_model(
     model = build_model(config)
     dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
     if not dummy:
-        # The shapes in the files' headers, without memory: what does not fit together shows at once.
+        # Only the shapes in the files' headers: a mismatch raises an error before memory is allocated.
         with CheckpointHeaders(checkpoint_files(pathlib.Path(folder))) as headers:
             load_weights(model, iter(headers))
     check_memory(model, dtype, device, positions * config.head_dim)
-    # What `to_empty` does, without the half second that torch's own way from meta takes to import.
+    # As `to_empty`, but without the half second that torch needs for its imports there.
     model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
     if config.tie_word_embeddings:
-        model.tie_weights()  # each name was given memory of its own
-    # Always float32: in bfloat16, neighbouring positions far out would share an angle.
+        model.tie_weights()  # `_apply` gave each name memory of its own
+    # Always float32: in bfloat16, large neighbouring positions would share an angle.
     table = model.model.rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
     load_weights(model, dummy_tensors(model, seed) if dummy else checkpoint_tensors(pathlib.Path(folder)))

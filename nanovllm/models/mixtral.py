@@ -1,11 +1,11 @@
-"""Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE: Llama with experts in the place of its MLPs.
+"""Mixtral (Jiang et al. 2024, arXiv 2401.04088) and Qwen3-MoE: Llama with experts in place of its MLPs.
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from torch import nn
 
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import DecoderLayer, LlamaModel
@@ -13,18 +13,15 @@ from nanovllm.models.moe import MoE, MoEForCausalLM
 
 
 class MixtralDecoderLayer(DecoderLayer):
-    """Llama's layer; a `MoE` follows attention wherever the configuration says so."""
+    """Llama's layer, with a `MoE` as `mlp` in the layers that the configuration names."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
         sparse = config.moe is not None and config.moe.sparse_layers[layer]
-        # An MLP that gives way to experts has no channels: they need not be divisible by the number of ranks.
-        super().__init__(replace(config, intermediate_size=0) if sparse else config, layer)
-        if config.moe is not None and sparse:
-            self.mlp = MoE(config.moe, config.hidden_size)  # type: ignore[assignment]  # it was an MLP
+        return MoE(config.moe, config.hidden_size) if config.moe and sparse else super().build_mlp(config, layer)
 
 
 class MixtralModel(LlamaModel):
-    """Embedding, layers, final norm: Llama's, with the layers above."""
+    """Llama's model, made of the layers above."""
 
     layer_class = MixtralDecoderLayer
 
@@ -33,7 +30,3 @@ class MixtralForCausalLM(MoEForCausalLM):
     """A decoder-only model over packed tokens, as `LlamaForCausalLM`."""
 
     model_class = MixtralModel
-
-
-class Qwen3MoeForCausalLM(MixtralForCausalLM):
-    """Mixtral with normalised heads and many small experts, as the configuration says."""

@@ -1,4 +1,4 @@
-"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their answers.
+"""Mixture of experts (Shazeer et al. 2017): a router sends each token to a few of many MLPs, and adds up their outputs.
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -18,13 +18,13 @@ from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlaceme
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
 from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.layers.tensor_parallel import MergedColumnParallelLinear, RowParallelLinear, Shard
-from nanovllm.models.llama import FUSED, LlamaForCausalLM, LlamaModel
+from nanovllm.layers.tensor_parallel import Shard
+from nanovllm.models.llama import FUSED, MLP, LlamaForCausalLM, LlamaModel
 from nanovllm.models.moe_config import MoEConfig
 
 
 def select_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Which experts each token visits, and with what weight.
+    """Choose the experts that each token visits, and their weights.
 
     Args:
         logits: `[num_tokens, num_experts]`, the router's.
@@ -47,7 +47,7 @@ def select_experts(logits: Tensor, config: MoEConfig, bias: Tensor | None = None
 
 
 class Router(Layer):
-    """Scores every expert for every token: one small product, whole on every rank."""
+    """Scores every expert for every token: one small product, replicated on every rank."""
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Router(Layer):
         return select_experts(logits, self.config, self.e_score_correction_bias)
 
     def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """The bias stays in float32 whatever the model becomes: its steps in training are finer than bfloat16's."""
+        """Keep the bias in float32 when the model is converted: its steps in training are finer than bfloat16's."""
         bias = None if self.e_score_correction_bias is None else self.e_score_correction_bias.data
         super()._apply(function, recurse)
         if bias is not None:
@@ -77,7 +77,7 @@ class Experts(nn.Module):
     """The MLPs of some experts: down(silu(gate(x)) * up(x)) each.
 
     Args:
-        num_slots: experts that this rank holds.
+        num_slots: number of experts that this rank holds.
         intermediate_size: of a whole expert; the ranks of `group` share each one, as they share an MLP.
 
     Attributes:
@@ -93,24 +93,24 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_slots, hidden_size, width), requires_grad=False)
 
     def forward(self, x: Tensor, slots: Tensor, weights: Tensor, num_absent: int = 0) -> Tensor:
-        """The weighted sum of the chosen experts' answers.
+        """The weighted sum of the chosen experts' outputs.
 
         Args:
             x: `[num_tokens, hidden_size]`.
-            slots: `[num_tokens, top_k]` int64; -1 for an expert that is not here.
+            slots: `[num_tokens, top_k]` int64; -1 for an expert on another rank.
             weights: `[num_tokens, top_k]` float32.
-            num_absent: how many of the slots are -1; the host has to know, to leave them out.
+            num_absent: how many of the slots are -1; a host number, since shapes depend on it.
 
-        Returns: `[num_tokens, hidden_size]`; with experts in slices, this rank's addend of it.
+        Returns: `[num_tokens, hidden_size]`; with experts in slices, this rank's addend.
         """
         num_tokens, top_k = slots.shape
         flat = slots.flatten()
-        order = flat.argsort(stable=True)[num_absent:]  # the pairs of token and expert, by expert
+        order = flat.argsort(stable=True)[num_absent:]  # pairs of token and expert, sorted by expert
         counts = torch.zeros(len(self.w13) + 1, dtype=torch.int64, device=x.device)
         counts = counts.scatter_add_(0, flat + 1, torch.ones_like(flat))[1:]
         gated = ops.silu_and_mul(ops.grouped_linear(x[order // top_k], self.w13, counts))
         answers = ops.grouped_linear(gated, self.w2, counts) * weights.flatten()[order, None]
-        # Not index_add_: on a GPU that adds in whatever order threads come, and no two runs are alike.
+        # Not index_add_: on a GPU it adds in the order in which threads arrive, so results would differ from run to run.
         pairs = answers.new_zeros(num_tokens * top_k, x.shape[1])
         pairs[order] = answers
         return pairs.view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
@@ -119,7 +119,7 @@ class Experts(nn.Module):
         """Where a matrix of one expert belongs.
 
         Args:
-            slot: of this rank; None if the expert is elsewhere.
+            slot: number on this rank; None if the expert is on another rank.
             matrix: "gate", "up" or "down".
         """
         hidden, width = self.w2.shape[1:]
@@ -132,34 +132,22 @@ class Experts(nn.Module):
         return Place(target, (rows, slice(0, hidden)), (self.shard.total, hidden))
 
     def pack(self) -> None:
-        """Put the matrices in the order in which this machine multiplies fastest, see `ops.pack_weight`."""
+        """Rearrange the matrices so that this machine multiplies fastest, see `ops.pack_weight`."""
         for name in ("w13", "w2"):
             weight = getattr(self, name)
             packed = ops.pack_weight(weight.flatten(0, 1)) if weight.shape[1] % 16 == 0 else weight
             setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
 
 
-class SharedExperts(nn.Module):
-    """The experts that every token visits, as one MLP; whole on each rank of a group of one."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
-        super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, group=group)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, reduce=False, group=group)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(ops.silu_and_mul(self.gate_up_proj(x)))
-
-
 class MoE(nn.Module):
-    """A router and its experts, in the place of a layer's MLP.
+    """A router and its experts, in place of a layer's MLP.
 
-    Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, see the same tokens and add up.
-    With it, each rank of the expert-parallel group holds whole experts and sends tokens to where they are.
+    Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, compute the same tokens and add up their results.
+    With it, each rank of the expert-parallel group holds whole experts, and tokens are sent to their experts' ranks.
 
     Attributes:
-        load: tokens that each expert got from this rank since somebody set it to zero, `[num_experts]` int64.
-        dispatcher: who sends tokens to their experts; None without expert parallelism.
+        load: tokens that this rank sent to each expert since the last reset, `[num_experts]` int64.
+        dispatcher: sends tokens to their experts; None without expert parallelism.
     """
 
     def __init__(self, config: MoEConfig, hidden_size: int) -> None:
@@ -172,10 +160,11 @@ class MoE(nn.Module):
         if config.enable_expert_parallel:
             placement = ExpertPlacement.initial(config.num_routed, ep.world_size, config.num_redundant_experts)
             self.dispatcher, num_slots = ExpertDispatcher(placement, ep), placement.num_slots
-            holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # nobody shares an expert
+            holders = GroupCoordinator("whole", [ep.rank], ep.rank)  # each expert is whole
         self.experts = Experts(num_slots, hidden_size, config.intermediate_size, holders)
         shared = 0 if config.shared_as_routed else config.num_shared_experts * config.intermediate_size
-        self.shared_experts = SharedExperts(hidden_size, shared, holders) if shared else None
+        # Every token visits these: one MLP, whole on each rank of a group of one.
+        self.shared_experts = MLP(hidden_size, shared, False, reduce=False, group=holders) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         """`[num_tokens, hidden_size]`, on every tensor-parallel rank the same, to the same shape."""
@@ -188,9 +177,9 @@ class MoE(nn.Module):
         return self.tp.all_reduce(out)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights, experts) of each token, which are counted."""
+        """(weights, experts) of each token; counts them in `load`."""
         weights, experts = self.gate(x)
-        if self.config.shared_as_routed:  # everybody visits them, with weight 1
+        if self.config.shared_as_routed:  # every token visits them, with weight 1
             numbers = torch.arange(self.config.num_experts, self.config.num_routed, device=x.device)
             experts = torch.cat([experts, numbers.expand(len(x), -1)], dim=1)
             weights = F.pad(weights, (0, len(numbers)), value=1.0)
@@ -201,7 +190,7 @@ class MoE(nn.Module):
         return weights, experts
 
     def _over_ranks(self, x: Tensor, dispatcher: ExpertDispatcher) -> Tensor:
-        """Each tensor-parallel rank takes its share of the tokens, as all of them have all; then they exchange results."""
+        """Each tensor-parallel rank routes its share of the tokens (all ranks have all tokens); then they gather the results."""
         share = -(-len(x) // self.tp.world_size)
         mine = x[self.tp.rank_in_group * share :][:share]
         weights, experts = self._route(mine)
@@ -214,7 +203,7 @@ class MoE(nn.Module):
         return self.tp.all_gather(out, dim=0)[: len(x)]
 
     def expert_weights(self) -> list[Tensor]:
-        """Tensors of which row i belongs to slot i of this rank: what moves with an expert."""
+        """The tensors whose row i belongs to slot i of this rank. These rows move with an expert."""
         return [self.experts.w13.data, self.experts.w2.data]
 
     def place(self, expert: int, matrix: str) -> Place:
@@ -234,10 +223,10 @@ class MoE(nn.Module):
 
 
 def check_experts(config: MoEConfig, tp: int, dp: int = 1) -> None:
-    """See whether experts can be divided among the ranks of a stage, before anything is loaded.
+    """Check that experts can be divided among the ranks of a stage, before anything is loaded.
 
     Raises:
-        ValueError: they cannot; the message says what would do.
+        ValueError: they cannot; the message names what would fit.
     """
     if config.enable_expert_parallel:
         ExpertPlacement.initial(config.num_routed, tp * dp, config.num_redundant_experts)
@@ -256,7 +245,7 @@ MATRICES = {
 
 
 class MoEForCausalLM(LlamaForCausalLM):
-    """A decoder-only model some of whose layers have a `MoE` as `mlp`: how its experts are named in checkpoints."""
+    """A decoder-only model in which some layers have a `MoE` as `mlp`; knows the names of experts in checkpoints."""
 
     fused: ClassVar[dict[str, tuple[str, int]]] = FUSED | {
         "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
@@ -264,7 +253,7 @@ class MoEForCausalLM(LlamaForCausalLM):
     }
 
     def moe_layers(self) -> dict[str, MoE]:
-        """The layers with experts that this rank has, in order, by their paths in the model."""
+        """The layers with experts on this rank, in order: path in the model → layer."""
         layers = cast(LlamaModel, self.model).layers.named_children()
         return {
             f"model.layers.{i}.mlp": cast(MoE, layer.mlp)
@@ -300,8 +289,8 @@ class MoEForCausalLM(LlamaForCausalLM):
             layer.experts.pack()
 
     def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """Shared experts are stored as one wide MLP, which is the sum of MLPs of a routed one's width: these are what
-        has a place where they are treated as routed ones."""
+        """Cut shared experts, which are stored as one wide MLP, into MLPs of a routed expert's width if they are placed
+        like routed ones."""
         found = EXPERT_NAME.fullmatch(name)
         layer = self.moe_layers().get(found[1]) if found and found[2] is None else None
         if found is None or layer is None or not layer.config.shared_as_routed:
@@ -315,10 +304,10 @@ class MoEForCausalLM(LlamaForCausalLM):
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
-    """What moves the experts of a model between ranks as their load asks for; see `LoadBalancer.after_step`.
+    """Create the balancer that moves a model's experts between ranks by their load; see `LoadBalancer.after_step`.
 
     Args:
-        settings: of `EPLBConfig`, as JSON.
+        settings: fields of `EPLBConfig`, as JSON.
     """
     layers = cast(MoEForCausalLM, model).moe_layers().values()
     return LoadBalancer([cast(BalancedLayer, layer) for layer in layers], EPLBConfig.from_json(settings))

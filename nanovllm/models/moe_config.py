@@ -1,4 +1,4 @@
-"""What a config.json says about a mixture of experts, in one plain-data class for all supported architectures."""
+"""Reads the experts of a config.json into one plain-data class for all supported architectures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class MoEConfig:
 
     Attributes:
         num_experts: routed experts of a layer.
-        top_k: how many of them each token visits.
-        intermediate_size: of one expert.
-        sparse_layers: for each layer, whether it has experts; else it has an ordinary MLP.
-        num_shared_experts: experts that every token visits besides; they are one MLP of so many times the size.
-        scoring: "softmax" or "sigmoid" makes scores of the router's logits.
+        top_k: number of experts that each token visits.
+        intermediate_size: channels of one expert.
+        sparse_layers: for each layer, whether it has experts instead of an ordinary MLP.
+        num_shared_experts: further experts that every token visits; stored as one MLP of this many times the size.
+        scoring: "softmax" or "sigmoid", which turns the router's logits into scores.
         renormalize: divide the chosen scores by their sum.
-        scaling_factor: on the weights of the routed experts, after that.
-        num_groups, topk_group: experts are chosen within the best `topk_group` of so many groups.
-        correction_bias: the router has a bias that decides who is chosen, and not with what weight (DeepSeek-V3).
-        float32_router: the router multiplies in float32 even if the model's dtype is another.
-        enable_expert_parallel: every rank holds whole experts, instead of a slice of each. Not of the checkpoint.
-        num_redundant_experts: slots for second copies of busy experts. Not of the checkpoint.
-        shared_as_routed: place shared experts as if they were routed ones. Not of the checkpoint.
+        scaling_factor: factor on the weights of the routed experts, after renormalization.
+        num_groups, topk_group: experts are chosen within the best `topk_group` of `num_groups` groups.
+        correction_bias: the router has a bias that affects the choice of experts, but not their weights (DeepSeek-V3).
+        float32_router: the router multiplies in float32 whatever the model's dtype.
+        enable_expert_parallel: every rank holds whole experts, instead of a slice of each. An engine setting.
+        num_redundant_experts: slots for second copies of busy experts. An engine setting.
+        shared_as_routed: place shared experts like routed ones. An engine setting.
     """
 
     num_experts: int
@@ -62,7 +62,7 @@ class MoEConfig:
 
     @property
     def num_routed(self) -> int:
-        """Experts that have a place in the shuffle: the routed ones, and the shared ones if they are treated so."""
+        """Experts that are placed on ranks: the routed ones, and with `shared_as_routed` the shared ones."""
         return self.num_experts + (self.num_shared_experts if self.shared_as_routed else 0)
 
     def with_settings(self, config: EngineConfig) -> MoEConfig:
@@ -85,7 +85,7 @@ class MoEConfig:
         the files of the hub have `num_experts` (Qwen3-MoE) or `n_routed_experts` (DeepSeek).
 
         Raises:
-            ValueError: numbers that do not fit together, or a way of routing that is not built in.
+            ValueError: contradictory numbers, or a way of routing that is not supported.
         """
         architecture = (raw.get("architectures") or ["none"])[0]
         names = ("n_routed_experts", "num_experts", "num_local_experts")

@@ -1,21 +1,22 @@
 """The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device (lectures 10, 15, 17).
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
-loops for the CPU, compiled on first use; `triton` has those that a GPU gains from. Both hand to `reference` whatever
-they do not cover. Callers never choose: the device of the first tensor does. `NANOVLLM_NATIVE=0` in the environment
-leaves plain torch in place of the C++ loops; Triton's operators stay.
+loops for the CPU, compiled on first use. `triton` has those that a GPU gains from. Both hand to `reference` whatever
+they do not cover. The device of the first tensor chooses the module. With `NANOVLLM_NATIVE=0` in the environment, plain
+torch replaces the C++ loops; Triton's operators stay.
 
-A GPU answers later than it is asked, so its kernels cannot raise an error. What is an IndexError on a CPU is NaN there
+A GPU runs kernels after the call has returned, so they cannot raise an error. An IndexError on a CPU is NaN on a GPU
 (`apply_rope`), or a failed assertion after which the process cannot use the GPU any more.
 
-**The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size, head_dim]`: slot `s` stands in
+**The paged cache** of one layer is `kv_cache[num_blocks, 2, num_kv_heads, block_size, head_dim]`: slot `s` is in
 block `s // block_size` at offset `s % block_size`; index 0 of the second axis holds keys, 1 values. The block is the
 outermost axis, so that swapping or sending a block is one contiguous copy; the head comes before the offset, so
-that a kernel which attends with one head reads one contiguous `[block_size, head_dim]` matrix a block.
+that a kernel which attends with one head reads one contiguous `[block_size, head_dim]` matrix per block.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from functools import cache
@@ -25,45 +26,29 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import native, reference
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
 
 # On a CPU, torch multiplies bfloat16 matrices with oneDNN, which compiles a kernel for every number of rows: 0.3 to 1 MB of
 # memory and about a millisecond each. Prefills have any number of rows. oneDNN and torch's binding each keep the last 1024
-# kernels, so that an engine grows by several hundred megabytes before it stops. Both read their limits on first use.
+# kernels by default, several hundred megabytes. Both read their limits on first use.
 MAX_COMPILED_PRODUCTS = 64
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, str(MAX_COMPILED_PRODUCTS))
 
-__all__ = [
-    "add_rms_norm",
-    "apply_rope",
-    "argmax",
-    "embedding",
-    "grouped_linear",
-    "linear",
-    "pack_weight",
-    "paged_attention",
-    "rms_norm",
-    "silu_and_mul",
-    "write_kv_cache",
-]
-
 
 @cache
 def _kernels(device: torch.device) -> ModuleType:
-    """The module whose functions serve tensors on this device; decided once in a process."""
+    """The module whose functions serve tensors on this device; decided once per process."""
     if device.type == "cpu" and native.is_available():
         return native
     if device.type == "cuda":
-        # Which dtypes and sizes fit is for each operator to see.
-        reason = why_no_triton(device, head_dim=0, dtype=torch.float32)
-        if reason is None:
-            from nanovllm.ops import triton
-
-            return triton
-        logger.warning("no Triton operators, using plain torch: %s", reason)
+        # Each operator checks dtypes and sizes itself.
+        obstacle = why_no_triton(device, head_dim=0, dtype=torch.float32)
+        if obstacle is None:
+            return importlib.import_module("nanovllm.ops.triton")
+        logger.warning("no Triton operators, using plain torch: %s", obstacle)
     return reference
 
 
@@ -117,7 +102,7 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     Args:
         k, v: `[tokens, num_kv_heads, head_dim]`, rows may be strided.
         kv_cache: the layer's cache, see the module's docstring.
-        slot_mapping: `[tokens]` int64, the slot of every token; -1 marks padding, which is written nowhere.
+        slot_mapping: `[tokens]` int64, the slot of every token; -1 marks padding, which is not written.
 
     Raises:
         IndexError: a slot is beyond the cache.
@@ -137,16 +122,16 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """The weight as this machine multiplies with it fastest: rearranged, or as it is.
+    """The weight in the layout that this machine multiplies fastest.
 
     A CPU with matrix tiles (Intel AMX) gets a copy `[out_features / 16, in_features / 32, 16, 32]`, where
-    `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: what one instruction multiplies is one
-    kilobyte, and the whole is read from front to back.
+    `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: one instruction multiplies one
+    kilobyte, and the whole copy is read from front to back.
 
     Args:
         weight: `[out_features, in_features]`.
 
-    Returns: what `linear` and `embedding` take in place of the weight.
+    Returns: a tensor that `linear` and `embedding` take in place of the weight: the copy, or the weight itself.
     """
     return _kernels(weight.device).pack_weight(weight)
 
@@ -191,7 +176,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    """Where the largest value of each row is, the first of several.
+    """The index of the largest value of each row; of several equal ones, the first.
 
     Args:
         x: `[rows, columns]`.
@@ -202,20 +187,14 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    soft_cap: float = 0.0,
-) -> Tensor:
+    q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
+    scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Causal attention of a mixed batch over the paged cache (Kwon et al., 2023, arXiv 2309.06180).
 
     Sequence s has the query rows `query_start_loc[s]:query_start_loc[s + 1]`, which are the last positions of its
     `seq_lens[s]` tokens: one row when it decodes, all when it prefills, anything between for a chunk or after a
-    prefix hit, none when it sits out the step. Its keys and values, those of the query rows too, are in the cache.
+    prefix hit, none when the step does not compute it. All its keys and values, those of the query rows included, are in the cache.
 
     Args:
         q: `[tokens, num_heads, head_dim]`; num_heads is a multiple of the cache's num_kv_heads, and head h attends
@@ -226,7 +205,7 @@ def paged_attention(
         query_start_loc: `[sequences + 1]` int32, rising from 0.
         scale: factor on the scores, usually `head_dim ** -0.5`.
         sliding_window: where above 0, position i sees the positions in `(i - sliding_window, i]` only (Mistral).
-            Blocks that no query sees are not read, so their entries in the table need not hold any more.
+            Blocks that no query sees are not read, so their entries in the table may be stale.
         soft_cap: where above 0, scores pass through `soft_cap * tanh(score / soft_cap)` (Gemma 2).
 
     Returns: `[tokens, num_heads, head_dim]`, of q's dtype; rows beyond the last sequence are undefined.

@@ -1,6 +1,7 @@
-"""C++ sources compiled on first use, cached, loaded with ctypes.
+"""Compiles C++ sources on first use, caches the library, and loads it with ctypes.
 
-Plain C++ with a C interface, so that any compiler builds it in seconds, without torch's headers or Python's.
+The sources are plain C++ with a C interface, so that any compiler builds them in seconds, without torch's headers or
+Python's.
 
 Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
 (~/.cache/nanovllm).
@@ -41,12 +42,12 @@ def find_compiler() -> str:
 def load_library(
     sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = (), what: str = "a library"
 ) -> ctypes.CDLL:
-    """The sources as a loaded library; compiled if nobody has done so with these flags and compiler on this CPU.
+    """Load the library of some sources; compile it first unless the cache has it for these flags, compiler and CPU.
 
     Args:
-        headers: what the sources include: a change of theirs compiles anew, too.
-        flags: of the compiler; `CXXFLAGS` comes after them.
-        what: how the log calls it.
+        headers: files that the sources include; if one changes, the library is compiled again.
+        flags: for the compiler; `CXXFLAGS` follows them.
+        what: the library's name in the log.
 
     Raises:
         BuildError: it cannot be compiled or loaded; the message says why.
@@ -68,14 +69,14 @@ def load_library(
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Compiles the sources into `target`, which appears whole or not at all."""
+    """Compile the sources into `target`, which appears complete or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         objects = []
         for source in sources:
             objects.append(os.path.join(temporary, f"{source.name}.o"))
             _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
-        # Linked without -fopenmp: its symbols are to be found in the runtime that torch brought.
+        # Linked without -fopenmp: the symbols come from the runtime that torch has loaded.
         library = os.path.join(temporary, "library.so")
         _run([compiler, "-shared", *objects, "-o", library])
         os.replace(library, target)
@@ -91,7 +92,7 @@ def _run(command: list[str]) -> str:
 
 
 def _cpu_identity() -> str:
-    """Changes whenever code compiled for this very CPU might not run: its model and instruction sets."""
+    """The CPU's model and instruction sets: changes whenever code that was compiled for this CPU might not run."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,9 @@
 """The small operators between the matrix products as Triton kernels, for GPUs: each reads and writes memory once.
 
-Plain torch makes half a dozen passes over the activations for one RMSNorm, and starts as many kernels. These kernels
+Plain torch makes half a dozen passes over the activations for one RMSNorm, and launches as many kernels. These kernels
 compute in float32 and round where `reference` rounds, so the results are the same up to the order of a sum and the last
-bits of `exp` and `rsqrt`. What they do not cover (other dtypes, rows with gaps, gradients) goes to `reference`, as do
-the operators that torch's own kernels serve well.
+bits of `exp` and `rsqrt`. Inputs that they do not cover (other dtypes, rows with gaps, gradients) go to `reference`, and
+so do the operators that torch's own kernels serve well.
 """
 
 from __future__ import annotations
@@ -13,24 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanovllm.data.parts import load
 from nanovllm.ops import reference, triton_interpreter
-from nanovllm.ops.reference import argmax, embedding, linear, pack_weight, paged_attention, write_kv_cache
-from nanovllm.ops.triton_grouped import grouped_linear
-from nanovllm.ops.triton_support import is_interpreted
-
-__all__ = [
-    "add_rms_norm",
-    "apply_rope",
-    "argmax",
-    "embedding",
-    "grouped_linear",
-    "linear",
-    "pack_weight",
-    "paged_attention",
-    "rms_norm",
-    "silu_and_mul",
-    "write_kv_cache",
-]
+from nanovllm.ops.reference import argmax, linear, pack_weight, paged_attention, write_kv_cache  # noqa: F401
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
@@ -43,7 +29,7 @@ GATE_BLOCK = 1024
 
 
 def _num_warps(elements: int) -> int:
-    """Threads for a program over so many elements: 16 each, which are two loads of 16 bytes in bfloat16."""
+    """Warps for a program over `elements` numbers: 16 per thread, which are two loads of 16 bytes in bfloat16."""
     return min(max(elements // 512, 1), 16)
 
 
@@ -85,7 +71,7 @@ def rms_norm_kernel(
 def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One token: the sum goes into the residual, and its normalised self into `out`. Grid (num_tokens,)."""
+    """One token: writes the sum into the residual, and the normalised sum into `out`. Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < WIDTH
@@ -108,18 +94,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if out.numel() > 0:
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(num_tokens * num_heads,)](
-            heads,
-            weight,
-            out,
-            num_heads,
-            heads.stride(0),
-            heads.stride(1),
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=_num_warps(block),
-            enable_fp_fusion=True,
-        )
+            heads, weight, out, num_heads, heads.stride(0), heads.stride(1), eps, WIDTH=width, BLOCK=block,
+            num_warps=_num_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
     return out
 
 
@@ -131,18 +108,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if out.numel() > 0:
         block = triton.next_power_of_2(width)
         add_rms_norm_kernel[(num_tokens,)](
-            x,
-            residual,
-            weight,
-            out,
-            x.stride(0),
-            residual.stride(0),
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=_num_warps(block),
-            enable_fp_fusion=True,
-        )
+            x, residual, weight, out, x.stride(0), residual.stride(0), eps, WIDTH=width, BLOCK=block,
+            num_warps=_num_warps(block), enable_fp_fusion=True,
+        )  # fmt: skip
     return out, residual
 
 
@@ -151,15 +119,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 @triton.jit
 def _rotate(
-    heads_ptr,
-    head_stride,
-    cos,
-    sin,
-    NUM_HEADS: tl.constexpr,
-    HEADS_P2: tl.constexpr,
-    HALF: tl.constexpr,
+    heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, HALF: tl.constexpr,
     HALF_P2: tl.constexpr,
-):
+):  # fmt: skip
     """All heads of one token, in place; as in plain torch every product is rounded before the two are added."""
     dtype: tl.constexpr = heads_ptr.dtype.element_ty
     head = tl.arange(0, HEADS_P2)[:, None]
@@ -176,28 +138,16 @@ def _rotate(
 
 @triton.jit
 def apply_rope_kernel(
-    q_ptr,
-    k_ptr,
-    position_ptr,
-    cos_sin_ptr,
-    q_token_stride,
-    q_head_stride,
-    k_token_stride,
-    k_head_stride,
-    num_positions,
-    NUM_HEADS: tl.constexpr,
-    HEADS_P2: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    KV_HEADS_P2: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_P2: tl.constexpr,
-):
+    q_ptr, k_ptr, position_ptr, cos_sin_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
+    num_positions, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    KV_HEADS_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
+):  # fmt: skip
     """One token, queries and keys. Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
     channel = tl.arange(0, HALF_P2)[None, :]
     angle = position * 2 * HALF + channel
-    # The host would hear of a bad position too late. A NaN does not go unnoticed, and nothing beyond the table is read.
+    # A kernel cannot raise an error: a position beyond the table, which is not read, gives NaN.
     known = (channel < HALF) & (angle >= 0) & (angle < num_positions * 2 * HALF)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
@@ -215,26 +165,13 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
         return reference.apply_rope(q, k, positions, cos_sin)
     if num_tokens > 0:
         heads_p2, half_p2 = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
+        # enable_fp_fusion: a fused multiply-add would skip the rounding of one product.
         apply_rope_kernel[(num_tokens,)](
-            q,
-            k,
-            positions,
-            cos_sin,
-            q.stride(0),
-            q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            cos_sin.shape[0],
-            NUM_HEADS=num_heads,
-            HEADS_P2=heads_p2,
-            NUM_KV_HEADS=num_kv_heads,
-            KV_HEADS_P2=triton.next_power_of_2(num_kv_heads),
-            HALF=head_dim // 2,
-            HALF_P2=half_p2,
-            num_warps=_num_warps(2 * heads_p2 * half_p2),
-            # A fused multiply-add would skip the rounding of one product.
-            enable_fp_fusion=False,
-        )
+            q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[0],
+            NUM_HEADS=num_heads, HEADS_P2=heads_p2, NUM_KV_HEADS=num_kv_heads,
+            KV_HEADS_P2=triton.next_power_of_2(num_kv_heads), HALF=head_dim // 2, HALF_P2=half_p2,
+            num_warps=_num_warps(2 * heads_p2 * half_p2), enable_fp_fusion=False,
+        )  # fmt: skip
     return q, k
 
 
@@ -267,3 +204,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
             x, out, x.stride(0), SIZE=size, BLOCK=block, num_warps=_num_warps(2 * block), enable_fp_fusion=True
         )
     return out
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return load("nanovllm.ops.triton_grouped:grouped_linear", "a mixture of experts on a GPU")(x, weight, counts)

@@ -1,8 +1,8 @@
 """Many small matrix products in one launch: rows sorted by expert, each group of rows with a weight of its own.
 
-How many rows an expert gets is known on the GPU only, and asking would make the host wait. So the grid is as large as it
-could have to be, and each program finds out from the counts which expert and which rows are its own, or that
-none are left for it (the idea of a grouped GEMM, as in CUTLASS and in vLLM's fused_moe).
+Only the GPU knows how many rows an expert gets, and to read the numbers the host would have to wait. So the grid has the
+largest size that may be needed, and each program computes from the counts which expert and rows it serves, if any
+(a grouped GEMM, as in CUTLASS and in vLLM's fused_moe).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops import reference, triton_interpreter
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 if is_interpreted():
     triton_interpreter.repair()
@@ -34,9 +34,9 @@ class GroupedTiles(NamedTuple):
 
 
 def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> GroupedTiles:
-    """Few rows an expert wait for its weights: the 16 rows that a matrix instruction takes at least. Many rows compute.
+    """Choose tiles. Few rows per expert wait for its weights: they get 16 rows, the minimum of a matrix instruction.
 
-    Half the rows of a tile are wasted on average, so a tile should be well below what an expert gets.
+    On average half the rows of an expert's last tile are wasted, so a tile should have far fewer rows than an expert gets.
     """
     if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
         return GroupedTiles(16, 64, 32, 4, 3)
@@ -49,20 +49,9 @@ def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> GroupedT
 
 @triton.jit
 def grouped_linear_kernel(
-    x_ptr,
-    weight_ptr,
-    count_ptr,
-    out_ptr,
-    x_stride,
-    expert_stride,
-    num_experts,
-    num_outputs,
-    num_inputs,
-    EXPERTS_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_OUTPUTS: tl.constexpr,
-    TILE_INPUTS: tl.constexpr,
-):
+    x_ptr, weight_ptr, count_ptr, out_ptr, x_stride, expert_stride, num_experts, num_outputs, num_inputs,
+    EXPERTS_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, TILE_INPUTS: tl.constexpr,
+):  # fmt: skip
     """A tile of rows of one expert, and a tile of its outputs.
 
     Grid (as many row tiles as there could be, ceil(num_outputs / TILE_OUTPUTS)): neighbours share a tile of weights.
@@ -71,7 +60,7 @@ def grouped_linear_kernel(
     index = tl.arange(0, EXPERTS_P2)
     counts = tl.load(count_ptr + index, mask=index < num_experts, other=0).to(tl.int32)
     tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
-    done = tl.cumsum(tiles, 0) <= tile  # the experts whose tiles come before this one
+    done = tl.cumsum(tiles, 0) <= tile  # experts whose tiles come before this one
     expert = tl.sum(done.to(tl.int32))
     if expert < num_experts:
         first_row = tl.sum(tl.where(done, counts, 0))
@@ -103,24 +92,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     out = x.new_empty(num_rows, num_outputs)
     if out.numel() > 0:
         tiles = choose_grouped_tiles(num_rows / num_experts, x.dtype)
-        # Every expert may have one tile that is not full, if there are so many rows.
+        # Each expert with rows may have one tile that is not full.
         most = (num_rows + min(num_experts, num_rows) * (tiles.rows - 1)) // tiles.rows
         grouped_linear_kernel[(most, triton.cdiv(num_outputs, tiles.outputs))](
-            x,
-            weight,
-            counts,
-            out,
-            x.stride(0),
-            weight.stride(0),
-            num_experts,
-            num_outputs,
-            num_inputs,
-            EXPERTS_P2=triton.next_power_of_2(num_experts),
-            TILE_ROWS=tiles.rows,
-            TILE_OUTPUTS=tiles.outputs,
-            TILE_INPUTS=tiles.inputs,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            enable_fp_fusion=True,
-        )
+            x, weight, counts, out, x.stride(0), weight.stride(0), num_experts, num_outputs, num_inputs,
+            EXPERTS_P2=triton.next_power_of_2(num_experts), TILE_ROWS=tiles.rows, TILE_OUTPUTS=tiles.outputs,
+            TILE_INPUTS=tiles.inputs, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+        )  # fmt: skip
     return out

@@ -1,9 +1,9 @@
-"""Makes Triton's interpreter compute with bfloat16 as a GPU does.
+"""Repairs bfloat16 in Triton's interpreter, so that it computes as a GPU does.
 
 NumPy has no bfloat16, so the interpreter (`TRITON_INTERPRET=1`, triton 3.6 to 3.9) keeps such numbers as uint16: their
-bit patterns. Loads, stores and selections do not mind; everything else goes wrong, in silence:
+bit patterns. Loads, stores and selections work; all other operations give wrong results without an error:
 
-* `tl.dot`, `+`, `*`, `-` and comparisons take the patterns for integers.
+* `tl.dot`, `+`, `*`, `-` and comparisons treat the patterns as integers.
 * Rounding float32 to bfloat16 cuts the lower half off, while hardware rounds to the nearest number, ties to even. A
   NaN whose bits are all in the lower half becomes an infinity.
 * Widening breaks subnormal numbers, and integers and float64 are not converted at all.

@@ -1,4 +1,4 @@
-"""From logits to tokens, all requests of a step at once.
+"""Samples the next tokens from logits, for all requests of a step at once.
 
 Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -19,15 +19,15 @@ from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.runner.device_copies import is_asynchronous, pick, start_fetch, upload
 
-# The nucleus of a peaked distribution is small: look for it among so many tokens before sorting all of them.
+# The nucleus of a peaked distribution is small: search it among this many tokens before sorting all of them.
 NUCLEUS_GUESS = 512
-# A search that must not ask the device goes by digits of so many bits, for so many rows at once.
+# A search without synchronisation goes by digits of this many bits, for this many rows at once.
 DIGIT_BITS, SEARCH_ROWS = 11, 64
-# Probabilities as whole numbers, whose sum does not depend on the order in which a device adds them.
+# Probabilities become multiples of 1 / UNITS: the sum of integers does not depend on the order of additions.
 UNITS = 2.0**52
-# Cumulative sums are slow, plain sums are not: a draw adds up blocks of so many tokens, then the tokens of one block.
+# Cumulative sums are slow, plain sums are not: a draw adds up blocks of this many tokens, then the tokens of one block.
 DRAW_BLOCK = 256
-# Temperatures and repetition penalties beyond these change nothing any more but would leave the range of float32.
+# Temperatures and repetition penalties beyond these change no result but would leave the range of float32.
 SMALLEST_FACTOR, LARGEST_FACTOR = 1e-5, 1e5
 
 
@@ -38,7 +38,7 @@ class SamplingRow:
     Attributes:
         token_ids: prompt and output so far, a view of the runner's buffer (int32).
         num_prompt_tokens: where the output begins.
-        stop_ids: tokens that must not come before `min_tokens`: end of sequence and stop tokens.
+        stop_ids: tokens that are forbidden before `min_tokens`: end of sequence and stop tokens.
     """
 
     params: SamplingParams
@@ -53,7 +53,7 @@ class SamplingRow:
 
 
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add logit biases and forbid early stops, in place. Only rows that ask for it cost anything."""
+    """Add logit biases and forbid early stops, in place. Other rows cost nothing."""
     vocab_size = logits.shape[1]
     places: list[int] = []
     biases: list[float] = []
@@ -63,9 +63,9 @@ def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
             places += [i * vocab_size + token for token in row.params.logit_bias]
             biases += row.params.logit_bias.values()
         if row.num_output_tokens < row.params.min_tokens:
-            # Some checkpoints name an end of sequence that the vocabulary does not have, such as -1.
+            # Some checkpoints have an end-of-sequence id outside of the vocabulary, such as -1.
             stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
-            # A request that forbids every token has asked for the impossible: it gets tokens all the same.
+            # If a request forbids every token, its min_tokens is ignored.
             if len(stops) < vocab_size:
                 forbidden += [i * vocab_size + token for token in stops]
     if places:
@@ -77,19 +77,19 @@ def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def moderate(factor: float) -> float:
-    """A temperature or repetition penalty, kept to where float32 can multiply and divide logits by it."""
+    """A temperature or repetition penalty, clamped so that float32 can multiply and divide logits by it."""
     return min(max(factor, SMALLEST_FACTOR), LARGEST_FACTOR)
 
 
 def occurrences(
     logits: Tensor, texts: dict[int, np.ndarray | Sequence[int]], *options: Sequence[float]
 ) -> list[Tensor]:
-    """Every token of some texts, one text after the other.
+    """Locate every token of some texts in the logits, one text after the other.
 
     Args:
         logits: `[num_rows, vocab_size]`.
-        texts: tokens, by the row of logits that they belong to.
-        options: numbers, one a text.
+        texts: row of logits → tokens.
+        options: numbers, one per text.
 
     Returns:
         The place of each token in the flattened logits; then each of the options, repeated for every token.
@@ -98,10 +98,8 @@ def occurrences(
     starts = np.array(list(texts)) * logits.shape[1]
     places = np.concatenate(list(texts.values())) + starts.repeat(lengths)
     repeated = [np.array(option, dtype=np.float32).repeat(lengths) for option in options]
-    return [
-        upload(places, torch.int64, logits.device),
-        *(upload(numbers, torch.float32, logits.device) for numbers in repeated),
-    ]
+    numbers = [upload(option, torch.float32, logits.device) for option in repeated]
+    return [upload(places, torch.int64, logits.device), *numbers]
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -109,11 +107,10 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
     Args:
         logits: `[num_rows, vocab_size]` float32.
-        rows: one a row of logits. Only those with penalties cost anything.
+        rows: one per row of logits. Rows without penalties cost nothing.
     """
-    asking = {i: row for i, row in enumerate(rows) if row.params.penalized}
-    # A token that stands twice in a text is read twice, then written twice: the same value both times.
-    seen = {i: row.token_ids for i, row in asking.items() if row.params.repetition_penalty != 1}
+    # A token that occurs twice in a text is read twice, then written twice: the same value both times.
+    seen = {i: row.token_ids for i, row in enumerate(rows) if row.params.repetition_penalty != 1}
     if seen:
         factors = [moderate(rows[i].params.repetition_penalty) for i in seen]
         places, factor = occurrences(logits, seen, factors)
@@ -121,7 +118,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.put_(places, torch.where(scores > 0, scores / factor, scores * factor))
     written = {
         i: row.token_ids[row.num_prompt_tokens :]
-        for i, row in asking.items()
+        for i, row in enumerate(rows)
         if row.params.presence_penalty != 0 or row.params.frequency_penalty != 0
     }
     if written:
@@ -129,13 +126,13 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         frequencies = [rows[i].params.frequency_penalty for i in written]
         places, presence, frequency = occurrences(logits, written, presences, frequencies)
         scores = logits.take(places)
-        # Count in the logits' own places, now that they are read: a table of counters would be as large as they are.
+        # Count in place of the logits, which have been read: a table of counters would be as large as they are.
         logits.put_(places, torch.zeros_like(scores)).put_(places, torch.ones_like(scores), accumulate=True)
         logits.put_(places, scores - (presence + frequency * logits.take(places)))
 
 
 def min_p_threshold(logits: Tensor, min_p: Sequence[float]) -> Tensor:
-    """The logit of a token that is `min_p` (more than 0, one number a row) times as likely as the likeliest."""
+    """The logit of a token that is `min_p` (more than 0, one number per row) times as likely as the likeliest."""
     distance = upload(min_p, torch.float64, logits.device).log()
     return (logits.amax(dim=1) + distance).to(logits.dtype)
 
@@ -145,22 +142,22 @@ def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLE
     probabilities reach `top_p`.
 
     Args:
-        logits: `[num_rows, vocab_size]` float32, -inf where a token is out already.
-        top_p: one number a row, more than 0.
-        width: among how many of the likeliest tokens to look first, on a CPU. Rows whose nucleus is larger, and only
-            they, are looked at again, eight times as wide.
+        logits: `[num_rows, vocab_size]` float32, -inf for a token that is excluded already.
+        top_p: one number per row, more than 0.
+        width: number of likeliest tokens to search first, on a CPU. Only rows whose nucleus is larger are searched
+            again, eight times as wide.
 
     Returns:
         `[num_rows]` thresholds.
     """
     target = upload(top_p, torch.float64, logits.device)
     if is_asynchronous(logits.device):
-        # Whether a guess was wide enough is a question: the answer would have to be waited for.
+        # To check whether the guess was wide enough would synchronise with the device.
         parts = zip(logits.split(SEARCH_ROWS), target.split(SEARCH_ROWS), strict=True)
         return torch.cat([search_nucleus(*part) for part in parts])
     largest, ids = logits.topk(min(width, logits.shape[1]), dim=1)
     mass = logits.softmax(dim=1).gather(1, ids).cumsum(dim=1, dtype=torch.float64)
-    # The token that makes the mass reach top_p still belongs to the nucleus.
+    # The token at which the mass reaches top_p still belongs to the nucleus.
     last = (mass < target.unsqueeze(1)).sum(dim=1)
     threshold = largest.gather(1, last.clamp(max=largest.shape[1] - 1).unsqueeze(1)).squeeze(1)
     wide = (last == largest.shape[1]).nonzero().squeeze(1).tolist()
@@ -170,7 +167,7 @@ def nucleus_threshold(logits: Tensor, top_p: Sequence[float], width: int = NUCLE
 
 
 def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
-    """The threshold of `nucleus_threshold`, digit by digit: always the same operations, whatever the numbers.
+    """The threshold of `nucleus_threshold`, digit by digit: the same operations for all inputs.
 
     Args:
         logits: `[num_rows, vocab_size]` float32.
@@ -186,12 +183,12 @@ def search_nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
         digit = keys >> shift & 2**DIGIT_BITS - 1
         held = mass.new_zeros(len(mass), 2**DIGIT_BITS).scatter_add_(1, digit, mass)
         from_here_up = held.flip(1).cumsum(dim=1).flip(1)
-        # The largest digit from which on there is enough; what lies above it need not be looked for any more.
+        # The largest digit from which upwards the mass suffices; the mass above this digit need not be searched any more.
         best = ((from_here_up >= wanted).sum(dim=1, keepdim=True) - 1).clamp(min=0)
         wanted = wanted - (from_here_up - held).gather(1, best)
         mass = mass * (digit == best)
         threshold = threshold << DIGIT_BITS | best
-    # Where rounding has left less than top_p in the whole row, nothing was found: then it is -inf, and all stay.
+    # If rounding has left less than top_p in the whole row, the threshold is -inf, and all tokens stay.
     bits = (threshold.clamp(min=0x7FFFFF) - 2**31).int()
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32).squeeze(1)
 
@@ -201,8 +198,8 @@ def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_G
 
     Args:
         logits: `[num_rows, vocab_size]`.
-        top_k: one number a row, at least 1; one larger than the vocabulary keeps everything.
-        width: rows with a larger k are searched on their own, so that they do not slow down the others.
+        top_k: one number per row, at least 1; a number above the vocabulary size keeps everything.
+        width: rows with a larger k are searched separately, so that they do not slow down the others.
 
     Returns:
         `[num_rows]` thresholds.
@@ -220,10 +217,10 @@ def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_G
 
 
 def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set what top-k, then top-p, then min-p cut off to -inf, in place. Only rows that ask for it cost anything.
+    """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. Other rows cost nothing.
 
-    Each of the three becomes a threshold on the logit: everything from the threshold up stays, ties included. So
-    the outcome does not depend on the order in which equal logits happen to be sorted.
+    Each of the three becomes a threshold on the logit: all logits from the threshold up stay, ties included. So
+    the result does not depend on the order in which equal logits are sorted.
     """
     for name, off, threshold_of in (
         ("top_k", 0, top_k_threshold),
@@ -241,28 +238,28 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends on the request's seed and on the index of the token in its output, and on
-    nothing else: not on the batch, not on how often the request was preempted. (BLAKE2 as a counter-based
+    """A number in [0, 1) that depends only on the request's seed and on the token's index in its output: not on the
+    batch, not on preemptions. (BLAKE2 as a counter-based
     generator, after Salmon et al. 2011.)"""
     digest = hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Put weights end to end and see where a dart hits: the first whose cumulative sum is greater than u of the total.
+    """Find, for each row, the first weight whose cumulative sum is greater than u times the total.
 
     Args:
         weights: `[num_rows, num_weights]`, none negative.
         uniforms: `[num_rows]` float64 in [0, 1).
 
     Returns:
-        `[num_rows]` int64 indices, and `[num_rows]` float64 in [0, 1): how far into that weight the dart hits.
-        A weight of 0 is never hit.
+        `[num_rows]` int64 indices, and `[num_rows]` float64 in [0, 1): the position of u within that weight.
+        A weight of 0 is never chosen.
     """
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)
-    # No comparison with a NaN is true. One broken row must not leave the vocabulary and stop the whole batch.
+    # No comparison with NaN is true: a row of NaN must not give an index beyond the vocabulary and end the whole batch.
     index = index.clamp(max=weights.shape[1] - 1)
     width = weights.gather(1, index).double()
     within = (target - (cumulative.gather(1, index) - width)) / width
@@ -270,7 +267,7 @@ def locate(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample by inverting the distribution function: first find the block of tokens that u hits, then the token in it.
+    """Sample by inverting the distribution function: find the block of tokens that contains u, then the token in it.
 
     Args:
         logits: `[num_rows, vocab_size]`.
@@ -290,12 +287,12 @@ def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Callable[[], list[TokenLogprobs]]:
-    """Log-probabilities of chosen and likeliest tokens.
+    """Start to compute log-probabilities of chosen and likeliest tokens.
 
     Args:
-        logits: `[num_rows, vocab_size]` before any of the sampling options.
+        logits: `[num_rows, vocab_size]` before any sampling option is applied.
         chosen: `[num_rows]` int64.
-        counts: how many of the likeliest tokens each row wants.
+        counts: number of likeliest tokens per row.
 
     Returns:
         A function that waits for them.
@@ -303,8 +300,7 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
     logprobs = logits.float().log_softmax(dim=1)
     own = logprobs.gather(1, chosen.unsqueeze(1))
     ranks = (logprobs > own).sum(dim=1) + 1
-    # Rows of one count at a time: which of several equal tokens topk returns depends on k, and must not depend on
-    # what the neighbours want.
+    # One topk per count: which of several equal tokens topk returns depends on k, and must not depend on other rows.
     groups = {count: [i for i, other in enumerate(counts) if other == count] for count in set(counts) - {0}}
     tops = [pick(logprobs, same).topk(min(count, logprobs.shape[1])) for count, same in groups.items()]
     arrive = start_fetch(chosen, own, ranks, *(tensor for pair in tops for tensor in pair))
@@ -327,7 +323,7 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
 
 
 class Sampler:
-    """Chooses the next token of each row; holds no state, so every rank that sees the same logits agrees."""
+    """Chooses the next token of each row. It has no state, so ranks with the same logits choose the same tokens."""
 
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Next tokens and log-probabilities at once; see `start`."""
@@ -340,11 +336,11 @@ class Sampler:
 
         Args:
             logits: `[num_rows, vocab_size]`; may be changed.
-            rows: one a row of logits.
+            rows: one per row of logits.
 
         Returns:
-            The tokens, `[num_rows]` int64 on the device, from which the next step can go on; and a function that waits
-            for token ids and, where asked for, `TokenLogprobs` (else None) a row. Log-probabilities are those of the
+            The tokens, `[num_rows]` int64 on the device, which the next step can use; and a function that waits
+            for token ids and, per row, `TokenLogprobs` if requested (else None). Log-probabilities are those of the
             model itself, before temperature, penalties and truncation, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]

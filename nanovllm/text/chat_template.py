@@ -1,7 +1,7 @@
 """Renders chat templates in a process of its own, which ends if a template takes too much time or memory.
 
-A template is a program that comes with the model. Jinja's sandbox keeps it away from files, and bounds neither nested loops nor
-the length of a string. A process can be bounded, and killed, whatever it is doing; a thread cannot.
+A template is a program that comes with the model. Jinja's sandbox blocks access to files, but limits neither nested loops
+nor the length of a string. A process can be limited and killed at any time; a thread cannot.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-# CPU time, so that a loaded machine does not count. A chat of a megabyte takes milliseconds.
+# CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
 OUT_OF_MEMORY = 12  # the process's exit code
 
 
 class TemplateProcess:
-    """The process that renders: started with the first chat, and again after one that has ended it. Any thread may call it."""
+    """The process that renders templates: started with the first chat, and again after a template has ended it.
+    Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,17 +38,17 @@ class TemplateProcess:
             self._start()
 
     def forget(self) -> None:
-        """Leave the process to the parent: after a fork, each would read the other's answers."""
-        self._lock = threading.Lock()  # a thread that the fork has not copied may hold the old one
+        """After a fork, leave the process to the parent; otherwise both would read each other's answers."""
+        self._lock = threading.Lock()  # a thread that does not exist after the fork may hold the old lock
         if self._process is not None:
             self._connection.close()
-            self._process.returncode = 0  # it is no child of ours, and nothing has to wait for it
+            self._process.returncode = 0  # the process is not a child of this one: nothing to wait for
             self._process = None
 
     def _start(self) -> None:
         if self._process is not None:
             return
-        # Modules are found where we find them, and those beside the model being served last.
+        # The same module search path, but with the working directory last: it may contain a model's files.
         path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
@@ -57,14 +58,14 @@ class TemplateProcess:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
                 stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for the parent to see
+                process_group=0,  # only the parent handles Ctrl-C in a terminal
             )
 
     def render(self, template: str, messages: list[Any], variables: dict[str, Any]) -> str:
-        """A chat as text. The variables are the template's and those of transformers' `render_jinja_template`.
+        """Render a chat. The variables are those of the template and of transformers' `render_jinja_template`.
 
         Raises:
-            ValueError: what the template objects to, or that it takes too much time or memory.
+            ValueError: an error of the template, or a template that takes too much time or memory.
         """
         with self._lock:
             try:
@@ -73,7 +74,7 @@ class TemplateProcess:
                 text, error = self._connection.recv()
             except (EOFError, OSError):
                 raise ValueError(self._stop()) from None
-            except BaseException:  # Ctrl-C while it renders: the answer would be taken for the next chat's
+            except BaseException:  # Ctrl-C while it renders: the next chat would receive this answer
                 self._stop()
                 raise
         if error is not None:
@@ -81,12 +82,12 @@ class TemplateProcess:
         return text
 
     def _stop(self) -> str:
-        """End the process; returns why it could not render."""
+        """End the process; returns the reason why it could not render."""
         if self._process is None:
             return "its process could not be started"
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1)  # it may be about to end by itself
+            self._process.wait(0.1)  # it may be ending by itself
         self._process.kill()
         code, self._process = self._process.wait(), None
         reasons = {
@@ -107,7 +108,7 @@ os.register_at_fork(after_in_child=PROCESS.forget)
 
 
 def main() -> None:
-    """The process from beginning to end, which is that of the connection to its parent."""
+    """Run the process until its parent closes the connection."""
     connection = Connection(int(sys.argv[1]))
     import psutil
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -121,12 +122,12 @@ def main() -> None:
             signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)  # SIGPROF ends the process
             answer: tuple[str | None, str | None]
             try:
-                # One text per chat, and positions that we did not ask for; the library's annotation says otherwise.
+                # (texts, positions); the library's annotation is wrong.
                 result: Any = render_jinja_template([messages], chat_template=template, **variables)
                 answer = result[0][0], None
             except MemoryError:
                 raise
-            except Exception as error:  # a template is a program: what it raises is up to the model's files
+            except Exception as error:  # a template is a program and may raise anything
                 answer = None, str(error)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(answer)

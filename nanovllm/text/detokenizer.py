@@ -1,8 +1,8 @@
-"""From token ids to text while they are being generated, and the search for stop strings in that text.
+"""Turns token ids into text while they are generated, and searches that text for stop strings.
 
 A token is not a character: "é" may take two tokens, and a token may end in the middle of an emoji. Decoding every
-token on its own breaks such characters; decoding everything again for every token is quadratic. The detokenizer
-here emits what no later token can change, and touches each token once.
+token on its own breaks such characters; decoding everything again for every token is quadratic. This detokenizer
+emits text that no later token can change, and decodes each token once.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from nanovllm.text.tokenizer import BYTE_TOKEN, Tokenizer
 class IncrementalDetokenizer:
     """The text of a growing sequence of token ids, in pieces that are final.
 
-    Whatever the ids, the pieces together, with that of `flush`, are `tokenizer.decode(all_ids)`.
+    For any ids, the pieces and the one of `flush`, joined, equal `tokenizer.decode(all_ids)`.
 
-    What is held back depends on the tokenizer. With byte-level tokens it is the beginning of a character whose
-    bytes are not complete, 3 bytes at most. With SentencePiece it is a run of byte tokens, until another token
-    ends it: `tokenizers` decodes such a run as a whole, and one bad byte in it spoils all of its characters.
+    With byte-level tokens, the beginning of a character whose bytes are not complete is held back, at most 3 bytes. With
+    SentencePiece, a run of byte tokens is held back until another token ends it: `tokenizers` decodes such a run as a
+    whole, and one invalid byte makes all of its characters invalid.
 
     Args:
         tokenizer: the model's tokenizer.
         skip_special_tokens: leave out special tokens such as the end-of-text token.
-        keep_leading_space: the ids continue a text, so the space of a first token "▁the" stays. Decoding drops it
-            with SentencePiece (and only there), which is right at the beginning of a text and wrong after a prompt.
+        keep_leading_space: keep the space of a first token "▁the", since the ids continue a text. SentencePiece (and
+            only it) drops this space when decoding, which is right only at the beginning of a text.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class IncrementalDetokenizer:
         self._pieces: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
         self._pending: list[int] = []  # SentencePiece: a run of byte tokens that has not ended
-        # Any token in front keeps the space; a special one is sure to be no byte.
+        # Any token in front keeps the space; a special token is never a byte.
         self._context = tokenizer.all_special_ids[:1] if keep_leading_space else []
 
     @property
     def text(self) -> str:
-        """Everything returned so far. Joins all pieces: not for every token."""
+        """Everything returned so far. Joins all pieces, so do not call it per token."""
         return "".join(self._pieces)
 
     def append(self, token_ids: Sequence[int]) -> str:
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return piece
 
     def flush(self) -> str:
-        """Return what is held back; to be called once, after the last token."""
+        """Return the text that is held back; to be called once, after the last token."""
         if self._utf8 is not None:
             piece = self._utf8.decode(b"", final=True)
         else:
@@ -85,7 +85,7 @@ class IncrementalDetokenizer:
     def _decode_in_context(self, token_ids: list[int]) -> str:
         """The text of tokens that come after `self._context`, the last token before them (none at the beginning).
 
-        Only the first token of a text loses its leading space; with the token before in front, none of these is.
+        Only the first token of a text loses its leading space; the token in front takes this place.
         """
         if not token_ids:
             return ""
@@ -96,20 +96,20 @@ class IncrementalDetokenizer:
 class StopChecker:
     """Finds the first of several strings in a text that arrives in pieces, wherever the pieces are cut.
 
-    The first is the one that is complete first, as if the text came one character at a time; of two complete with
-    the same character the longer. So nothing depends on the pieces, and no text has to be generated to decide
-    whether a string that is complete already is to count.
+    The first is the one that is complete first, as if the text arrived one character at a time; of two that are complete
+    at the same character, the longer. So the result does not depend on the pieces, and no further text is needed to
+    decide.
 
-    Until it is known whether the end of the text is the beginning of a stop string, that end is held back: a stop
-    string is never emitted in part. With `include_stop_str_in_output` there is nothing to hide, nor to hold back.
+    If the end of the text may be the beginning of a stop string, that end is held back: a stop string is never emitted
+    in part. With `include_stop_str_in_output` nothing is held back.
 
-    The search is Knuth, Morris and Pratt's (SIAM J. Comput. 6(2), 1977), one automaton per string: its state is how
-    much of the string the text ends with, which is both what finds it and what has to be held back. The work is
-    linear in the text, however long and repetitive a client's stop strings are.
+    The search is by Knuth, Morris and Pratt (SIAM J. Comput. 6(2), 1977), one automaton per string. Its state is the
+    number of the string's characters that the text ends with: it finds the string, and says how much to hold back. The
+    work is linear in the text, however long and repetitive a client's stop strings are.
 
     Args:
         stop: the strings to look for.
-        include_stop_str_in_output: whether the string that was found belongs to the text.
+        include_stop_str_in_output: keep the string that was found in the text.
 
     Raises:
         ValueError: a stop string is empty.
@@ -133,8 +133,8 @@ class StopChecker:
                 `min_tokens`; one that begins there and is complete later counts.
 
         Returns:
-            The text to emit, and the stop string found or None. After one was found the text is over: what came
-            behind it in the piece is dropped, and there is nothing to append or to flush.
+            The text to emit, and the stop string found or None. A stop string ends the text: the rest of the piece is
+            dropped, and neither `append` nor `flush` may be called again.
         """
         unseen = len(self._held)
         self._held += text
@@ -149,7 +149,7 @@ class StopChecker:
         return emitted, None
 
     def flush(self) -> str:
-        """Return what is held back, when the text has ended for another reason."""
+        """Return the text that is held back, when the text has ended for another reason."""
         emitted, self._held = self._held, ""
         return emitted
 
@@ -171,7 +171,7 @@ class StopChecker:
 def border_lengths(string: str) -> list[int]:
     """For each prefix of `string`, the length of the longest shorter prefix that it also ends with.
 
-    border_lengths("abab") is [0, 0, 1, 2]: after "abab", "ab" is the most that can still be part of a match.
+    border_lengths("abab") is [0, 0, 1, 2]: after "abab", at most "ab" can still be part of a match.
     """
     lengths = [0] * len(string)
     length = 0

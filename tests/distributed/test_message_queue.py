@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import multiprocessing
 import os
 import pathlib
 import signal
@@ -20,8 +19,7 @@ from hypothesis import strategies as st
 
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost, QueueHandle
-
-CONTEXT = multiprocessing.get_context("spawn")
+from tests.processes import CONTEXT
 
 
 @pytest.fixture(params=["compiled", "polled"])

@@ -1,8 +1,7 @@
-"""Every feature on or off, alone and in pairs: no token changes, and the feature is really in use."""
+"""Every feature on or off, alone and with every other one: no token changes, and the feature is really in use."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from tests.oracle import make_checkpoint, reference_tokens
+from tests.pairwise import covering_sets, possible_pairs
 
 OUTPUT_LEN = 14
 # Engine options by feature; "pool" is the KV pool in tokens, "n", "reverse" and "priorities" change how requests are made.
@@ -109,17 +109,18 @@ def mixed(step: Any) -> bool:
     return len(kinds) == 2
 
 
-PAIRS = [
-    pair
-    for pair in itertools.combinations(FEATURES, 2)
-    if set(pair) not in IMPOSSIBLE and not FEATURES[pair[0]].keys() & FEATURES[pair[1]].keys()
-]
+def fit(one: str, other: str) -> bool:
+    return {one, other} not in IMPOSSIBLE and not FEATURES[one].keys() & FEATURES[other].keys()
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-def test_pairs(pair: tuple[str, str], checkpoint: str, expected: list[list[int]]) -> None:
-    copies = max(FEATURES[feature].get("n", 1) for feature in pair)
-    assert run(checkpoint, pair)[1] == [[want] * copies for want in expected]
+PAIRS = [pytest.param(pair, marks=pytest.mark.nightly) for pair in possible_pairs(list(FEATURES), fit)]
+
+
+@pytest.mark.parametrize("features", [*covering_sets(list(FEATURES), fit), *PAIRS], ids=" + ".join)
+def test_together(features: tuple[str, ...], checkpoint: str, expected: list[list[int]]) -> None:
+    """Every pair occurs in one of the sets; nightly, each is also tested alone."""
+    copies = max(FEATURES[feature].get("n", 1) for feature in features)
+    assert run(checkpoint, features)[1] == [[want] * copies for want in expected]
 
 
 def test_impossible_budget_is_refused(checkpoint: str) -> None:

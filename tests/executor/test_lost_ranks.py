@@ -73,23 +73,29 @@ def descendant(process: psutil.Process, path: tuple[int, ...]) -> psutil.Process
 LOCK_STEP = "--enable-expert-parallel"
 
 
+# One fault of each kind; the others, which tests of executors and of data parallelism have without a server, nightly.
+FAULTS = [
+    ("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL"),
+    ("-tp 2", "hang 300", (1,), r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike"),
+    ("-dp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
+]
+MORE_FAULTS = [
+    ("-tp 2", signal.SIGKILL, (0,), r"rank 0, process \d+, was killed by SIGKILL"),
+    ("-tp 2", signal.SIGSTOP, (1,), r"rank 1, process \d+, hangs: nothing was heard of it for 4 s"),
+    ("-dp 2", signal.SIGKILL, (), "the engine process has ended with exit code -9"),
+    ("-tp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
+    (
+        f"-dp 2 -tp 2 {LOCK_STEP}",
+        signal.SIGKILL,
+        (1, 0),
+        r"data rank 1, process \d+, failed: .*: rank 0, process \d+, was killed by SIGKILL",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("grid", "fault", "victim", "words"),
-    [
-        ("-tp 2", signal.SIGKILL, (0,), r"rank 0, process \d+, was killed by SIGKILL"),
-        ("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL"),
-        ("-tp 2", signal.SIGSTOP, (1,), r"rank 1, process \d+, hangs: nothing was heard of it for 4 s"),
-        ("-tp 2", "hang 300", (1,), r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike"),
-        ("-dp 2", signal.SIGKILL, (), "the engine process has ended with exit code -9"),
-        ("-tp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
-        ("-dp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
-        (
-            f"-dp 2 -tp 2 {LOCK_STEP}",
-            signal.SIGKILL,
-            (1, 0),
-            r"data rank 1, process \d+, failed: .*: rank 0, process \d+, was killed by SIGKILL",
-        ),
-    ],
+    [*FAULTS, *(pytest.param(*fault, marks=pytest.mark.nightly) for fault in MORE_FAULTS)],
 )
 def test_every_request_gets_an_error_and_nothing_is_left(
     model: pathlib.Path,

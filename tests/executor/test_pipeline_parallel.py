@@ -427,7 +427,7 @@ def test_the_same_tokens_as_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_course_model(stages: int) -> None:
     llm = LLM(dtype="float32", device="cpu", max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=48, max_num_seqs=8,
               pipeline_parallel_size=stages)  # fmt: skip

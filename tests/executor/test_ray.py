@@ -20,7 +20,7 @@ from tests.server_process import wait_until
 PROMPTS = [[5, 6, 7, 8], list(range(20, 70)), [9]]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_actors_compute_what_one_process_does(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

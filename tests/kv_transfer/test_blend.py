@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionBackend, ForwardContext, forward_context, get_backend, kv_cache_shape
-from nanovllm.attention.torch import gather_kv
 from nanovllm.distributed.groups import Grid
 from nanovllm.kv_transfer.blend.blend import (
     BlendOutput,
@@ -31,6 +30,7 @@ from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 from nanovllm.models.loader import load_model
+from nanovllm.ops.attention import gather_kv
 from tests.oracle import make_checkpoint, reference_model
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40

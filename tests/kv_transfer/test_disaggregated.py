@@ -19,6 +19,7 @@ from nanovllm.trace.format import TraceDecoder, TraceEncoder
 from nanovllm.trace.trace import StepRecord, Trace
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
+from tests.pairwise import covering_sets, possible_pairs
 
 OUTPUT_LEN = 14
 WAYS = ("prefill first", "pull", "push")
@@ -142,18 +143,26 @@ def test_alone(feature: str, way: str, checkpoint: str, expected: list[list[int]
     assert used.get(feature, consumer.stats.num_hit_tokens > 0)
 
 
-PAIRS = [
-    pair
-    for pair in itertools.combinations(FEATURES, 2)
-    if set(pair) not in IMPOSSIBLE
-    and not any(FEATURES[pair[0]][side].keys() & FEATURES[pair[1]][side].keys() for side in (0, 1))
-]
+def fit(one: str, other: str) -> bool:
+    shared = any(FEATURES[one][side].keys() & FEATURES[other][side].keys() for side in (0, 1))
+    return {one, other} not in IMPOSSIBLE and not shared
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" + ".join)
-def test_pairs(pair: tuple[str, str], checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
-    way = WAYS[PAIRS.index(pair) % len(WAYS)]
-    fleets.append(fleet := make_fleet(checkpoint, *pair))
+SETS, PAIRS = covering_sets(list(FEATURES), fit), possible_pairs(list(FEATURES), fit)
+IN_TURN = itertools.cycle(WAYS)
+
+
+@pytest.mark.parametrize(
+    ("features", "way"),
+    [(features, next(IN_TURN)) for features in SETS]
+    + [pytest.param(pair, next(IN_TURN), marks=pytest.mark.nightly) for pair in PAIRS],
+    ids=lambda value: value if isinstance(value, str) else " + ".join(value),
+)
+def test_together(
+    features: tuple[str, ...], way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]
+) -> None:
+    """Every pair occurs in one of the sets; nightly, each is also tested alone."""
+    fleets.append(fleet := make_fleet(checkpoint, *features))
     assert run(fleet, way, prompts()) == expected
     assert fleet.engines[1].stats.num_external_hit_tokens > 0
     connections = psutil.Process().net_connections("inet")

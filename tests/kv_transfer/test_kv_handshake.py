@@ -31,7 +31,7 @@ def echo(connection: Connection) -> None:
         message = connection.receive()
         payload = memoryview(bytearray(connection.payload_bytes))
         connection.receive_payload([payload] if len(payload) else [])
-        connection.send_with_payload(message, [payload, payload] if len(payload) else [])
+        connection.send(message, [payload, payload] if len(payload) else [])
 
 
 @pytest.fixture
@@ -318,9 +318,7 @@ def test_messages_and_payloads_come_as_they_were_sent(frames):
     one = Connection(socket.create_connection(server.getsockname()), "one")
     other = Connection(server.accept()[0], "other")
     server.close()
-    thread = threading.Thread(
-        target=lambda: [one.send_with_payload(m, [memoryview(part) for part in parts]) for m, parts in frames]
-    )
+    thread = threading.Thread(target=lambda: [one.send(m, [memoryview(part) for part in parts]) for m, parts in frames])
     thread.start()
     for message, parts in frames:
         assert other.receive(10) == message
@@ -339,7 +337,7 @@ def test_a_payload_larger_than_everything_in_between(pair):
     one, other = pair
     data = os.urandom(5_000_000)
     rows = [memoryview(data)[i : i + 1000] for i in range(0, len(data), 1000)]  # more than one call takes
-    thread = threading.Thread(target=one.send_with_payload, args=(b"much", rows))
+    thread = threading.Thread(target=one.send, args=(b"much", rows))
     thread.start()
     assert other.receive(10) == b"much"
     received = bytearray(len(data))
@@ -353,7 +351,7 @@ def test_any_flipped_bit_is_found(pair):
     one, _ = pair
     frame: list[bytes] = []
     one.send_raw = lambda views: frame.extend(bytes(view) for view in views)  # type: ignore[method-assign]
-    one.send_with_payload(b"message", [memoryview(b"payload")])
+    one.send(b"message", [memoryview(b"payload")])
     data = b"".join(frame)
     server = socket.create_server(("127.0.0.1", 0))
     for bit in range(8 * len(data)):
@@ -375,7 +373,7 @@ def test_a_frame_that_is_cut_off_is_a_lost_peer(pair, length):
     one, other = pair
     frame: list[bytes] = []
     send, one.send_raw = one.send_raw, lambda views: frame.extend(bytes(view) for view in views)  # type: ignore[method-assign]
-    one.send_with_payload(b"message", [memoryview(b"payload")])
+    one.send(b"message", [memoryview(b"payload")])
     assert len(b"".join(frame)) > length
     send([memoryview(b"".join(frame)[:length])])
     one.close()
@@ -399,7 +397,7 @@ def test_silence_before_a_message_is_none_and_in_the_middle_is_a_loss(pair):
 def test_who_takes_nothing_is_lost(pair):
     one, _ = pair
     with pytest.raises(PeerLost, match="in the middle"):
-        one.send_with_payload(b"", [memoryview(bytes(1 << 26))])
+        one.send(b"", [memoryview(bytes(1 << 26))])
     with pytest.raises(PeerLost):
         one.send(b"more")
 
@@ -407,7 +405,7 @@ def test_who_takes_nothing_is_lost(pair):
 @pytest.mark.parametrize("size", [6, 8, 0])
 def test_a_payload_that_was_not_expected_is_not_written(pair, size):
     one, other = pair
-    one.send_with_payload(b"x", [memoryview(b"payload")])
+    one.send(b"x", [memoryview(b"payload")])
     other.receive(5)
     buffer = bytearray(size)
     with pytest.raises(CorruptFrame):

@@ -42,7 +42,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("connector", ["local", "nixl"])
+@pytest.mark.parametrize("connector", ["local", pytest.param("nixl", marks=pytest.mark.nightly)])
 def test_two_machines(connector: str, tiny_model: pathlib.Path) -> None:
     if connector == "nixl":
         pytest.importorskip("nixl_cu12", reason="nixl-cu12 is not installed: KV between machines by NIXL is not tested")

@@ -518,7 +518,7 @@ def test_a_slow_store_is_no_hang(
         scheduler, worker = halves(llm)
         monkeypatch.setattr(scheduler._shared, "contains", contains)
         greedy(llm, [some_prompts()[0]], 1)
-        monkeypatch.setattr(worker, "_reads", {Read()})
+        monkeypatch.setattr(worker, "_reads", {"request": Read()})
         worker.forget_requests()
     assert waits == [True, True]
 
@@ -686,6 +686,7 @@ def story_of_mooncake(model: str, folder: str) -> None:
             assert answers(first, some_prompts()) == expected
 
 
+@pytest.mark.nightly
 def test_mooncake(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     on_own_loopback("tests.kv_transfer.test_kv_offloading", "story_of_mooncake", str(tiny_model), str(tmp_path))
 

@@ -100,7 +100,7 @@ def segments(processes: Iterable[psutil.Process]) -> set[str]:
 
 
 @short_and_nightly
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [pytest.param("prefill first", marks=pytest.mark.nightly), "decode first"])
 def test_soak(
     order: str, minutes: float, tiny_model: pathlib.Path, tmp_path: pathlib.Path, server: ServerProcess
 ) -> None:

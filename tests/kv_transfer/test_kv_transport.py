@@ -16,8 +16,7 @@ import torch
 from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import connect
-from nanovllm.kv_transfer.transport.messages import Fetch, Finish, Hello, Moved, Push, encode
-from nanovllm.kv_transfer.transport.peer import Refused, receive_answer
+from nanovllm.kv_transfer.transport.messages import Fetch, Finish, Hello, Moved, Push, Refused, encode, receive_answer
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 
@@ -88,10 +87,7 @@ def right(engine: RemoteEngine, *args: Any) -> bool:
 def test_blocks_are_read(engines, kind, shape):
     source, target = engines.open(kind, *SHAPES[shape])
     target.all("read", "one", source.addresses, LOCAL, REMOTE)
-    results = target.all("wait")
-    assert ended_well(results)
-    layout = SHAPES[shape][1][0]
-    assert results[0][0].num_bytes == 3 * len(layout.layers) * layout.block_bytes
+    assert ended_well(target.all("wait"))
     assert right(target, SOURCE, list(zip(REMOTE, LOCAL, strict=True)))
     assert right(source)
 
@@ -235,7 +231,7 @@ def test_what_the_caller_does_wrong_is_raised_at_once(pair):
     assert target.transport.poll() == []
 
 
-@pytest.mark.parametrize("peers", [[{}], [{"kind": "local"}], ["nonsense"], []])
+@pytest.mark.parametrize("peers", [[{}], [{"host": "127.0.0.1"}], ["nonsense"], []])
 def test_addresses_that_are_none(pair, peers):
     _, target = pair
     target.transport.read("read", peers, [1], [1])
@@ -261,9 +257,9 @@ def test_another_model_or_block_size_is_refused(kind, field):
 
 
 def test_another_kind_of_transport_is_refused():
-    source, target = two_ranks("local", layouts()[0], layouts()[0])
-    address = {**source.transport.address, "kind": "nixl"}
-    target.transport.read("read", [address], [1], [1])
+    pytest.importorskip("nixl_cu12")
+    source, target = Rank("nixl", layouts()[0], SOURCE), Rank("local", layouts()[0], TARGET)
+    target.transport.read("read", [source.transport.address], [1], [1])
     assert "kv_connector is 'local' here and 'nixl' there" in only(target.wait()).error
     close(source, target)
 
@@ -392,7 +388,7 @@ def test_a_payload_of_another_length_is_not_written(size):
     guest = Guest(rank, other.transport.id)
     guest.ask(Push("expected", 0, 1, 0, 2, [1]))
     with suppress(PeerLost):  # it may have closed the connection before all is sent
-        guest.connection.send_with_payload(encode(Moved()), [memoryview(b"x" * size)])
+        guest.connection.send(encode(Moved()), [memoryview(b"x" * size)])
     assert only(rank.wait()).invalid_block_ids == {1}
     assert not rank.wrong_blocks()
     guest.connection.close()

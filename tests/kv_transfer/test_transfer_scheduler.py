@@ -23,6 +23,7 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.transfers import update_from_transfers
 from tests.content_runner import ContentRunner
+from tests.examples import examples
 from tests.scheduler.test_scheduler_machine import SETTINGS, SchedulerMachine
 
 
@@ -297,7 +298,7 @@ class TransferMachine(SchedulerMachine):
 
 
 TestTransferScheduler = TransferMachine.TestCase
-TestTransferScheduler.settings = settings(SETTINGS, max_examples=60)
+TestTransferScheduler.settings = settings(SETTINGS, max_examples=examples(60))
 
 
 # ---------------------------------------------------------------------------------------------- a pool that is full

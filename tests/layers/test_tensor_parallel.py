@@ -27,10 +27,9 @@ from nanovllm.layers.tensor_parallel import (
     RowParallelLinear,
     Shard,
     VocabParallelEmbedding,
-    check_tensor_parallel,
     num_kv_heads_of_rank,
 )
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig, check_tensor_parallel
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model, load_weights
 from tests import oracle

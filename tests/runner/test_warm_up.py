@@ -16,7 +16,7 @@ from nanovllm.attention import triton as attention
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, record_launches, specialise
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 from tests.oracle import make_checkpoint
 
 if is_interpreted():

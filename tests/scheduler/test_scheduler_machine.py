@@ -16,8 +16,11 @@ from nanovllm.kv.block_pool import BlockPool
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
+from tests.examples import examples
 
-SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(
+    max_examples=examples(60), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
 
 
 class BlockPoolMachine(RuleBasedStateMachine):
@@ -263,4 +266,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestBlockPool = BlockPoolMachine.TestCase
 TestBlockPool.settings = SETTINGS
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(SETTINGS, max_examples=120)
+TestScheduler.settings = settings(SETTINGS, max_examples=examples(120))

@@ -6,12 +6,17 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.server_process import ServerProcess, wait_until
 
 
-def test_the_description_holds_and_nothing_breaks_the_server(server: ServerProcess, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("examples", ["10", pytest.param("40", marks=pytest.mark.nightly)])
+def test_the_description_holds_and_nothing_breaks_the_server(
+    server: ServerProcess, tmp_path: pathlib.Path, examples: str
+) -> None:
     command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
-    command += [f"{server.url}/openapi.json", "--max-examples", "40", "--seed", "1", "--request-timeout", "60"]
+    command += [f"{server.url}/openapi.json", "--max-examples", examples, "--seed", "1", "--request-timeout", "60"]
     command += ["--checks", "not_a_server_error,status_code_conformance,content_type_conformance"]
     command += ["--checks", "response_schema_conformance", "--phases", "examples,fuzzing", "--no-color"]
     command += ["--suppress-health-check", "all", "--exclude-path", "/trace"]  # which never ends

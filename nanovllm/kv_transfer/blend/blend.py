@@ -1,15 +1,14 @@
-"""CacheBlend (Yao et al. 2025, arXiv 2405.16444): keys and values of a text are used again behind another prefix.
+"""Reuses the keys and values of a text behind another prefix: CacheBlend (Yao et al. 2025, arXiv 2405.16444).
 
-A prefix cache finds a document only where everything before it is the same. But documents that were retrieved for a
-question come in any order, behind anything. Their keys and values are wrong there in two ways:
+A prefix cache finds a document only if everything before it is the same. But documents that were retrieved for a question come
+in any order, behind any text. Their cached keys and values are wrong there in two ways:
 
-1. The keys were rotated for other positions. That can be put right exactly: a rotation by the difference.
-2. The document's tokens have not seen what stands before them now. That can be put right by computing them, and only by
-   that; but most tokens hardly change. So the first two layers are computed for all tokens, the tokens whose keys and
-   values then differ most from the reused ones go on through the other layers, and all the rest stay as they are.
+1. The keys were rotated for other positions. A rotation by the difference corrects that exactly.
+2. The document's tokens have not attended to the text that is before them now. Only computing them corrects that, but most
+   tokens hardly change. So the first two layers are computed for all tokens, the tokens whose keys and values then differ most
+   from the reused ones are computed in the other layers too, and all other tokens keep the reused keys and values.
 
-What comes out is an approximation. From the first reused token on, no block may be found as the prefix that it is not: whoever
-keeps a prefix cache has to see to that.
+The result is an approximation. Blocks from the first reused token on must not be found in the prefix cache.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -26,9 +25,9 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, ForwardContext, Rotary, forward_context
-from nanovllm.attention.torch import gather_kv
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops.attention import gather_kv
 
 Caches = Sequence[Tensor] | Mapping[int, Tensor]
 
@@ -37,11 +36,10 @@ Caches = Sequence[Tensor] | Mapping[int, Tensor]
 
 
 def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) -> Tensor:
-    """Keys as if they had been computed at other positions: RoPE turns channel pair i by `position * frequency_i`, and
-    rotations add up (Su et al. 2021).
+    """Rotate keys to other positions: RoPE turns channel pair i by `position * frequency_i`, and rotations add up (Su et al. 2021).
 
-    The difference is taken between the table's own entries, in float64, and not looked up as an entry of its own: the
-    table's angles are rounded, by 1e-4 at position 2000; but what one of its entries did is undone to the last digit.
+    The difference is computed from two entries of the table, in float64, and not looked up as an entry of its own: the table's
+    angles are rounded, by 1e-4 at position 2000, but the rotation by an entry can be undone to the last digit.
 
     Args:
         keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
@@ -67,11 +65,10 @@ def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) ->
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive tokens with the keys and values that they once got, on this rank.
+    """Consecutive tokens with their keys and values on this rank, as computed in an earlier prompt.
 
     Attributes:
-        token_ids: the tokens.
-        start: position that the first of them had. At 0 nothing stood before it: as a prefix, the chunk is exact.
+        start: position of the first token there. A chunk that began at 0 is exact as a prefix.
         kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those positions, and values.
     """
 
@@ -103,15 +100,15 @@ def save_chunk(kv_caches: Caches, block_table: Tensor, token_ids: Sequence[int],
 
 
 def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
-    """Where positions of a sequence lie in the cache, `[num_positions]` int64."""
+    """The slots of a sequence's positions in the cache, `[num_positions]` int64."""
     return block_table[positions // block_size].long() * block_size + positions % block_size
 
 
 def place_chunk(
     chunk: Chunk, start: int, kv_caches: Caches, block_table: Tensor, cos_sin: Tensor, first: int = 0
 ) -> None:
-    """Write a chunk into a sequence's blocks, at the positions from `start` on, to which its keys are turned; but nothing
-    before position `first`."""
+    """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys are rotated. Positions before
+    `first` are not written."""
     skipped = min(max(first - start, 0), len(chunk))
     positions = torch.arange(start + skipped, start + len(chunk), device=block_table.device)
     keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)
@@ -127,11 +124,11 @@ def place_chunk(
 
 
 def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) -> AttentionMetadata:
-    """What attention is told when only some tokens of one sequence are computed, here and there.
+    """Attention metadata for computing only some tokens of one sequence.
 
-    Every backend takes a sequence's new tokens to be its last ones. So each run of neighbours becomes a sequence of its
-    own, which ends with the run, and all of them have the same blocks. That two of them write to the same block is no
-    harm: all writes of a layer come before its reads.
+    A backend assumes that a sequence's new tokens are its last ones. So each run of neighbouring tokens becomes its own sequence,
+    which ends with the run, and all of them have the same block table. Two of them may write to the same block, since all writes
+    of a layer come before its reads.
 
     Args:
         positions: `[num_tokens]` int64, ascending.
@@ -156,13 +153,13 @@ def scattered_metadata(positions: Tensor, block_table: Tensor, block_size: int) 
 
 @dataclass
 class BlendRows:
-    """What a selection may look at, for the tokens that could be dropped now.
+    """What a selection can use to score the tokens that could be dropped in this layer.
 
     Attributes:
         positions: `[num_rows]` int64.
-        offsets: `[num_rows]` int64, of each in its chunk.
-        reused, fresh: `[num_rows, 2, num_kv_heads, head_dim]`: keys and values of this layer, as they came with the
-            chunk and as they were just computed; of this rank's heads.
+        offsets: `[num_rows]` int64, of each token in its chunk.
+        reused, fresh: `[num_rows, 2, num_kv_heads, head_dim]`: keys and values of this rank's heads, from the chunk and as they
+            were just computed.
     """
 
     positions: Tensor
@@ -178,11 +175,11 @@ def kv_deviation(rows: BlendRows) -> Tensor:
 
 @dataclass
 class BlendOutput:
-    """What a prompt has become.
+    """The result of a blend.
 
     Attributes:
         hidden: `[1, hidden_size]` of the last token.
-        num_rows: tokens that were computed, by layer.
+        num_rows: how many tokens were computed, by layer.
         selected: positions of the reused tokens that were computed in all layers, ascending.
     """
 
@@ -192,12 +189,12 @@ class BlendOutput:
 
 
 class _Rows:
-    """The tokens of a prompt that are still computed, on their way from layer to layer.
+    """The tokens of a prompt that are still computed, layer by layer.
 
     Args:
         positions, offsets: `[num_rows]` int64: in the prompt, ascending; and in the token's chunk, -1 if it is in none.
         x: `[num_rows, hidden_size]`, their embeddings.
-        max_rows: how many are computed at a time.
+        max_rows: how many tokens are computed at a time.
     """
 
     def __init__(
@@ -216,7 +213,7 @@ class _Rows:
         self._metadata = [scattered_metadata(piece, self.block_table, self.block_size) for piece in pieces]
 
     def compute(self, layer: nn.Module, backend: AttentionBackend, kv_caches: Caches, cos_sin: Tensor) -> None:
-        """One layer, piece by piece: each finds the keys and values of those before it."""
+        """Compute one layer, piece by piece: each piece attends to those before it."""
         pieces = zip(
             self._metadata, *(t.split(self.max_rows) for t in (self.x, self.residual, self.positions)), strict=True
         )
@@ -227,12 +224,12 @@ class _Rows:
         self.x, self.residual = (torch.cat(parts) for parts in zip(*out, strict=True))
 
     def kv(self, kv_cache: Tensor) -> Tensor:
-        """What a layer's cache holds for them, `[num_rows, 2, num_kv_heads, head_dim]`."""
+        """Their keys and values in a layer's cache, `[num_rows, 2, num_kv_heads, head_dim]`."""
         slots = slots_of(self.positions, self.block_table, self.block_size)
         return kv_cache[slots // self.block_size, :, :, slots % self.block_size]
 
     def keep(self, count: int, score: Tensor) -> None:
-        """Drop all but those that are in no chunk, and the `count` others that score highest (`[num_rows]`)."""
+        """Keep the tokens that are in no chunk, and of the others the `count` with the highest score (`[num_rows]`)."""
         kept = self.offsets < 0
         kept[score.masked_fill(kept, -math.inf).topk(count).indices] = True
         self.positions, self.offsets = self.positions[kept], self.offsets[kept]
@@ -241,7 +238,7 @@ class _Rows:
 
 
 def _offsets(token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
-    """For each token of the prompt its offset in its chunk, or -1 if it is in none; `[num_tokens]` int64.
+    """Each prompt token's offset in its chunk, or -1 if it is in none; `[num_tokens]` int64.
 
     Raises:
         ValueError: chunks that overlap, are not in order, or have other tokens than the prompt.
@@ -254,12 +251,12 @@ def _offsets(token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], devi
         if tuple(token_ids[start:end]) != chunk.token_ids:
             raise ValueError(f"the chunk at {start} has other tokens than the prompt at {start} to {end - 1}")
         offsets[start:end] = torch.arange(len(chunk))
-    offsets[-1] = -1  # somebody has to say what comes next
+    offsets[-1] = -1  # the last token's logits are needed
     return offsets.to(device)
 
 
 def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
-    """Tokens at the beginning that are just what they would be if they were computed."""
+    """How many tokens at the beginning have exact keys and values."""
     is_prefix = chunks and chunks[0][0] == chunks[0][1].start == 0
     return len(chunks[0][1]) if is_prefix else 0
 
@@ -278,23 +275,23 @@ def blend(
     score: Callable[[BlendRows], Tensor] = kv_deviation,
     max_rows: int | None = None,
 ) -> BlendOutput:
-    """Prefill a prompt of which some chunks have been computed before, behind something else.
+    """Prefill a prompt of which some chunks have been computed before, behind another prefix.
 
-    All tokens that are in no chunk are computed, and of the others those that score highest: after each of the check
-    layers the same share of them stays, so that `recompute_ratio` is left after the last one. Until the first
-    check layer, that one included, all are computed. Attention always runs over the whole sequence. At ratio 0
-    nothing but the rotation is done for a chunk; at ratio 1 everything is computed.
+    All tokens that are in no chunk are computed, and of the others those that score highest: each check layer keeps the same
+    share of them, so that `recompute_ratio` is left after the last one. Up to and including the first check layer, all tokens are
+    computed. Attention always runs over the whole sequence. At ratio 0 a chunk's keys are only rotated; at ratio 1 everything
+    is computed.
 
     Args:
-        block_table: `[max_blocks]` int32, blocks with room for all tokens, which are written.
-        token_ids: the prompt's, at least one.
+        block_table: `[max_blocks]` int32, with room for all tokens.
+        token_ids: of the prompt, at least one.
         chunks: with the position at which each begins in the prompt, in order.
-        num_computed_tokens: how many tokens, from the first on, are in the blocks already, exact. They stay as they are.
-        score: which tokens are worth computing; the highest values are.
-        max_rows: tokens that go through a layer at a time, which bounds the memory that activations take; None: all.
+        num_computed_tokens: how many tokens at the beginning are in the blocks already. They are exact, and not written.
+        score: rates the tokens; those with the highest values are computed.
+        max_rows: tokens per forward pass of a layer, which bounds the memory for activations; None: all.
 
     Raises:
-        ValueError: a ratio outside of 0 to 1, a layer that there is not, or chunks that do not fit the prompt.
+        ValueError: a ratio outside of 0 to 1, a layer that the model does not have, or chunks that do not fit the prompt.
     """
     device, layers = block_table.device, _layers(kv_caches)
     if not 0 <= recompute_ratio <= 1:

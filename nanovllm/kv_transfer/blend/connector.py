@@ -1,9 +1,9 @@
-"""CacheBlend in an engine, as a connector: parts of a prompt that were computed before, behind something else, are blended in.
+"""Blends parts of a prompt that were computed before, behind another prefix: CacheBlend as a connector.
 
-A prompt's parts are marked by a separator, as in LMCache: `system SEP document SEP document SEP question`. Each part in the middle
-is a chunk: when it has been computed for the first time, its keys and values are copied aside. A later prompt with the same
-chunk anywhere gets them at its own place, with the tokens that differ most computed anew; see `blend`. For the scheduler, that
-is KV that comes from elsewhere, and the step after computes the question as ever.
+A separator marks a prompt's parts, as in LMCache: `system SEP document SEP document SEP question`. Each part in the middle is a
+chunk: when it has been computed for the first time, its keys and values are copied. A later prompt with the same chunk at any
+position gets them at its own positions, with the tokens that differ most computed anew; see `blend`. For the scheduler, that is KV
+that another engine provides, and the next step computes the question as usual.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.attention.base import AttentionBackend
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.request import Request
+from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv.manager import hash_block
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
+from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.attention.base import AttentionBackend
-    from nanovllm.data.request import Request
-    from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
-    from nanovllm.models.llama import LlamaForCausalLM
 
 RATIO = 0.15
 SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
@@ -38,7 +36,7 @@ SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "b
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens `start : end` of a prompt, and the key under which their keys and values are kept."""
+    """The tokens `start : end` of a prompt, and the key of their chunk."""
 
     start: int
     end: int
@@ -47,7 +45,7 @@ class Part:
 
 @dataclass
 class BlendJob:
-    """Fill a request's blocks with the keys and values of `token_ids`; the first `num_computed_tokens` are there."""
+    """Fill a request's blocks with the keys and values of `token_ids`, of which the first `num_computed_tokens` are there."""
 
     request_id: str
     token_ids: list[int]
@@ -58,7 +56,7 @@ class BlendJob:
 
 @dataclass
 class SaveJob:
-    """Keep the keys and values of a part: `token_ids`, at `start` in these blocks."""
+    """Copy the keys and values of a part: `token_ids`, at `start` in these blocks."""
 
     key: bytes
     token_ids: list[int]
@@ -68,7 +66,7 @@ class SaveJob:
 
 @dataclass
 class BlendMetadata:
-    """What the ranks do once the step's own tokens are computed, in this order."""
+    """What the ranks do when the step's own tokens are computed, in this order."""
 
     saves: list[SaveJob] = field(default_factory=list)
     blend: BlendJob | None = None
@@ -77,23 +75,23 @@ class BlendMetadata:
 
 @dataclass
 class _Prompt:
-    """A request's parts, those of them that it may still give, and its tokens and blocks as the ranks know them."""
+    """A request, its parts, those of them that could still be saved from it, and its block table."""
 
+    request: Request
     parts: list[Part]
     unsaved: list[Part]
-    token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
 
 
 class BlendScheduler(KVConnectorScheduler):
-    """Cuts prompts into parts, knows which of them are kept, and who gets them.
+    """Cuts prompts into parts, and knows which parts are kept.
 
-    kv_connector_extra_config: `blend_special_str`, the separator, best a special token, which cannot merge with its
-    neighbours; `blend_recompute_ratio`; `blend_check_layer`; `blend_min_tokens`, which a part must have to be kept;
-    `blend_gib`, memory for them on each rank.
+    kv_connector_extra_config: `blend_special_str`, the separator, preferably a special token, which cannot merge with its
+    neighbours; `blend_recompute_ratio`; `blend_check_layer`; `blend_min_tokens`, the minimum length of a part;
+    `blend_gib`, host memory for parts on each rank.
 
     Raises:
-        ValueError: a setting that makes no sense, or a model or a grid of ranks that cannot be blended.
+        ValueError: a setting that makes no sense, or a model or a grid of ranks for which blending is not possible.
     """
 
     def __init__(
@@ -101,11 +99,11 @@ class BlendScheduler(KVConnectorScheduler):
     ) -> None:
         super().__init__(config, kv_transfer, identity, ranks)
         if config.pipeline_parallel_size > 1:
-            raise ValueError("kv_connector blend needs all layers on each rank: use pipeline_parallel_size 1")
+            raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
-            raise ValueError("kv_connector blend cannot move latent keys: use another connector for this model")
+            raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
         kv_transfer.check_extra(*SETTINGS)
-        ratio, check = (kv_transfer.extra("blend_recompute_ratio", RATIO), kv_transfer.extra("blend_check_layer", 1))
+        ratio, check = kv_transfer.extra("blend_recompute_ratio", RATIO), kv_transfer.extra("blend_check_layer", 1)
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             raise ValueError(
                 f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
@@ -121,15 +119,14 @@ class BlendScheduler(KVConnectorScheduler):
     def _separator(self, text: str) -> list[int]:
         given = self.config.tokenizer
         folder = resolve_model(given) if given else resolve_model(self.config.model, self.config.revision)
-        tokenizer = Tokenizer.from_pretrained(folder)
-        if not (ids := tokenizer.encode(text, add_special_tokens=False)):
-            raise ValueError("blend_special_str is what stands between the parts of a prompt; it must not be empty")
+        if not (ids := Tokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)):
+            raise ValueError("blend_special_str separates the parts of a prompt; it must not be empty")
         return ids
 
     # ---------------------------------------------------------------- a prompt's parts
 
     def _parts(self, request: Request) -> list[Part]:
-        """What lies between two separators of the prompt, where that is long enough."""
+        """The token ranges between two separators of the prompt that are long enough."""
         token_ids, width = request.token_ids[: request.num_prompt_tokens], len(self.separator)
         cuts = [i for i in range(len(token_ids)) if token_ids[i : i + width] == self.separator]
         salt = hashlib.sha256((request.cache_salt or "").encode()).digest()
@@ -144,17 +141,17 @@ class BlendScheduler(KVConnectorScheduler):
         return [part for part in parts if part.end > num_computed_tokens and part.key in self._kept]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """All up to the end of the last part that is kept, if enough of that lies behind what is computed."""
+        """The tokens up to the end of the last part that is kept, if enough of them have not been computed."""
         if request.request_id not in self._prompts:
             parts = self._parts(request)
-            self._prompts[request.request_id] = _Prompt(parts, list(parts))
+            self._prompts[request.request_id] = _Prompt(request, parts, list(parts))
         request.num_exact_tokens = None
         reused = self._reusable(request, num_computed_tokens)
         gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
         return reused[-1].end - num_computed_tokens if gain >= self.min_tokens else 0, True
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Queue the request. From its first reused token on it is approximate: none of that may be found as a prefix."""
+        """Queue the request. Its KV is approximate from the first reused token on, and must not be found in the prefix cache."""
         before, prompt = request.num_computed_tokens, self._prompts[request.request_id]
         reused = self._reusable(request, before)
         for part in reused:
@@ -166,7 +163,7 @@ class BlendScheduler(KVConnectorScheduler):
         self._jobs.append(BlendJob(request.request_id, token_ids, list(block_ids), before, reused))
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Forget it; if nobody writes to its blocks yet, nobody will."""
+        """Forget the request, and drop its blend if it is still queued."""
         self._prompts.pop(request.request_id, None)
         for job in [job for job in self._jobs if job.request_id == request.request_id]:
             self._jobs.remove(job)
@@ -176,7 +173,7 @@ class BlendScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- every step
 
     def build_connector_meta(self, schedule: SchedulerOutput) -> BlendMetadata | None:
-        """One blend a step, and the parts that are computed to their end with it."""
+        """One blend per step, and the parts that are complete after the step."""
         metadata = BlendMetadata(blend=self._jobs.popleft() if self._jobs else None)
         for scheduled in schedule.requests:
             if (prompt := self._prompts.get(scheduled.request_id)) is not None:
@@ -186,22 +183,21 @@ class BlendScheduler(KVConnectorScheduler):
         return metadata if metadata.saves or metadata.blend else None
 
     def _saves(self, prompt: _Prompt, scheduled: ScheduledRequest) -> list[SaveJob]:
-        """The parts of a prompt that this step ends, and that nobody has given yet."""
-        if scheduled.sampling_params is not None:  # the ranks have not heard of it, or have forgotten it
-            prompt.token_ids, prompt.block_ids = [], []
-        prompt.token_ids += scheduled.new_token_ids
+        """The parts of a prompt that this step completes and that are not kept yet."""
+        if scheduled.sampling_params is not None:  # the request was admitted, perhaps not for the first time
+            prompt.block_ids = []
         prompt.block_ids += scheduled.new_block_ids
         saves, computed = [], scheduled.start + scheduled.num_tokens
         while prompt.unsaved and prompt.unsaved[0].end <= computed:
             part = prompt.unsaved.pop(0)
             if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
                 self._kept[part.key] = part.end - part.start
-                token_ids = prompt.token_ids[part.start : part.end]
+                token_ids = prompt.request.token_ids[part.start : part.end]
                 saves.append(SaveJob(part.key, token_ids, part.start, list(prompt.block_ids)))
         return saves
 
     def _drop(self) -> list[bytes]:
-        """Make room. What somebody waits for stays a little longer."""
+        """Make room for new parts. Parts that a queued blend needs stay."""
         needed = {part.key for job in self._jobs for part in job.parts}
         too_many, drops = sum(self._kept.values()) - self.max_kept_tokens, []
         for key in [key for key in self._kept if key not in needed]:
@@ -212,7 +208,7 @@ class BlendScheduler(KVConnectorScheduler):
         return drops
 
     def forget_requests(self) -> None:
-        """See the base class. Nobody knows which parts the ranks have kept: none."""
+        """See the base class. The ranks drop all parts, too."""
         super().forget_requests()
         self._kept.clear()
         self._prompts.clear()
@@ -237,7 +233,7 @@ class BlendWorker(KVConnectorWorker):
         self._check_layer = self.kv_transfer.extra("blend_check_layer", 1)
 
     def get_handshake_metadata(self) -> int:
-        """Bytes of a token on this rank."""
+        """Bytes per token on this rank."""
         return sum(cache[0].nbytes // self.config.block_size for cache in self.kv_caches.values())
 
     def register_model(self, model: LlamaForCausalLM, backend: AttentionBackend) -> None:
@@ -245,7 +241,7 @@ class BlendWorker(KVConnectorWorker):
         self.model, self.backend = model, backend
 
     def wait_for_save(self) -> None:
-        """Save, blend and drop, once the step's own tokens are computed: a blend may build on them."""
+        """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
         metadata = self.metadata
         assert metadata is not None
         for save in metadata.saves:

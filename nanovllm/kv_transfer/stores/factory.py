@@ -1,16 +1,14 @@
-"""Which stores a connector has, by its settings."""
+"""Opens the stores of a connector, as its settings say."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore, TieredStore
-
-if TYPE_CHECKING:
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.data.kv_transfer_config import KVTransferConfig
 
 GIB = 1 << 30
 
@@ -18,18 +16,18 @@ GIB = 1 << 30
 def open_store(
     config: EngineConfig, kv_transfer: KVTransferConfig, entry_bytes: int, shared_only: bool = False
 ) -> KVStore | None:
-    """The store of one rank.
+    """Open the store of one rank.
 
     Args:
         entry_bytes: a rank's share of a block.
-        shared_only: only what others can look into as well, to look; None if there is no such thing.
+        shared_only: open only the store that other processes can access too, for look-ups; None if there is none.
 
     Raises:
-        ValueError: settings that make no sense or a place that cannot be used; the message names the fix.
+        ValueError: settings that make no sense or a store that cannot be used; the message names the fix.
     """
     if kv_transfer.kv_connector == "pool":
         if config.kv_offloading_size:
-            raise ValueError("kv_offloading_size does nothing with kv_connector 'pool': leave one of them out")
+            raise ValueError("leave one of them out: kv_offloading_size has no effect with kv_connector 'pool'")
         return _open_pool(kv_transfer, entry_bytes, shared_only)
     kv_transfer.check_extra("disk_path", "disk_gib")
     path, disk_gib = kv_transfer.extra("disk_path", ""), kv_transfer.extra("disk_gib", 16.0)
@@ -47,7 +45,7 @@ def _open_folder(path: str, gib: float) -> KVStore:
     from nanovllm.kv_transfer.stores.folder import FolderStore
 
     if gib <= 0:
-        raise ValueError(f"a folder of KV blocks must be allowed more than 0 GiB, got {gib}")
+        raise ValueError(f"a folder of KV blocks needs more than 0 GiB, got {gib}")
     return FolderStore(path, int(gib * GIB))
 
 

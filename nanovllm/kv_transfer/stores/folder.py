@@ -1,15 +1,14 @@
-"""The embedded pool: a folder that several engines share, that survives them, and that needs no server.
+"""Keeps KV blocks in a folder that several engines share, that survives them, and that needs no server.
 
-One file a block. It appears whole or not at all, since it is written under another name first; what a crash or a bad disk makes
-of it is found by its checksum. A folder on a disk is a pool for this machine's engines, past and future; one on a network file
-system whose locks work, for several machines'; one on /dev/shm is shared memory.
+There is one file per block. It appears whole or not at all, since it is written under another name first; its checksum reveals
+damage by a crash or a bad disk. A folder on a disk is a pool for this machine's engines, past and future; one on a network file
+system whose locks work, for engines on several machines; one on /dev/shm is shared memory.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from nanovllm.kv_transfer.stores.store import HEADER_BYTES, KEY_BYTES, KVStore, is_intact, seal
 
-# A round of evictions looks at every file, so it makes room for many: down to this share of the bound.
+# A round of evictions looks at every file, so it makes room for many, down to this share of the bound.
 LOW_WATER = 0.9
 
 _TEMPORARY = ".tmp"
@@ -32,12 +31,12 @@ _numbers = itertools.count()
 class FolderStore(KVStore):
     """Entries as files of a folder.
 
-    When an entry was used last is its file's modification time: so it is known to all, and survives. How many bytes there are
-    stands in a file whose lock is held by whoever writes a new file, for the moment in which it begins.
+    A file's modification time says when its entry was last used, so that all processes know it and it survives them. The file
+    `.size` holds the number of bytes of all files; a process locks it while it begins, finishes or removes a file.
 
     Args:
         path: the folder; made, for this user only, if it is not there.
-        num_bytes: the files together never have more, half-written ones included.
+        num_bytes: bound on all files together, half-written ones included.
 
     Raises:
         ValueError: the folder cannot be used, or other users could put blocks there; the message says why.
@@ -53,8 +52,8 @@ class FolderStore(KVStore):
             status = self.path.stat()
             if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
                 raise ValueError(
-                    f"other users may write to the folder {self.path}, so what is there may be anybody's: name one that is "
-                    f"not there yet, or one of your own (chmod 700)"
+                    f"other users may write to the folder {self.path}: name one that does not exist yet, or one of your own "
+                    f"(chmod 700)"
                 )
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self._books = os.open(self.path / ".size", flags, 0o600)
@@ -77,7 +76,7 @@ class FolderStore(KVStore):
         return count
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """See `KVStore.put`. Where the disk is full or fails, what does not fit is not kept."""
+        """See `KVStore.put`. Entries that do not fit on the disk are not kept."""
         left = len(keys)
         try:
             for key, buffer in zip(reversed(keys), reversed(buffers), strict=True):
@@ -105,8 +104,7 @@ class FolderStore(KVStore):
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `KVStore.remove`."""
         for key in keys:
-            with suppress(FileNotFoundError), self._alone():
-                self._set_size(self._size() - self._unlink(self._file(key)))
+            self._discard(self._file(key))
 
     def close(self) -> None:
         """Close the folder; the entries stay."""
@@ -127,9 +125,7 @@ class FolderStore(KVStore):
                 return True
         finally:
             os.close(file)
-        self._count(damaged=1)
-        self._complain(f"{self._file(key)} is damaged, and removed")
-        self.remove([key])
+        self._drop_damaged(key, str(self.path))
         return False
 
     def _write(self, key: bytes, buffer: memoryview) -> None:
@@ -137,31 +133,26 @@ class FolderStore(KVStore):
         file, temporary = self._begin(size)
         try:
             if os.writev(file, [header, buffer]) != size:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError("the disk is full")
             os.utime(file, ns=self._now())
-            # No fsync: after a power failure the file may be damaged, and that is found when it is read.
+            # No fsync: after a power failure the file may be damaged, which is found when it is read.
             with self._alone():
-                if self._file(key).exists():  # another process was faster
-                    self._set_size(self._size() - self._unlink(temporary))
-                else:
+                if not self._file(key).exists():  # else another process was faster
                     os.rename(temporary, self._file(key))
             self._count(stored=1)
-        except OSError:
-            with suppress(FileNotFoundError), self._alone():
-                self._set_size(self._size() - self._unlink(temporary))
-            raise
         finally:
+            self._discard(temporary)  # unless it has become the entry
             os.close(file)
 
     def _begin(self, size: int) -> tuple[int, Path]:
-        """Make room for a file and begin it: locked as long as its writer lives, and already as long as it will be."""
+        """Make room for a file and begin it: it has its final length, and is locked as long as its writer lives."""
         with self._alone():
             total = self._size()
             if total + size > self.num_bytes:
                 total = self._sweep(size)
-            if total + size > self.num_bytes:
                 self._set_size(total)
-                raise OSError(f"its {size} bytes do not fit into {self.num_bytes}")
+                if total + size > self.num_bytes:
+                    raise OSError(f"its {size} bytes do not fit into {self.num_bytes}")
             temporary = self.path / f"{os.getpid()}-{next(_numbers)}-{time.time_ns()}{_TEMPORARY}"
             file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -175,7 +166,7 @@ class FolderStore(KVStore):
         return file, temporary
 
     def _touch(self, key: bytes) -> bool:
-        """Note that an entry is used now. False if it is not there."""
+        """Mark an entry as used now. False if it is not there."""
         try:
             os.utime(self._file(key), ns=self._now())
         except FileNotFoundError:
@@ -183,21 +174,22 @@ class FolderStore(KVStore):
         return True
 
     def _now(self) -> tuple[int, int]:
-        """Access and modification time in ns; never the same twice here, so that the order of uses can be read off."""
+        """Access and modification time in ns, never the same twice, so that the times give the order of uses."""
         self._last_time = max(self._last_time + 1, time.time_ns())
         return self._last_time, self._last_time
 
-    @staticmethod
-    def _unlink(file: Path) -> int:
-        size = file.stat().st_size
-        file.unlink()
-        return size
+    def _discard(self, file: Path) -> None:
+        """Remove a file, if it is there."""
+        with suppress(FileNotFoundError), self._alone():
+            size = file.stat().st_size
+            file.unlink()
+            self._set_size(self._size() - size)
 
     # ---------------------------------------------------------------- all files
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While no other process, and no other thread of this one, begins, finishes or removes files."""
+        """Keep other processes, and other threads of this one, from beginning, finishing or removing files."""
         with self._lock:
             fcntl.flock(self._books, fcntl.LOCK_EX)
             try:
@@ -212,8 +204,8 @@ class FolderStore(KVStore):
         os.pwrite(self._books, max(0, size).to_bytes(8, "little"), 0)
 
     def _sweep(self, room: int) -> int:
-        """Count all bytes anew, remove what dead processes have begun, and, if there is no room for so many bytes more, what
-        was not used for longest; returns the bytes that are left."""
+        """Count all bytes anew, remove unfinished files of dead processes, and, if there is no room for `room` more bytes, evict the
+        least recently used entries; returns the bytes that are left."""
         total, entries = 0, []
         with os.scandir(self.path) as files:
             for file in files:
@@ -237,7 +229,7 @@ class FolderStore(KVStore):
 
     @staticmethod
     def _is_dead(path: str) -> bool:
-        """Whether nobody writes to a temporary file any more: its writer's lock has ended with the writer."""
+        """Whether the writer of a temporary file has died, which has released its lock."""
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,37 +1,48 @@
-"""A pool in the memory of many machines: Mooncake's store. `pip install 'nanovllm[mooncake]'`, and Debian's libibverbs1.
+"""Keeps KV blocks in Mooncake's store, which spans the memory of many machines.
 
-Every engine brings a segment of memory; a master, which holds no entry itself, knows what is where. Start it with
-`mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: it listens on all interfaces unless it is told otherwise.
+It needs `pip install 'nanovllm[mooncake]'`, and Debian's libibverbs1. Every engine brings a segment of memory; a master, which holds
+no entry itself, knows where each entry is. Start it with `mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: without
+these options it listens on all interfaces.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, KVStore, Patience, is_intact, seal
+from nanovllm.kv_transfer.stores.server import Pair, ServerStore
+from nanovllm.kv_transfer.stores.store import HEADER_BYTES, seal
 
-BUFFER_BYTES = 32 << 20  # what passes at a time
+BUFFER_BYTES = 32 << 20  # passes at a time
 
-# Mooncake's answers that are not about an entry but about the master: it does not answer.
+# Mooncake's return codes which say that the master does not answer.
 _NO_MASTER = range(-999, -899)
+_DEFAULTS: dict[str, Any] = {
+    "master_server_address": "127.0.0.1:50051",
+    "metadata_server": "P2PHANDSHAKE",
+    "local_hostname": "127.0.0.1",
+    "protocol": "tcp",
+    "device_name": "",
+    "global_segment_size": 1 << 30,
+    "listen_on_all_interfaces": False,
+}
 
 
-class MooncakeStore(KVStore):
-    """Entries of one size in Mooncake's store, behind the same header as in a folder.
+class MooncakeStore(ServerStore):
+    """Entries of one size in Mooncake's store.
 
-    The bound is the sum of all segments; the master makes room by itself, for what was not used lately. What a machine's segment
-    holds goes with its process.
+    The sum of all segments is the bound; the master evicts what was not used lately. The entries in a machine's segment are lost with
+    its process.
 
     Args:
         entry_bytes: length of every entry.
         settings: under the names of Mooncake's own configuration file: master_server_address, metadata_server, local_hostname,
-            protocol ("tcp" or "rdma"), device_name, global_segment_size in bytes. And listen_on_all_interfaces, which has to be
-            true: Mooncake's client answers on every interface, and asks nobody for a secret.
+            protocol ("tcp" or "rdma"), device_name, global_segment_size in bytes. And listen_on_all_interfaces, which must be
+            true: Mooncake's client listens on every interface, and requires no secret.
 
     Raises:
         ValueError: a setting that makes no sense, a missing package, or no master.
@@ -39,34 +50,24 @@ class MooncakeStore(KVStore):
 
     def __init__(self, entry_bytes: int, settings: dict[str, Any]) -> None:
         super().__init__()
-        defaults: dict[str, Any] = {
-            "master_server_address": "127.0.0.1:50051",
-            "metadata_server": "P2PHANDSHAKE",
-            "local_hostname": "127.0.0.1",
-            "protocol": "tcp",
-            "device_name": "",
-            "global_segment_size": 1 << 30,
-            "listen_on_all_interfaces": False,
-        }
         for name, value in settings.items():
-            if type(value) is not type(defaults.get(name)):
-                known = ", ".join(f"{n} ({type(v).__name__})" for n, v in defaults.items())
+            if type(value) is not type(_DEFAULTS.get(name)):
+                known = ", ".join(f"{n} ({type(v).__name__})" for n, v in _DEFAULTS.items())
                 raise ValueError(f"the pool 'mooncake' has the settings {known}; got {name}: {value!r}")
-        settings = defaults | settings
+        settings = _DEFAULTS | settings
         if not settings["listen_on_all_interfaces"]:
             raise ValueError(
-                "Mooncake's client listens on all interfaces, and whoever reaches it may read and write what it keeps: see "
-                'that only your machines can, then say "listen_on_all_interfaces": true'
+                "Mooncake's client listens on all interfaces, and any program that reaches it may read and write what it keeps: "
+                'make sure that only your machines can, then set "listen_on_all_interfaces": true'
             )
         self._store = self._connect(settings)
-        self.master = settings["master_server_address"]
+        self.server = f"Mooncake's master at {settings['master_server_address']}"
         # Mooncake reads and writes memory that was registered with it; there, each entry follows its header.
-        self._entry_bytes, slot_bytes = entry_bytes, HEADER_BYTES + entry_bytes
-        self._slots = np.zeros((max(1, BUFFER_BYTES // slot_bytes), slot_bytes), np.uint8)
-        self._addresses = [self._slots.ctypes.data + i * slot_bytes for i in range(len(self._slots))]
+        slot_bytes = HEADER_BYTES + entry_bytes
+        self.batch = max(1, BUFFER_BYTES // slot_bytes)
+        self._slots = np.zeros((self.batch, slot_bytes), np.uint8)
         self._store.register_buffer(self._slots.ctypes.data, self._slots.nbytes)
         self._lock = threading.Lock()  # of the slots
-        self._patience = Patience()
 
     @staticmethod
     def _connect(settings: dict[str, Any]) -> Any:
@@ -96,78 +97,40 @@ class MooncakeStore(KVStore):
             )
         return store
 
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """See `KVStore.contains`."""
-        there = self._there(keys)
-        return next((i for i, code in enumerate(there) if code != 1), len(there))
+    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+        # A look-up counts as a use.
+        return [code == 1 for code in self._call(self._store.batch_is_exist, keys)] if keys else []
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """See `KVStore.put`."""
-        there = self._there(keys)
-        pairs = [(k, b) for k, b, code in zip(keys, buffers, there, strict=True) if code != 1][::-1]
-        for start in range(0, len(pairs), len(self._slots)):
-            batch = pairs[start : start + len(self._slots)]
-            if not self._patience.is_over:
-                self._count(failed=len(batch))
-                continue
-            with self._lock:
-                for slot, (key, buffer) in zip(self._slots, batch, strict=False):
-                    slot[:HEADER_BYTES] = np.frombuffer(seal(key, buffer), np.uint8)
-                    slot[HEADER_BYTES:] = np.frombuffer(buffer, np.uint8)
-                codes = self._heed(self._transfer(self._store.batch_put_from, [key for key, _ in batch]))
-            done = sum(code == 0 for code in codes)
-            self._count(stored=done, failed=len(batch) - done)
+    def _send(self, pairs: Sequence[Pair]) -> int:
+        with self._lock:
+            for slot, (key, buffer) in zip(self._slots, pairs, strict=False):
+                slot[:HEADER_BYTES] = np.frombuffer(seal(key, buffer), np.uint8)
+                slot[HEADER_BYTES:] = np.frombuffer(buffer, np.uint8)
+            return self._transfer(self._store.batch_put_from, [key for key, _ in pairs]).count(0)
 
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """See `KVStore.get`."""
-        found: list[bool] = []
-        pairs = list(zip(keys, buffers, strict=True))[::-1]
-        for start in range(0, len(pairs), len(self._slots)):
-            batch = pairs[start : start + len(self._slots)]
-            if not self._patience.is_over:
-                found += [False] * len(batch)
-                continue
-            with self._lock:
-                codes = self._heed(self._transfer(self._store.batch_get_into, [key for key, _ in batch]))
-                for code, slot, pair in zip(codes, self._slots, batch, strict=False):
-                    found.append(self._take(code, slot, *pair))
-        self._count_found(found)
-        return found[::-1]
-
-    def _there(self, keys: Sequence[bytes]) -> list[int]:
-        """1 for those that are there, which counts as a use."""
-        if not keys or not self._patience.is_over:
-            return [0] * len(keys)
-        return self._heed(self._store.batch_is_exist([key.hex() for key in keys]))
-
-    def _transfer(self, method: Any, keys: list[bytes]) -> list[int]:
-        count = len(keys)
-        return method([key.hex() for key in keys], self._addresses[:count], [self._slots.shape[1]] * count)
-
-    def _take(self, code: int, slot: np.ndarray, key: bytes, buffer: memoryview) -> bool:
-        if code < 0:
-            return False
-        if code == slot.nbytes and is_intact(slot[:HEADER_BYTES].tobytes(), key, slot[HEADER_BYTES:].data):
-            np.copyto(np.frombuffer(buffer, np.uint8), slot[HEADER_BYTES:])
-            return True
-        self._count(damaged=1)
-        self._complain(f"the KV block {key.hex()} of Mooncake's store is damaged, and removed")
-        self.remove([key])
-        return False
+    def _fetch(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
+        with self._lock:
+            codes = self._transfer(self._store.batch_get_into, keys)
+            for code, slot in zip(codes, self._slots, strict=False):
+                yield slot.data[:code] if code >= 0 else None
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `KVStore.remove`."""
-        if keys and self._patience.is_over:
-            self._heed(self._store.batch_remove([key.hex() for key in keys], True))
+        if keys:
+            self._ask(self._call, self._store.batch_remove, keys, True)
 
     def close(self) -> None:
-        """Leave the store, and take this engine's segment along."""
+        """Leave the store, together with this engine's segment."""
         self._store.close()
 
-    def _heed(self, codes: list[int]) -> list[int]:
-        """Leave a master that does not answer alone for a while."""
-        is_gone = any(code in _NO_MASTER for code in codes)
-        self._patience.tried(answered=not is_gone)
-        if is_gone:
-            self._complain(f"Mooncake's master at {self.master} does not answer: no KV blocks from there")
+    def _transfer(self, method: Any, keys: Sequence[bytes]) -> list[int]:
+        """Move the first slots from or to the store; returns a code per key, negative for an error."""
+        slots = self._slots[: len(keys)]
+        return self._call(method, keys, [slot.ctypes.data for slot in slots], [slot.nbytes for slot in slots])
+
+    @staticmethod
+    def _call(method: Any, keys: Sequence[bytes], *arguments: Any) -> list[int]:
+        codes = method([key.hex() for key in keys], *arguments)
+        if any(code in _NO_MASTER for code in codes):
+            raise ConnectionError("it does not answer")
         return codes

@@ -1,11 +1,11 @@
-"""The connector that keeps KV blocks beyond the pool: in host memory and on a disk ("offloading"), or in a place that engines
-share ("pool").
+"""Decides which KV blocks are kept outside of the pool: in host memory and on a disk (connector "offloading"), or in a store that
+engines share (connector "pool").
 
-Every block is saved once, when it has become full, not when it leaves the pool: then nobody has to wait for it to be copied
-away before it can be overwritten, a block that is still in the pool of one engine can be used by another, and a crash costs
-nothing. What is saved in vain is written behind the engine's back.
+Every block is saved once, when it has become full, and not when it is evicted from the pool. So no step waits until a block has
+been copied before it can be overwritten, a block that is still in one engine's pool can be used by another, and a crash costs
+nothing. Blocks that are never loaded are saved in vain, but in the background.
 
-A block that is wanted and not there, or not whole, is no error: it is computed.
+A block that is missing or damaged is not an error: it is computed.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -16,39 +16,37 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
+from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.factory import open_store
 
-if TYPE_CHECKING:
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.data.kv_transfer_config import KVTransferConfig
-    from nanovllm.data.schedule import SchedulerOutput
-
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
-    """Names a block's KV: by all that it is made of, and by all tokens up to its end (see `kv.manager.hash_block`)."""
+    """The key of a block's KV: a hash of everything that determines it, and of all tokens up to its end (`kv.manager.hash_block`)."""
     parts = "\0".join(f"{name}={value}" for name, value in sorted(identity.items()))
     return hashlib.sha256(hashlib.sha256(parts.encode()).digest() + block_hash).digest()
 
 
 def share_key(share: str, key: bytes) -> bytes:
-    """Names the part of a block that one rank has."""
+    """The key of the part of a block that one rank has."""
     return hashlib.sha256(share.encode() + b"\0" + key).digest()
 
 
 @dataclass
 class OffloadingMetadata:
-    """What the ranks have to do with a step.
+    """What the ranks must do around a step.
 
     Attributes:
-        evict: keys that give way in host memory, before
-        saves: (block id, key): blocks that are full when the step has been computed; what is used last comes last.
-        loads: request id, and the same of the blocks that it waits for, in their order.
+        evict: keys that are evicted from host memory, before the saves.
+        saves: (block id, key) of blocks that are full when the step has been computed; the most recently used come last.
+        loads: request id, and (block id, key) of the blocks that it waits for, in their order.
     """
 
     evict: list[bytes] = field(default_factory=list)
@@ -58,13 +56,13 @@ class OffloadingMetadata:
 
 @dataclass
 class _Sequence:
-    """What the scheduler's half knows of a request.
+    """The state of a request.
 
     Attributes:
-        table: its blocks, as the ranks have been told.
+        table: its block table.
         keys: of its full blocks.
-        num_saved: how many blocks from the beginning are kept, or have been handed over.
-        is_looked_up: `num_saved` has been asked for since the request was admitted last.
+        num_saved: how many blocks from the beginning are kept, or have been given to the ranks to be saved.
+        is_looked_up: True if `num_saved` was looked up since the request was last admitted.
     """
 
     request: Request
@@ -75,10 +73,10 @@ class _Sequence:
 
 
 class OffloadingScheduler(KVConnectorScheduler):
-    """Knows which blocks are kept, and who waits for which.
+    """Knows which blocks are kept, and which requests wait for them.
 
-    It decides what lies in the ranks' host memory, so that it need not ask: all ranks have the same blocks there, each its share.
-    What lies in a place that others use too, it looks up.
+    It decides which blocks are in the ranks' host memory, and therefore knows it: all ranks have the same blocks there, each its
+    share. In a store that other engines use too, it looks blocks up.
 
     Raises:
         ValueError: settings that make no sense; the message names the fix.
@@ -89,16 +87,16 @@ class OffloadingScheduler(KVConnectorScheduler):
     ) -> None:
         super().__init__(config, kv_transfer, identity, ranks)
         if not config.enable_prefix_caching:
-            raise ValueError("blocks are kept under the prefix cache's names: leave enable_prefix_caching on")
+            raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
         if kv_transfer.kv_load_failure_policy == "fail":
             raise ValueError(
-                f"kv_connector {kv_transfer.kv_connector!r} computes what was not kept: use kv_load_failure_policy 'recompute'"
+                f"use kv_load_failure_policy 'recompute': kv_connector {kv_transfer.kv_connector!r} computes blocks that were not kept"
             )
         self._shares = list(dict.fromkeys(rank["share"] for rank in ranks))
         self._num_slots = min(rank["num_slots"] for rank in ranks)
         self._shared = open_store(config, kv_transfer, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
         self._in_host: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self._pinned: Counter[bytes] = Counter()  # being loaded: they stay
+        self._pinned: Counter[bytes] = Counter()  # being loaded: not evicted
         self._sequences: dict[str, _Sequence] = {}
         self._loading: dict[str, list[tuple[int, bytes]]] = {}
         self._next = OffloadingMetadata()
@@ -111,15 +109,14 @@ class OffloadingScheduler(KVConnectorScheduler):
         return keys
 
     def _count_kept(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are kept, here or there; they count as used."""
+        """How many of the first keys are kept, in host memory or in the shared store; they count as used."""
         count = 0
         while count < len(keys):
             if keys[count] in self._in_host:
                 count += 1
                 continue
             end = next((i for i in range(count, len(keys)) if keys[i] in self._in_host), len(keys))
-            found = self._count_shared(keys[count:end])
-            count += found
+            count += self._count_shared(keys[count:end])
             if count < end:
                 break
         for key in reversed(keys[:count]):
@@ -135,7 +132,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             return self._shared.contains(names) // len(self._shares)
 
     def _keep_in_host(self, key: bytes) -> bool:
-        """Give a block a place in host memory. False if it has one already, or if there is none."""
+        """Give a block a slot in host memory. False if it has one already, or if none can be freed."""
         if key in self._in_host or not self._num_slots:
             return False
         if len(self._in_host) == self._num_slots:
@@ -150,8 +147,8 @@ class OffloadingScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """See `KVConnectorScheduler.get_num_new_matched_tokens`. It is asked again as long as the request waits for blocks;
-        a place that others use too is asked once."""
+        """See `KVConnectorScheduler.get_num_new_matched_tokens`. The scheduler asks again as long as the request waits for free
+        blocks; the shared store is asked only once."""
         sequence = self._sequences.setdefault(request.request_id, _Sequence(request))
         if not sequence.is_looked_up or self._shared is None:
             sequence.is_looked_up = True
@@ -172,12 +169,12 @@ class OffloadingScheduler(KVConnectorScheduler):
         blocks = list(zip(block_ids[first:end], keys[first:end], strict=True))
         self._pinned.update(key for _, key in blocks)
         for _, key in reversed(blocks):
-            self._keep_in_host(key)  # what comes from a disk stays in host memory
+            self._keep_in_host(key)  # blocks from a disk stay in host memory
         self._loading[request.request_id] = blocks
         self._next.loads.append((request.request_id, blocks))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `KVConnectorScheduler.update_connector_output`. What did not come is not kept, whatever was believed."""
+        """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no longer count as kept."""
         KVConnectorScheduler.update_connector_output(self, output)
         for request_id in output.finished_recving:
             blocks = self._loading.pop(request_id)
@@ -192,29 +189,29 @@ class OffloadingScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- a request's KV is kept
 
     def build_connector_meta(self, schedule: SchedulerOutput) -> OffloadingMetadata | None:
-        """See `KVConnectorScheduler.build_connector_meta`: what becomes full in this step, and what is to be loaded."""
+        """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests:
             sequence = self._sequences.get(scheduled.request_id)
             if sequence is None:
                 continue
-            if scheduled.sampling_params is not None:  # it was admitted, perhaps not for the first time
+            if scheduled.sampling_params is not None:  # the request was admitted, perhaps not for the first time
                 sequence.table.clear()
                 sequence.is_looked_up = False
             sequence.table += scheduled.new_block_ids
             if self.kv_transfer.is_producer:
                 saves |= self._new_blocks(sequence)
         metadata, self._next = self._next, OffloadingMetadata()
-        # What found a place and lost it again in the same step is not touched at all.
+        # A block that got a slot and lost it again in the same step is not copied at all.
         metadata.saves = [
             (block_id, key) for key, block_id in saves.items() if not self._num_slots or key in self._in_host
         ]
         return metadata if self._loading or metadata.saves or metadata.evict else None
 
     def _new_blocks(self, sequence: _Sequence) -> dict[bytes, int]:
-        """Full blocks that are to be saved: the beginning comes last, and so stays longest."""
+        """Full blocks to be saved: the beginning comes last, and so is evicted last."""
         request = sequence.request
-        # A block whose last token is not known yet has no name; it gets one with the next step.
+        # A block that contains an unsampled token has no hash yet; it gets one with the next step.
         end = min(request.num_computed_tokens, request.num_tokens) // self.config.block_size
         keys, first = self._keys(sequence), sequence.num_saved
         sequence.num_saved = max(first, end)
@@ -225,13 +222,13 @@ class OffloadingScheduler(KVConnectorScheduler):
         }
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `KVConnectorScheduler.request_finished`. Nobody needs its blocks: what is saved has been copied."""
+        """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved have been copied."""
         self._sequences.pop(request.request_id, None)
         return False, None
 
     @property
     def has_work(self) -> bool:
-        """True while something is being loaded, if only for a request that has been aborted: its blocks are held."""
+        """True while blocks are being loaded, also for a request that has been aborted: its blocks are held."""
         return bool(self._loading or self._output)
 
     @property
@@ -240,7 +237,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         return bool(self._output)
 
     def forget_requests(self) -> None:
-        """See `KVConnectorScheduler.forget_requests`. What is kept stays."""
+        """See `KVConnectorScheduler.forget_requests`. The kept blocks stay."""
         KVConnectorScheduler.forget_requests(self)
         self._sequences.clear()
         self._loading.clear()

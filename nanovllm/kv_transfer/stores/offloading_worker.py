@@ -1,41 +1,41 @@
-"""The ranks' half of the connector that keeps KV blocks beyond the pool: it copies them, see `offloading`."""
+"""Copies KV blocks from a rank's cache to its stores and back: the worker half of the connector in `offloading`."""
 
 from __future__ import annotations
 
 import logging
-import queue
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, share_key
 from nanovllm.kv_transfer.stores.store import HostStore, TieredStore
 
-if TYPE_CHECKING:
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.data.kv_transfer_config import KVTransferConfig
-    from nanovllm.kv.layout import KVLayout
-
 logger = logging.getLogger(__name__)
 
-# Blocks pass in pieces of so many bytes; and so many may wait to be written. More are not saved: no step waits for a disk.
+# Blocks are copied in pieces of this size. When more bytes than the backlog wait to be written, blocks are not saved: no step
+# waits for a disk.
 PIECE_BYTES = 16 << 20
 BACKLOG_BYTES = 512 << 20
 
+Blocks = list[tuple[int, bytes]]  # block ids and keys
+
 
 class OffloadingWorker(KVConnectorWorker):
-    """Copies this rank's share of blocks to its stores and back: one thread writes, and one reads.
+    """Copies this rank's share of each block: one thread writes to the stores, and one reads from them.
 
     Attributes:
-        store: where they go.
-        num_dropped: blocks that were not saved, because too many waited to be written.
+        store: where the blocks are kept.
+        num_dropped: blocks that were not saved because the backlog was full.
     """
 
     def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
@@ -45,15 +45,14 @@ class OffloadingWorker(KVConnectorWorker):
         # Ranks that have the same layers and heads have the same bytes.
         self.share = f"layers {layout.layers} heads {layout.heads}"
         store = open_store(config, kv_transfer, self.entry_bytes)
-        assert store is not None, "every connector has a place for its blocks"
+        assert store is not None
         self.store = store
         upper = store.upper if isinstance(store, TieredStore) else store
         self._host = upper if isinstance(upper, HostStore) else None
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._reader = ThreadPoolExecutor(1, "kv-reader")
         self._writes: list[tuple[set[bytes], Future[None]]] = []
-        self._reads: set[Future[None]] = set()
-        self._arrived: queue.SimpleQueue[tuple[str, set[int]]] = queue.SimpleQueue()
+        self._reads: dict[str, Future[set[int]]] = {}  # by request id; the result is the blocks that were not filled
         self._invalid: dict[str, set[int]] = {}
         self._rows: list[Tensor] = []
         self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
@@ -61,19 +60,16 @@ class OffloadingWorker(KVConnectorWorker):
 
     def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
         """See `KVConnectorWorker.register_kv_caches`."""
-        KVConnectorWorker.register_kv_caches(self, kv_caches)
+        super().register_kv_caches(kv_caches)
         # Of each layer [num_blocks, bytes of a block].
         self._rows = [cache.view(len(cache), -1).view(torch.uint8) for cache in kv_caches.values()]
         on_gpu = self._rows[0].is_cuda
         self._stream = torch.cuda.Stream(self._rows[0].device) if on_gpu else None
 
     def get_handshake_metadata(self) -> dict[str, Any]:
-        """What the scheduler's half has to know."""
-        return {
-            "share": self.share,
-            "entry_bytes": self.entry_bytes,
-            "num_slots": self._host.num_slots if self._host is not None else 0,
-        }
+        """What the scheduler's half must know of this rank."""
+        num_slots = self._host.num_slots if self._host is not None else 0
+        return {"share": self.share, "entry_bytes": self.entry_bytes, "num_slots": num_slots}
 
     # ---------------------------------------------------------------- in
 
@@ -81,29 +77,23 @@ class OffloadingWorker(KVConnectorWorker):
         """See `KVConnectorWorker.start_load_kv`."""
         metadata: OffloadingMetadata = self.metadata
         self._writes = [(keys, write) for keys, write in self._writes if not write.done()]
-        if metadata.evict:
-            self._write(set(), self._evict, metadata.evict)
+        if metadata.evict and self._host is not None:
+            self._write(set(), self._host.evict, [share_key(self.share, key) for key in metadata.evict])
         for request_id, blocks in metadata.loads:
             wanted = {key for _, key in blocks}
             before = [write for keys, write in self._writes if keys & wanted]
-            # Whoever had these blocks before may still be computed, for nothing, by a step that a GPU has not finished.
+            # A step that the GPU has not finished may still write to these blocks, for a request that has ended.
             event = torch.cuda.current_stream().record_event() if self._stream is not None else None
-            read = self._reader.submit(self._load, request_id, blocks, before, event)
-            self._reads.add(read)
-            read.add_done_callback(self._reads.discard)
+            read = self._reader.submit(self._load, blocks, before, event)
+            self._reads[request_id] = read
+            read.add_done_callback(lambda _: self.notify())
 
     @torch.inference_mode()
-    def _load(
-        self,
-        request_id: str,
-        blocks: list[tuple[int, bytes]],
-        before: list[Future[None]],
-        event: torch.cuda.Event | None,
-    ) -> None:
+    def _load(self, blocks: Blocks, before: list[Future[None]], event: torch.cuda.Event | None) -> set[int]:
+        """Fill blocks after some writes have ended; returns the ids of those that could not be filled."""
         invalid = {block_id for block_id, _ in blocks}
         try:
-            for write in before:
-                write.result()
+            wait(before)
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
                 if event is not None:
                     event.wait()
@@ -111,12 +101,10 @@ class OffloadingWorker(KVConnectorWorker):
                     invalid -= self._load_piece(piece)
         except Exception:
             logger.exception("KV blocks could not be loaded, and are computed")
-        finally:
-            self._arrived.put((request_id, invalid))
-            self.notify()
+        return invalid
 
-    def _load_piece(self, blocks: list[tuple[int, bytes]]) -> set[int]:
-        """Fill some blocks; returns those that could be."""
+    def _load_piece(self, blocks: Blocks) -> set[int]:
+        """Fill some blocks; returns the ids of those that were filled."""
         staging = self._borrow()
         try:
             entries = staging[: len(blocks)]
@@ -133,7 +121,7 @@ class OffloadingWorker(KVConnectorWorker):
         """Write entries `[len(block_ids), entry_bytes]` into the caches of all layers."""
         entries = entries.view(len(block_ids), len(self._rows), -1)
         if self._stream is None:
-            # Not torch's index_copy_: that would start threads, which get into the way of those that compute.
+            # Not torch's index_copy_, which would start threads that compete with those that compute.
             for i, rows in enumerate(self._rows):
                 rows.numpy()[block_ids] = entries[:, i].numpy()
             return
@@ -145,18 +133,11 @@ class OffloadingWorker(KVConnectorWorker):
 
     def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
         """See `KVConnectorWorker.get_finished`."""
-        self._invalid, finished = {}, set()
-        try:
-            while True:
-                request_id, invalid = (
-                    self._arrived.get(timeout=wait_seconds) if wait_seconds else self._arrived.get_nowait()
-                )
-                wait_seconds = 0.0
-                finished.add(request_id)
-                if invalid:
-                    self._invalid[request_id] = invalid
-        except queue.Empty:
-            return set(), finished
+        wait(self._reads.values(), wait_seconds, FIRST_COMPLETED)
+        finished = {request_id for request_id, read in self._reads.items() if read.done()}
+        invalid = {request_id: self._reads.pop(request_id).result() for request_id in finished}
+        self._invalid = {request_id: block_ids for request_id, block_ids in invalid.items() if block_ids}
+        return set(), finished
 
     def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
         """See `KVConnectorWorker.get_block_ids_with_load_errors`."""
@@ -165,18 +146,18 @@ class OffloadingWorker(KVConnectorWorker):
     # ---------------------------------------------------------------- out
 
     def wait_for_save(self) -> None:
-        """See `KVConnectorWorker.wait_for_save`. Whole blocks are copied, after the last layer: so it is the same with a CUDA
-        graph, in which no layer can say when it is done. The next step comes behind these copies, also on a GPU."""
-        saves: list[tuple[int, bytes]] = self.metadata.saves
+        """See `KVConnectorWorker.wait_for_save`. Whole blocks are copied, after the last layer, so that it works with a CUDA graph,
+        which calls no hook per layer. On a GPU, too, the next step runs after these copies."""
+        saves: Blocks = self.metadata.saves
         waiting = sum(len(keys) for keys, write in self._writes if not write.done())
         num_dropped = max(0, len(saves) + waiting - BACKLOG_BYTES // self.entry_bytes)
         self.num_dropped += num_dropped
-        for piece in self._pieces(saves[num_dropped:]):  # the beginnings come last
+        for piece in self._pieces(saves[num_dropped:]):  # the beginnings of prompts come last
             staging, event = self._gather([block_id for block_id, _ in piece])
             self._write({key for _, key in piece}, self._save, piece, staging, event)
 
     def _gather(self, block_ids: list[int]) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copies of blocks, in borrowed memory; there as soon as the event has come."""
+        """Copies of blocks, in borrowed memory; on a GPU they are complete after the event."""
         staging = self._borrow()
         entries = staging[: len(block_ids)].view(len(block_ids), len(self._rows), -1)
         if self._stream is None:
@@ -188,57 +169,53 @@ class OffloadingWorker(KVConnectorWorker):
         entries.copy_(copies, non_blocking=True)
         return staging, torch.cuda.current_stream().record_event()
 
-    def _save(self, blocks: list[tuple[int, bytes]], staging: Tensor, event: torch.cuda.Event | None) -> None:
+    def _save(self, blocks: Blocks, staging: Tensor, event: torch.cuda.Event | None) -> None:
         try:
             if event is not None:
                 event.synchronize()
             rows = staging[: len(blocks)].numpy()
-            # For a store, the first key is the one that is used last.
+            # A store counts the first key as used last.
             self.store.put(self._names(blocks)[::-1], [memoryview(row) for row in rows][::-1])
         finally:
             self._spare.append(staging)
 
     def _borrow(self) -> Tensor:
-        """Host memory for a piece; if possible such as was used before, since the kernel has given out its pages by then."""
+        """Host memory for a piece; preferably used before, so that the kernel has allocated its pages."""
         try:
             return self._spare.pop()
         except IndexError:
             shape = (self._piece_length, self.entry_bytes)
             return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def _evict(self, keys: list[bytes]) -> None:
-        assert self._host is not None
-        self._host.evict([share_key(self.share, key) for key in keys])
-
-    def _write(self, keys: set[bytes], job: Any, *arguments: Any) -> None:
-        """Have the writer do something that these keys wait for."""
-
-        def work() -> None:
-            try:
-                job(*arguments)
-            except Exception:
-                logger.exception("KV blocks could not be saved")
-
-        self._writes.append((keys, self._writer.submit(work)))
+    def _write(self, keys: set[bytes], job: Callable[..., None], *arguments: Any) -> None:
+        """Run a job in the writer's thread. Loads of these keys wait for it."""
+        write = self._writer.submit(job, *arguments)
+        write.add_done_callback(_log_failure)
+        self._writes.append((keys, write))
 
     # ---------------------------------------------------------------- both
 
-    def _names(self, blocks: list[tuple[int, bytes]]) -> list[bytes]:
+    def _names(self, blocks: Blocks) -> list[bytes]:
         return [share_key(self.share, key) for _, key in blocks]
 
-    def _pieces(self, blocks: list[tuple[int, bytes]]) -> Iterator[list[tuple[int, bytes]]]:
+    def _pieces(self, blocks: Blocks) -> Iterator[Blocks]:
         return (blocks[i : i + self._piece_length] for i in range(0, len(blocks), self._piece_length))
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See `KVConnectorWorker.forget_requests`."""
         with waiting_for_others():  # a disk or a server
-            for read in list(self._reads):
+            for read in self._reads.values():
                 read.result()
-        self.get_finished()
+        self._reads.clear()
         return {}
 
     def close(self) -> None:
-        """Write what is still to be written, and close the stores."""
+        """Finish all writes, and close the stores."""
         self._reader.shutdown()
         self._writer.shutdown()
         self.store.close()
+
+
+def _log_failure(write: Future[None]) -> None:
+    if error := write.exception():
+        logger.error("KV blocks could not be saved", exc_info=error)

@@ -1,8 +1,8 @@
-"""Places beyond the KV pool where blocks are kept: bytes under a key that names them.
+"""Keeps KV blocks outside of the KV pool, as bytes under a key.
 
-A key is made of everything that decides the bytes (model, layout, tokens: see `offloading.block_key`), so the same key always
-means the same bytes. Hence nothing is ever updated, only there or not: whoever comes second need not write, and nobody can
-read a stale block.
+A key is made of everything that determines the bytes (model, layout, tokens: see `offloading.block_key`), so the same key always
+means the same bytes. Hence an entry is never updated: if it is there, a second writer need not write it, and no reader can get a
+stale block.
 
 Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 KEY_BYTES = 32
 COMPLAINT_SECONDS = 60.0
 
-# What stands before an entry's bytes wherever they leave this process: magic and version, key, length, checksum.
+# The header of an entry outside of this process: magic and version, key, length, checksum.
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQQ")
 _MAGIC = b"nanoKV\x00\x01"
 HEADER_BYTES = _HEADER.size
 
 
 def _checksum(key: bytes, payload: memoryview) -> int:
-    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds accidents, not forgers:
-    # who may write to the pool may write anything.
+    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds accidents, not forgeries:
+    # a program that may write to the pool may write anything.
     state = xxhash.xxh3_64(_MAGIC)
     for part in (key, len(payload).to_bytes(8, "little"), payload):
         state.update(part)
@@ -43,27 +43,27 @@ def _checksum(key: bytes, payload: memoryview) -> int:
 
 
 def seal(key: bytes, payload: memoryview) -> bytes:
-    """The header for an entry, `HEADER_BYTES` long."""
+    """The header of an entry, `HEADER_BYTES` long."""
     if len(key) != KEY_BYTES:
         raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
     return _HEADER.pack(_MAGIC, key, len(payload), _checksum(key, payload))
 
 
 def is_intact(header: bytes | bytearray | memoryview, key: bytes, payload: memoryview) -> bool:
-    """Whether these are the key's bytes, all of them, as they were when they were sealed."""
+    """Whether the payload is complete, belongs to the key and is as it was when it was sealed."""
     return bytes(header) == seal(key, payload)
 
 
 @dataclass
 class StoreStats:
-    """What has happened to a store's entries, as seen from this process.
+    """Counts of a store's entries, as seen from this process.
 
     Attributes:
-        hits, misses: entries that were asked for, and given or not.
+        hits, misses: entries that were requested, and found or not.
         stored: entries written.
-        evicted: entries that gave way to others.
-        damaged: entries that were found damaged; they are dropped, and count as misses too.
-        failed: entries that should have been stored and could not be.
+        evicted: entries removed to make room.
+        damaged: entries that were found damaged; they are removed, and count as misses too.
+        failed: entries that could not be stored.
     """
 
     hits: int = 0
@@ -75,7 +75,7 @@ class StoreStats:
 
 
 class Patience:
-    """Leaves a server alone that does not answer: for a second, and twice as long after every further try, up to a minute."""
+    """How long not to ask a server that does not answer: one second, and twice as long after every further try, up to a minute."""
 
     def __init__(self) -> None:
         self._seconds, self._until = 1.0, 0.0
@@ -93,12 +93,12 @@ class Patience:
 
 
 class KVStore:
-    """Keeps bytes under keys, for a while. Bounded: what was not used for longest gives way. Any thread may call it.
+    """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any thread may call it.
 
-    The keys of a call are of blocks that follow one another, and a block is worth nothing without those before it. So the
-    first key counts as used last: the end of a chain goes before its beginning.
+    The keys of a call name blocks that follow one another, and a block is useless without those before it. So the first key
+    counts as used last: the end of a chain is evicted before its beginning.
 
-    A store that fails holds nothing: it complains, at most once a minute, and the engine computes.
+    A store that fails counts as empty: it logs a warning, at most one per minute, and the engine computes the blocks.
     """
 
     def __init__(self) -> None:
@@ -107,28 +107,28 @@ class KVStore:
         self._quiet_until = 0.0
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are there, up to the first that is not; they count as used now."""
+        """How many keys are there, up to the first that is not; they count as used now."""
         raise NotImplementedError
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """Keep the bytes of these buffers; whoever owns them may overwrite them afterwards."""
+        """Copy the bytes of these buffers into the store."""
         raise NotImplementedError
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Fill the buffers, each as long as its entry.
 
         Returns:
-            Whether each was filled with what was stored. If not, its content is anything: the entry is not there, or was
-            damaged and has been dropped.
+            Whether each was filled with its entry. If not, its content is undefined: the entry is not there, or was damaged
+            and has been removed.
         """
         raise NotImplementedError
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Drop entries, if they are there."""
+        """Remove entries, if they are there."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Let go of files and connections. What others share stays."""
+        """Close files and connections. Entries that other processes share stay."""
 
     def _count(self, **amounts: int) -> None:
         with self._stats_lock:
@@ -144,12 +144,17 @@ class KVStore:
             self._quiet_until = time.monotonic() + COMPLAINT_SECONDS
             logger.warning("%s; not said again for %.0f s", text, COMPLAINT_SECONDS)
 
+    def _drop_damaged(self, key: bytes, place: str) -> None:
+        self._count(damaged=1)
+        self._complain(f"the KV block {key.hex()} of {place} is damaged, and removed")
+        self.remove([key])
+
 
 class HostStore(KVStore):
-    """Entries of one size in host memory: one piece, divided into slots.
+    """Entries of one size in host memory: one allocation, divided into slots.
 
-    The memory is written to once in advance: the kernel gives out a page when it is first touched, and that takes several
-    times as long as the copy itself. Pinned memory can be read by a GPU without a copy in between.
+    The constructor writes to all of the memory: the kernel allocates a page when it is first touched, which takes several
+    times as long as the copy itself. A GPU can read pinned memory without a copy in between.
 
     Args:
         num_bytes: how much memory to take.
@@ -157,10 +162,10 @@ class HostStore(KVStore):
         pin_memory: for a GPU to copy from and to.
 
     Attributes:
-        spill: called with the key and the bytes of an entry that is about to give way, while it can still be found.
+        spill: called with the key and the bytes of an entry that is about to be evicted, while it can still be found.
 
     Raises:
-        ValueError: not one entry fits, or there is not so much memory.
+        ValueError: not one entry fits, or there is not enough memory.
     """
 
     def __init__(self, num_bytes: int, entry_bytes: int, pin_memory: bool = False) -> None:
@@ -169,19 +174,19 @@ class HostStore(KVStore):
         available = psutil.virtual_memory().available
         if num_bytes > available:
             raise ValueError(
-                f"{num_bytes / 2**30:.1f} GiB of host memory are wanted for KV blocks, and {available / 2**30:.1f} GiB are "
-                f"available: lower kv_offloading_size"
+                f"lower kv_offloading_size: {num_bytes / 2**30:.1f} GiB of host memory are wanted for KV blocks, and "
+                f"{available / 2**30:.1f} GiB are available"
             )
         if self.num_slots < 1:
             raise ValueError(
-                f"{num_bytes} bytes of host memory hold no KV block of {entry_bytes} bytes: raise kv_offloading_size"
+                f"raise kv_offloading_size: {num_bytes} bytes of host memory hold no KV block of {entry_bytes} bytes"
             )
         memory = torch.empty(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         self._memory = memory.zero_().numpy()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(self.num_slots))
         self.spill: Callable[[bytes, memoryview], None] | None = None
-        # `_lock` guards the books, and is held for one copy at most; `_writing` is held by the only one who may fill slots.
+        # `_lock` guards `_slots` and `_free`, and is held for one copy at most; the thread that fills slots holds `_writing`.
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     def contains(self, keys: Sequence[bytes]) -> int:
@@ -194,18 +199,16 @@ class HostStore(KVStore):
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """See `KVStore.get`."""
-        found = [self._read(*pair) for pair in zip(reversed(keys), reversed(buffers), strict=True)]
+        found = []
+        for key, buffer in zip(reversed(keys), reversed(buffers), strict=True):
+            target = self._as_entry(buffer)
+            with self._lock:
+                found.append(key in self._slots)
+                if found[-1]:
+                    self._slots.move_to_end(key)
+                    target[:] = self._memory[self._slots[key]]
         self._count_found(found)
         return found[::-1]
-
-    def _read(self, key: bytes, buffer: memoryview) -> bool:
-        target = self._as_entry(buffer)
-        with self._lock:
-            if key not in self._slots:
-                return False
-            self._slots.move_to_end(key)
-            target[:] = self._memory[self._slots[key]]
-        return True
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """See `KVStore.put`."""
@@ -214,13 +217,13 @@ class HostStore(KVStore):
                 if self.contains([key]):
                     continue
                 source, slot = self._as_entry(buffer), self._empty_slot()
-                self._memory[slot] = source  # nobody else knows of this slot now
+                self._memory[slot] = source  # no other thread knows this slot yet
                 with self._lock:
                     self._slots[key] = slot
                 self._count(stored=1)
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Let entries give way now."""
+        """Evict entries now."""
         with self._writing:
             for key in keys:
                 self._evict(key)
@@ -237,7 +240,7 @@ class HostStore(KVStore):
         return self._free.pop()
 
     def _evict(self, key: bytes) -> None:
-        # The next store may take its time: meanwhile the entry can be read, here or there.
+        # The next store may be slow: until it has the entry, the entry can still be read here.
         if key in self._slots and self.spill is not None:
             self.spill(key, memoryview(self._memory[self._slots[key]]))
         self._count(evicted=self._forget(key))
@@ -257,12 +260,12 @@ class HostStore(KVStore):
 
 
 class TieredStore(KVStore):
-    """A small fast store before a large slow one. What falls out of the first goes to the second; what is found in the second
-    comes back to the first, and stays below too: when it falls out again, there is nothing to write.
+    """A small fast store before a large slow one. Entries evicted from the first go to the second. Entries found in the second
+    come back to the first, and stay below too: when they are evicted again, there is nothing to write.
 
     Args:
         upper: the fast one.
-        lower: the slow one; itself tiered, perhaps.
+        lower: the slow one, which may be tiered itself.
     """
 
     def __init__(self, upper: HostStore, lower: KVStore) -> None:
@@ -299,10 +302,10 @@ class TieredStore(KVStore):
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """See `KVStore.remove`."""
-        self.upper.remove(keys)  # what is falling at this moment arrives below before this returns
+        self.upper.remove(keys)  # an entry that is being evicted arrives below before this returns
         self.lower.remove(keys)
 
     def close(self) -> None:
-        """Let go of both."""
+        """Close both stores."""
         self.upper.close()
         self.lower.close()

@@ -1,9 +1,9 @@
-"""Connections on which both ends have proved that they know a secret, before either reads anything else.
+"""Makes connections on which both ends have proved that they know a secret, before either reads anything else.
 
-Who connects sends a random number, who listens another one, and then each sends the HMAC of both under the secret (a mutual
-challenge and response): the secret itself never travels, and no answer is worth anything a second time. Then both say what
-they are, a flat dict, and whoever finds a difference refuses. What follows is authenticated at its beginning but neither
-signed nor encrypted: across a network that others can reach, use a tunnel (WireGuard, IPsec).
+The client sends a random number, the listener another one, and then each sends the HMAC of both numbers under the secret (a
+mutual challenge and response). The secret itself never travels, and no proof can be used a second time. Then both send a flat
+dict that describes them, and an end that finds a difference refuses. What follows is authenticated at its beginning but neither
+signed nor encrypted: across a network that strangers can reach, use a tunnel (WireGuard, IPsec).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from nanovllm.kv_transfer.transport.pieces import check_same
 
 logger = logging.getLogger(__name__)
 
-_HELLO = b"nanovllm-kv-1\n"  # and the version of all that follows
+Facts = dict[str, str | int]
+_HELLO = b"nanovllm-kv-1\n"  # with the version of everything that follows
 _NONCE = 32
 _MAX_HANDSHAKES = 64
 
@@ -42,11 +43,11 @@ class HandshakeError(ConnectionError):
 
 
 def secret() -> bytes:
-    """What the engines that may exchange KV know: `NANOVLLM_KV_SECRET`, or else a file of this user, which is made once
-    (~/.cache/nanovllm/kv_secret, under `NANOVLLM_HOME` if that is set).
+    """The secret that engines must share to exchange KV: `NANOVLLM_KV_SECRET`, or else the content of a file of this user,
+    which is made once (~/.cache/nanovllm/kv_secret, or under `NANOVLLM_HOME` if that is set).
 
     Raises:
-        ValueError: it is too short, or others can read the file.
+        ValueError: the secret is too short, or other users can read the file.
     """
     if (given := os.environ.get("NANOVLLM_KV_SECRET")) is not None:
         return _long_enough(given.strip().encode(), "NANOVLLM_KV_SECRET")
@@ -56,7 +57,7 @@ def secret() -> bytes:
         with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # mode 0600 from the start
             file.write(os.urandom(32).hex().encode())
             file.flush()
-            with contextlib.suppress(FileExistsError):  # another process was faster: its file counts
+            with contextlib.suppress(FileExistsError):  # another process was faster: use its file
                 os.link(file.name, path)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         status = os.fstat(file.fileno())
@@ -71,49 +72,45 @@ def _long_enough(value: bytes, name: str) -> bytes:
     return value
 
 
-def _proof(secret: bytes, role: str, purpose: str, nonces: bytes) -> bytes:
-    """What only those can say who know the secret. The roles differ, so nobody can be answered with his own words."""
-    return hmac.digest(secret, _HELLO + f"{role} {purpose} ".encode() + nonces, hashlib.sha256)
-
-
 # ------------------------------------------------------------------------------------------------ the handshake
 
 
+def _proof(secret: bytes, role: str, purpose: str, nonces: bytes) -> bytes:
+    """Proof that a process knows the secret. It contains the role, so that sending a proof back proves nothing."""
+    return hmac.digest(secret, _HELLO + f"{role} {purpose} ".encode() + nonces, hashlib.sha256)
+
+
 def _shake_hands(
-    connection: Connection,
-    is_client: bool,
-    secret: bytes,
-    fingerprint: dict[str, str | int],
-    purpose: str,
-    timeout: float,
+    connection: Connection, is_client: bool, secret: bytes, fingerprint: Facts, purpose: str, timeout: float
 ) -> None:
-    """Prove to one another that both know the secret, then compare what both are.
+    """Prove to each other that both know the secret, then compare the fingerprints.
 
     Raises:
-        HandshakeError: the other end does not know the secret, is something else, or takes too long.
+        HandshakeError: the other end does not know the secret, has another fingerprint, or takes too long.
     """
-    connection.deadline = time.monotonic() + timeout  # of all of it: who sends a byte a second gains nothing
+    # One deadline for the whole handshake: a peer that sends one byte per second gains no time.
+    connection.deadline = time.monotonic() + timeout
     try:
         own, other = os.urandom(_NONCE), bytearray(len(_HELLO) + _NONCE)
         connection.send_raw([memoryview(_HELLO + own)])
         connection.receive_raw([memoryview(other)])
         if not other.startswith(_HELLO):
-            raise HandshakeError(f"{connection.peer} speaks another protocol or another version of it")
+            raise ValueError("it speaks another protocol or another version of it")
         theirs = bytes(other[len(_HELLO) :])
         nonces = own + theirs if is_client else theirs + own
         roles = ("client", "server") if is_client else ("server", "client")
-        if is_client:  # it proves first: nobody learns anything from a listener by asking
-            connection.send_raw([memoryview(_proof(secret, roles[0], purpose, nonces))])
-        proof = bytearray(hashlib.sha256().digest_size)
+        mine, expected = (_proof(secret, role, purpose, nonces) for role in roles)
+        if is_client:  # the client proves first: asking a listener reveals nothing
+            connection.send_raw([memoryview(mine)])
+        proof = bytearray(len(expected))
         connection.receive_raw([memoryview(proof)])
-        if not hmac.compare_digest(proof, _proof(secret, roles[1], purpose, nonces)):
-            raise HandshakeError(f"{connection.peer} does not know the secret (NANOVLLM_KV_SECRET)")
+        if not hmac.compare_digest(proof, expected):
+            raise ValueError("it does not know the secret (NANOVLLM_KV_SECRET)")
         if not is_client:
-            connection.send_raw([memoryview(_proof(secret, roles[0], purpose, nonces))])
+            connection.send_raw([memoryview(mine)])
         connection.send(msgspec.msgpack.encode(fingerprint))
-        check_same(fingerprint, msgspec.msgpack.decode(connection.receive(), type=dict[str, str | int]))
-    except HandshakeError:
-        raise
+        answer = connection.receive(max(0.0, connection.deadline - time.monotonic()))
+        check_same(fingerprint, msgspec.msgpack.decode(answer, type=Facts))
     except (ValueError, msgspec.MsgspecError) as error:
         raise HandshakeError(f"{connection.peer}: {error}") from error
     except (PeerLost, TimeoutError) as error:
@@ -126,21 +123,21 @@ def connect(
     host: str,
     port: int,
     secret: bytes,
-    fingerprint: dict[str, str | int],
-    timeout: float = 10.0,
+    fingerprint: Facts,
+    timeout: float = 10,
     purpose: str = "kv",
-    patience: float = 30.0,
+    patience: float = 30,
 ) -> Connection:
     """Connect to a listener.
 
     Args:
-        fingerprint: what has to be the same at both ends.
-        timeout: seconds until it has to be done.
-        purpose: of the connection: a listener for another one refuses.
-        patience: as in `Connection`.
+        fingerprint: what must be equal at both ends.
+        timeout: seconds until the handshake must be complete.
+        purpose: of the connection; a listener for another purpose refuses.
+        patience: see `Connection`.
 
     Raises:
-        PeerLost: nobody listens there.
+        PeerLost: no process listens there.
         HandshakeError: the other end does not know the secret, or differs.
     """
     try:
@@ -157,19 +154,19 @@ def connect(
 
 
 class Listener:
-    """Waits for connections in a thread; each gets its handshake, and then its work, in a thread of its own.
+    """Accepts connections in a thread, and gives each its own thread for the handshake and for `on_connection`.
 
     Args:
-        host: the address to listen on; nothing else can be reached.
-        port: 0: any that is free.
-        on_connection: called with each connection that has proved itself; when it returns, the connection is closed.
-        timeout: seconds for a handshake.
+        host: the only address to listen on.
+        port: 0: any free one.
+        on_connection: called with each connection after its handshake; when it returns, the connection is closed.
+        timeout: seconds per handshake.
 
     Attributes:
         address: host and port.
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be used.
     """
 
     def __init__(
@@ -177,17 +174,16 @@ class Listener:
         host: str,
         port: int,
         secret: bytes,
-        fingerprint: dict[str, str | int],
+        fingerprint: Facts,
         on_connection: Callable[[Connection], None],
         purpose: str = "kv",
-        timeout: float = 10.0,
-        patience: float = 30.0,
+        timeout: float = 10,
+        patience: float = 30,
     ) -> None:
-        self._secret, self._fingerprint, self._purpose = secret, fingerprint, purpose
-        self._on_connection, self._timeout, self._patience = on_connection, timeout, patience
-        self._socket = socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
-        )
+        self._handshake = (secret, fingerprint, purpose, timeout)
+        self._on_connection, self._patience, self._purpose = on_connection, patience, purpose
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._socket.settimeout(0.5)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
@@ -203,24 +199,23 @@ class Listener:
             except TimeoutError:
                 continue
             except OSError as error:
-                if not self._closed.wait(0.1):  # no file descriptor left, for example: others may come back
+                if not self._closed.wait(0.1):  # for example, all file descriptors are used at the moment
                     logger.warning("cannot accept a connection: %s", error)
                 continue
             connection = Connection(sock, f"{host}:{port}", self._patience)
             if not self._handshakes.acquire(blocking=False):
-                logger.warning("%s:%d is turned away: %d handshakes are under way", host, port, _MAX_HANDSHAKES)
+                logger.warning("%s is turned away: %d handshakes are under way", connection.peer, _MAX_HANDSHAKES)
                 connection.close()
                 continue
-            thread = threading.Thread(
-                target=self._serve, args=(connection,), name=f"{self._purpose}-{host}:{port}", daemon=True
-            )
+            name = f"{self._purpose}-{connection.peer}"
+            thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
             self._connections[connection] = thread
             thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:
             try:
-                _shake_hands(connection, False, self._secret, self._fingerprint, self._purpose, self._timeout)
+                _shake_hands(connection, False, *self._handshake)
             finally:
                 self._handshakes.release()
             self._on_connection(connection)
@@ -235,7 +230,7 @@ class Listener:
             self._connections.pop(connection, None)
 
     def close(self) -> None:
-        """Listen no more, and end all connections."""
+        """Stop listening, and end all connections."""
         self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

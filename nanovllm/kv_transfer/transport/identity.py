@@ -1,4 +1,4 @@
-"""What KV is made of: engines may share it only if all of this is equal."""
+"""Computes what determines a model's KV: engines may share KV only if all of it is equal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import xxhash
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.models.config import ModelConfig
+from nanovllm.ops.device import choose_device, choose_dtype
 
 PIECE_BYTES = 2**24
 
 
 def weights_digest(folder: pathlib.Path) -> str:
-    """A digest of a checkpoint's configuration and of all its weights, which have just been read and lie in the page cache. (Samples
-    would do for most pairs of models, and not for two of which one has another bias.) It finds mistakes, not forgers: xxHash is
-    not cryptographic, but as fast as memory."""
+    """A digest of a checkpoint's configuration and of all its weights, which have just been read and are in the page cache.
+
+    It covers all bytes, since samples could not distinguish two models that differ in one bias. It finds mistakes, not forgeries:
+    xxHash is not cryptographic, but as fast as memory.
+    """
     digest = xxhash.xxh3_128()
     weights = [path for kind in ("*.safetensors", "*.gguf") for path in sorted(folder.glob(kind))]
     for path in [folder / "config.json", *weights]:
@@ -28,13 +31,11 @@ def weights_digest(folder: pathlib.Path) -> str:
 
 
 def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> dict[str, str | int]:
-    """By name, what has to be equal; the names are what a refused peer reads.
+    """What must be equal, under the names that an error message shows.
 
     Args:
         folder: the checkpoint.
     """
-    from nanovllm.ops.device import choose_device, choose_dtype
-
     weights = f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
     latent = model_config.kv_lora_rank > 0
     return {

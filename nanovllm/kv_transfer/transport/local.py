@@ -1,8 +1,8 @@
-"""The transport that needs nothing: shared memory between processes of one machine, TCP between machines.
+"""Moves KV blocks by shared memory between processes of one machine, and by TCP between machines.
 
 On one machine a rank maps the other's cache and copies blocks from one into the other: every byte is touched once, and the
-other process does nothing. Elsewhere the owner sends them straight out of its cache, and they are received straight into the
-other one, with a checksum. Caches on a GPU go through pinned host memory, on a stream of their own, and always by TCP.
+other process does nothing. Elsewhere the owner sends blocks straight out of its cache, and the other rank receives them straight
+into its own, with a checksum. Caches on a GPU go through pinned host memory, on their own stream, and always by TCP.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
-from nanovllm.kv.layout import KVLayout, Strip
+from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.connection import Connection
-from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Hello, Push, encode
-from nanovllm.kv_transfer.transport.peer import Reach, receive_answer
-from nanovllm.kv_transfer.transport.pieces import Piece
+from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Hello, Push, encode, receive_answer
+from nanovllm.kv_transfer.transport.peer import Reach
+from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
 from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
@@ -57,24 +57,12 @@ def _copy_function() -> Callable[..., None]:
     return copy
 
 
-def _copy_one_by_one(
-    to: int,
-    to_ids: Sequence[int],
-    to_block: int,
-    to_plane: int,
-    source: int,
-    from_ids: Sequence[int],
-    from_block: int,
-    from_plane: int,
-    count: int,
-    planes: int,
-    run: int,
-) -> None:
+def _copy_one_by_one(*arguments: Any) -> None:
+    to, to_ids, to_block, to_plane, source, from_ids, from_block, from_plane, _, planes, run = arguments
     for here, there in zip(to_ids, from_ids, strict=True):
         for plane in range(planes):
-            ctypes.memmove(
-                to + here * to_block + plane * to_plane, source + there * from_block + plane * from_plane, run
-            )
+            start = source + there * from_block + plane * from_plane
+            ctypes.memmove(to + here * to_block + plane * to_plane, start, run)
 
 
 # ------------------------------------------------------------------------------------------ a rank's own cache
@@ -88,62 +76,56 @@ class CacheRows:
     """
 
     def __init__(self, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
-        self.layout, self._caches = layout, kv_caches
-        self.device = next(iter(kv_caches.values())).device
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._layout, self._caches = layout, kv_caches
+        self._device = next(iter(kv_caches.values())).device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         if self._stream is None:
             self._bytes = {layer: _as_bytes(tensor) for layer, tensor in kv_caches.items()}
 
-    def _views(self, layer: int, strip: Strip, block_ids: Sequence[int]) -> list[memoryview]:
-        data, size = self._bytes[layer], self.layout.block_bytes
-        starts = (
-            block * size + strip.offset + plane * strip.plane_stride
-            for block in block_ids
-            for plane in range(strip.planes)
-        )
+    def _views(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> list[memoryview]:
+        data, size, strip = self._bytes[layer], self._layout.block_bytes, self._layout.strip(head, num_heads)
+        planes = [strip.offset + plane * strip.plane_stride for plane in range(strip.planes)]
+        starts = (block * size + plane for block in block_ids for plane in planes)
         return [data[start : start + strip.run] for start in starts]
 
     def outgoing(
-        self, layer: int, head: int, num_heads: int, block_ids: Sequence[int], mark: Any = None
+        self, layer: int, head: int, num_heads: int, block_ids: BlockIds, mark: torch.cuda.Event | None = None
     ) -> list[memoryview]:
-        """What these heads of these blocks contain.
+        """The content of some heads of some blocks.
 
         Args:
-            mark: an event after which they can be read, on a GPU.
+            mark: on a GPU, an event after which they can be read.
         """
-        strip = self.layout.strip(head, num_heads)
         if self._stream is None:
-            return self._views(layer, strip, block_ids)
+            return self._views(layer, head, num_heads, block_ids)
         with torch.cuda.stream(self._stream):
             if mark is not None:
                 self._stream.wait_event(mark)
-            blocks = self._select(self._caches[layer][self._index(block_ids)], head, num_heads)
+            blocks = self._heads(layer, head, num_heads)[self._index(block_ids)]
             host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
             host.copy_(blocks, non_blocking=True)
         self._stream.synchronize()
         return [_as_bytes(host)]
 
     @contextmanager
-    def incoming(self, layer: int, head: int, num_heads: int, block_ids: Sequence[int]) -> Iterator[list[memoryview]]:
-        """Where to put what these heads of these blocks shall contain, inside a `with`."""
-        strip = self.layout.strip(head, num_heads)
+    def incoming(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> Iterator[list[memoryview]]:
+        """Memory to be filled inside a `with` with the content of some heads of some blocks."""
         if self._stream is None:
-            yield self._views(layer, strip, block_ids)
+            yield self._views(layer, head, num_heads, block_ids)
             return
-        cache = self._caches[layer]
-        shape = self._select(cache[:1], head, num_heads).shape[1:]
-        host = torch.empty(len(block_ids), *shape, dtype=cache.dtype, pin_memory=True)
+        heads = self._heads(layer, head, num_heads)
+        host = torch.empty(len(block_ids), *heads.shape[1:], dtype=heads.dtype, pin_memory=True)
         yield [_as_bytes(host)]
         with torch.cuda.stream(self._stream):
-            index = self._index(block_ids)
-            self._select(cache, head, num_heads)[index] = host.to(self.device, non_blocking=True)
+            heads[self._index(block_ids)] = host.to(self._device, non_blocking=True)
         self._stream.synchronize()
 
-    def _select(self, blocks: Tensor, head: int, num_heads: int) -> Tensor:
-        return blocks if self.layout.is_latent else blocks[:, :, head : head + num_heads]
+    def _heads(self, layer: int, head: int, num_heads: int) -> Tensor:
+        cache = self._caches[layer]
+        return cache if self._layout.is_latent else cache[:, :, head : head + num_heads]
 
-    def _index(self, block_ids: Sequence[int]) -> Tensor:
-        return torch.tensor(block_ids, device=self.device)
+    def _index(self, block_ids: BlockIds) -> Tensor:
+        return torch.tensor(block_ids, device=self._device)
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
@@ -157,49 +139,33 @@ class SharedReach:
     """A peer's cache, mapped into this process.
 
     Args:
-        theirs: the peer's layout.
-        bases: where its layers begin, here.
-        maps: what has to stay mapped.
+        caches: address of each layer's cache of this rank.
+        bases: address of each layer's cache of the peer, in this process.
+        maps: what must stay mapped.
     """
 
     def __init__(
-        self, rows: dict[int, int], mine: KVLayout, theirs: KVLayout, bases: dict[int, int], maps: list[mmap.mmap]
+        self, caches: dict[int, int], mine: KVLayout, theirs: KVLayout, bases: dict[int, int], maps: list[mmap.mmap]
     ) -> None:
-        self._rows, self._mine, self._theirs, self._bases, self._maps = rows, mine, theirs, bases, maps
+        self._caches, self._mine, self._theirs, self._bases, self._maps = caches, mine, theirs, bases, maps
 
-    def read(self, piece: Piece, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        for layer in piece.layers:
-            self._copy(piece, layer, local_ids, remote_ids, inward=True)
+    def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
+        self._copy(piece, piece.layers, local_ids, remote_ids, inward=True)
 
     def write(
-        self, piece: Piece, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
+        self, piece: Piece, layers: range, local_ids: BlockIds, remote_ids: BlockIds, mark: Any
     ) -> Sequence[memoryview]:
-        for layer in layers:
-            self._copy(piece, layer, local_ids, remote_ids, inward=False)
+        self._copy(piece, layers, local_ids, remote_ids, inward=False)
         return ()
 
-    def _copy(
-        self, piece: Piece, layer: int, local_ids: Sequence[int], remote_ids: Sequence[int], inward: bool
-    ) -> None:
-        mine = self._mine.strip(piece.local_head, piece.num_heads)
-        theirs = self._theirs.strip(piece.remote_head, piece.num_heads)
-        # One side may have nothing between keys and values, and the other something: then both go plane by plane.
-        count, planes = len(local_ids), max(mine.planes, theirs.planes)
-        run = min(mine.run, theirs.run)
-        here = (
-            self._rows[layer] + mine.offset,
-            (ctypes.c_int64 * count)(*local_ids),
-            self._mine.block_bytes,
-            mine.plane_stride or run,
-        )
-        there = (
-            self._bases[layer] + theirs.offset,
-            (ctypes.c_int64 * count)(*remote_ids),
-            self._theirs.block_bytes,
-            theirs.plane_stride or run,
-        )
-        to, source = (here, there) if inward else (there, here)
-        _copy_function()(*to, *source, count, planes, run)
+    def _copy(self, piece: Piece, layers: range, local_ids: BlockIds, remote_ids: BlockIds, inward: bool) -> None:
+        copy, count = _copy_function(), len(local_ids)
+        mine, theirs = piece.strips(self._mine, self._theirs)
+        local, remote = ((ctypes.c_int64 * count)(*ids) for ids in (local_ids, remote_ids))
+        for layer in layers:
+            here = (self._caches[layer] + mine.offset, local, self._mine.block_bytes, mine.plane_stride)
+            there = (self._bases[layer] + theirs.offset, remote, self._theirs.block_bytes, theirs.plane_stride)
+            copy(*(here + there if inward else there + here), count, mine.planes, mine.run)
 
     def close(self) -> None:
         self._bases, self._maps = {}, []
@@ -215,17 +181,15 @@ class StreamReach:
     def __init__(self, connection: Connection, rows: CacheRows, timeout: float) -> None:
         self._connection, self._rows, self._timeout = connection, rows, timeout
 
-    def read(self, piece: Piece, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
-        layers = piece.layers
-        fetch = Fetch(layers.start, layers.stop, piece.remote_head, piece.num_heads, list(remote_ids))
-        self._connection.send(encode(fetch))
-        for layer in layers:
+    def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
+        self._connection.send(encode(Fetch(*piece.remote_part, list(remote_ids))))
+        for layer in piece.layers:
             receive_answer(self._connection, self._timeout)
             with self._rows.incoming(layer, piece.local_head, piece.num_heads, local_ids) as buffers:
                 self._connection.receive_payload(buffers)
 
     def write(
-        self, piece: Piece, layers: range, local_ids: Sequence[int], remote_ids: Sequence[int], mark: Any
+        self, piece: Piece, layers: range, local_ids: BlockIds, remote_ids: BlockIds, mark: Any
     ) -> Sequence[memoryview]:
         heads = (piece.local_head, piece.num_heads)
         return [view for layer in layers for view in self._rows.outgoing(layer, *heads, local_ids, mark)]
@@ -237,89 +201,56 @@ class StreamReach:
 # ------------------------------------------------------------------------------------------ the transport
 
 
-class _Place(msgspec.Struct):
-    """Where the cache of a layer is: a segment, and the offset of its data there."""
-
-    path: str
-    num_bytes: int
-    token: bytes
-    offset: int
-
-
 class LocalTransport(Transport):
-    """Shared memory where both ranks live on one machine, TCP elsewhere.
+    """Shared memory where both ranks are on one machine, TCP elsewhere.
 
-    Args:
-        share_memory: False: TCP everywhere.
+    Attributes:
+        share_memory: False: TCP everywhere, as for a cache on a GPU.
     """
 
     kind = "local"
-
-    def __init__(
-        self,
-        layout: KVLayout,
-        kv_caches: dict[int, Tensor],
-        host: str,
-        secret: bytes,
-        port: int = 0,
-        timeout: float = 30.0,
-        share_memory: bool = True,
-    ) -> None:
-        self._share_memory = share_memory
-        Transport.__init__(self, layout, kv_caches, host, secret, port, timeout)
+    share_memory = True
 
     @classmethod
     def empty_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        """Zeros; in host memory, they are in a segment that others can map. It takes memory only as it fills, see `device.zeros`."""
+        """Zeros, in host memory in a segment that others can map. The segment takes memory only as it fills, see `device.zeros`."""
         if torch.device(device).type != "cpu":
-            return Transport.empty_cache(shape, dtype, device)
+            return super().empty_cache(shape, dtype, device)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         segment = Segment.create(1, num_bytes, is_lazy=True)
         data = (ctypes.c_char * num_bytes).from_buffer(segment._map, segment.payload)
-        data.segment = segment  # type: ignore[attr-defined]  # which lives as long as the tensor
+        data.segment = segment  # type: ignore[attr-defined]  # it lives as long as the tensor
         tensor = torch.frombuffer(data, dtype=dtype).view(tuple(shape))
         _segments[tensor.data_ptr()] = segment
         return tensor
 
     def _prepare(self, host: str) -> None:
         self._rows = CacheRows(self.layout, self.kv_caches)
-        self._addresses = {layer: tensor.data_ptr() for layer, tensor in self.kv_caches.items()}
-        if self._rows.device.type == "cuda":
-            self._share_memory = False
+        self.share_memory = self.share_memory and self.device.type != "cuda"
         _copy_function()  # compiled now, not while the first request waits
 
     def describe_memory(self) -> bytes:
-        """The segments of all layers; nothing, if a layer has none."""
-        segments = [_segments.get(self._addresses[layer]) for layer in self.layout.layers]
-        if not self._share_memory or not all(segments):
+        """Each layer's segment and the offset of its data there; empty if a layer has no segment."""
+        segments = [_segments.get(self.addresses[layer]) for layer in self.layout.layers]
+        if not self.share_memory or not all(segments):
             return b""
-        handles = [(segment.handle, segment.payload) for segment in segments if segment]
-        return encode([_Place(handle.path, handle.num_bytes, handle.token, offset) for handle, offset in handles])
+        return encode([(segment.handle, segment.payload) for segment in segments if segment])
 
     def reach(self, connection: Connection, theirs: Hello) -> Reach:
-        """Its memory, if it is on this machine and can be mapped; else the connection."""
-        if theirs.memory and self._share_memory:
-            places = msgspec.msgpack.decode(theirs.memory, type=list[_Place])
+        """The peer's memory, if it is on this machine and can be mapped; else the connection."""
+        if theirs.memory and self.share_memory:
+            places = msgspec.msgpack.decode(theirs.memory, type=list[tuple[SegmentHandle, int]])
             try:
-                maps, bases = _map_all(places, theirs.layout)
-                return SharedReach(self._addresses, self.layout, theirs.layout, bases, maps)
+                return SharedReach(self.addresses, self.layout, theirs.layout, *_map_all(places, theirs.layout))
             except OSError as error:
                 logger.info("KV blocks of %s come by TCP: %s", connection.peer, error)
         return StreamReach(connection, self._rows, self.timeout)
-
-    def mark(self) -> Any:
-        """An event on the stream that computes; on a CPU everything is computed when it has been called."""
-        if self._rows.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._rows.device))
-        return event
 
     def serve_fetch(self, connection: Connection, fetch: Fetch) -> None:
         """Send blocks straight out of the cache."""
         for layer in range(fetch.first_layer, fetch.end_layer):
             data = self._rows.outgoing(layer, fetch.head, fetch.num_heads, fetch.block_ids)
-            connection.send_with_payload(encode(Answer()), data)
+            connection.send(encode(Answer()), data)
 
     def receive_blocks(self, connection: Connection, push: Push) -> None:
         """Receive blocks straight into the cache."""
@@ -328,28 +259,25 @@ class LocalTransport(Transport):
             connection.receive_payload([view for row in rows for view in stack.enter_context(row)])
 
 
-def _map_all(places: list[_Place], layout: KVLayout) -> tuple[list[mmap.mmap], dict[int, int]]:
-    """Map the segments of a peer's layers; returns the maps, and the address at which each layer's data begin.
+def _map_all(places: list[tuple[SegmentHandle, int]], layout: KVLayout) -> tuple[dict[int, int], list[mmap.mmap]]:
+    """Map the segments of a peer's layers; returns the address at which each layer's data begin, and the maps.
 
     Raises:
-        OSError: one of them is not there: the peer lives on another machine, or is gone.
+        OSError: a segment is not there: the peer is on another machine, or gone.
         ValueError: a segment is not what the layout says.
     """
-    if len(places) != len(layout.layers):
-        raise ValueError(f"{len(places)} segments for {len(layout.layers)} layers")
     maps, bases = [], {}
     allowed = re.compile(rf"/proc/\d+/fd/\d+|{re.escape(tempfile.gettempdir())}/nanovllm-\w+")
-    for layer, place in zip(layout.layers, places, strict=True):
-        if not allowed.fullmatch(place.path):
-            raise ValueError(f"{place.path!r} is no segment of shared memory")
-        descriptor = shared_memory._open(SegmentHandle(place.path, 1, place.num_bytes, place.token))
+    for layer, (handle, offset) in zip(layout.layers, places, strict=True):
+        if not allowed.fullmatch(handle.path):
+            raise ValueError(f"{handle.path!r} is not a segment of shared memory")
+        descriptor = shared_memory._open(handle)
         try:
-            needed = layout.num_blocks * layout.block_bytes
-            size = min(os.fstat(descriptor).st_size, place.num_bytes)
-            if place.offset < 0 or place.offset + needed > size or len(place.token) != 16:
+            size = min(os.fstat(descriptor).st_size, handle.num_bytes)
+            if not 0 <= offset <= size - layout.num_blocks * layout.block_bytes or len(handle.token) != 16:
                 raise ValueError(f"the segment of layer {layer} has {size} bytes: too few for the cache")
-            maps.append(mmap.mmap(descriptor, place.num_bytes, mmap.MAP_SHARED))
+            maps.append(mmap.mmap(descriptor, handle.num_bytes, mmap.MAP_SHARED))
         finally:
             os.close(descriptor)
-        bases[layer] = ctypes.addressof(ctypes.c_char.from_buffer(maps[-1], place.offset))
-    return maps, bases
+        bases[layer] = ctypes.addressof(ctypes.c_char.from_buffer(maps[-1], offset))
+    return bases, maps

@@ -1,16 +1,25 @@
-"""What ranks that exchange KV blocks say to one another."""
+"""Defines the messages that ranks exchange when they move KV blocks, and how they are received."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
 from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """A rank refuses a peer's request; the message says why, and the connection can still be used."""
 
 
 class Address(msgspec.Struct, frozen=True):
-    """Where a rank can be reached, and what it has. `id` is of this very process: after a restart it has another one."""
+    """Where a rank can be reached, and its layout. `id` changes when the process restarts."""
 
-    kind: str
     host: str
     port: int
     id: str
@@ -18,7 +27,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """What both ends say first. `memory`: how the other one may reach the cache by itself; each transport has its own way."""
+    """The first message of both ends. `memory` says how the peer can access the cache directly, in the transport's own format."""
 
     id: str
     layout: KVLayout
@@ -26,16 +35,16 @@ class Hello(msgspec.Struct, tag="hello"):
 
 
 class Answer(msgspec.Struct, tag="answer"):
-    """Yes, or why not."""
+    """The answer to a request: empty if it is granted, else why it is refused."""
 
     error: str = ""
 
 
 class Fetch(msgspec.Struct, tag="fetch"):
-    """Send me blocks of these layers. For each layer comes an `Answer`, with the blocks as its payload.
+    """Asks the owner to send blocks of some layers. For each layer it sends an `Answer` with the blocks as payload.
 
     Attributes:
-        head: of the owner, counted from its first one.
+        head: counted from the owner's first head.
     """
 
     first_layer: int
@@ -46,7 +55,7 @@ class Fetch(msgspec.Struct, tag="fetch"):
 
 
 class Push(msgspec.Struct, tag="push"):
-    """May I write into these blocks of yours? An `Answer` comes, and if it is yes, I write and then say `Moved`."""
+    """Asks to write into the receiver's blocks. After its `Answer` the sender writes, and then sends `Moved`."""
 
     transfer_id: str
     first_layer: int
@@ -57,21 +66,56 @@ class Push(msgspec.Struct, tag="push"):
 
     @property
     def layers(self) -> range:
-        """Those that are to be written."""
+        """The layers to be written."""
         return range(self.first_layer, self.end_layer)
 
 
 class Moved(msgspec.Struct, tag="moved"):
-    """What was allowed has been read or written, or is the payload of this message. There is no answer."""
+    """The allowed blocks have been read or written, or are the payload of this message. It has no answer."""
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """I shall write no more for this transfer, since all is written or because of an error; answered."""
+    """The sender writes no more for this transfer, because all is written or because of an error."""
 
     transfer_id: str
     error: str = ""
 
 
+Request = Fetch | Push | Moved | Finish
+
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-decode_request = msgspec.msgpack.Decoder(Fetch | Push | Moved | Finish).decode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+
+
+def receive(connection: Connection, decode: Callable[[bytes], T], timeout: float | None = None) -> T:
+    """Receive and decode the peer's next message.
+
+    Raises:
+        PeerLost: no message came in time.
+        CorruptFrame: the message makes no sense.
+    """
+    try:
+        return decode(connection.receive(timeout))
+    except TimeoutError:
+        raise PeerLost(f"no message from {connection.peer} within {timeout:g} s") from None
+    except msgspec.MsgspecError as error:
+        raise CorruptFrame(f"{connection.peer} sent a message that makes no sense: {error}") from error
+
+
+def ask(connection: Connection, request: Fetch | Push | Finish, timeout: float) -> None:
+    """Send a request, and wait until the peer grants it; raises as `receive_answer`."""
+    connection.send(encode(request))
+    receive_answer(connection, timeout)
+
+
+def receive_answer(connection: Connection, timeout: float) -> None:
+    """Wait until the peer grants a request; a payload of the answer has still to be received.
+
+    Raises:
+        Refused: the peer refuses the request.
+        PeerLost: as in `receive`.
+    """
+    if error := receive(connection, _decode_answer, timeout).error:
+        raise Refused(error)

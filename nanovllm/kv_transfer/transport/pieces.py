@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from nanovllm.kv.layout import KVLayout, Strip
+
+BlockIds = Sequence[int]
 
 
 def check_same(mine: dict[str, str | int], theirs: dict[str, str | int]) -> None:
@@ -36,6 +39,11 @@ class Piece:
     local_head: int
     remote_head: int
     num_heads: int
+
+    @property
+    def remote_part(self) -> tuple[int, int, int, int]:
+        """First and end layer, first head and number of heads, as the other rank counts them."""
+        return self.layers.start, self.layers.stop, self.remote_head, self.num_heads
 
     def strips(self, mine: KVLayout, theirs: KVLayout) -> tuple[Strip, Strip]:
         """Where the heads are within a block, here and there, in runs of the same length."""

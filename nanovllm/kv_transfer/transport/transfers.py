@@ -1,4 +1,4 @@
-"""The book of transfers: which are under way, who touches whose blocks just now, and which have come to their end."""
+"""Keeps the book of a rank's transfers: which are open, how many threads touch their blocks, and which have ended."""
 
 from __future__ import annotations
 
@@ -8,37 +8,33 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-_REMEMBERED = 10_000  # ids of transfers that have ended: who comes late is refused at once
+_REMEMBERED = 10_000  # ids of ended transfers: messages about them are refused at once
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A transfer has ended: nobody touches its blocks any more, on this side or on the other.
+    """A transfer that has ended: its blocks are no longer touched, on this side or on the other.
 
     Attributes:
         error: why it is not complete; empty if it is.
-        invalid_block_ids: of this rank's blocks, those whose content has not come, or not whole.
-        num_bytes: that have been moved.
-        seconds: from its beginning to its end.
+        invalid_block_ids: this rank's blocks whose content did not arrive, or not completely.
     """
 
     transfer_id: str
     error: str = ""
     invalid_block_ids: frozenset[int] = frozenset()
-    num_bytes: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
 class _Transfer:
-    """A transfer that is under way.
+    """An open transfer.
 
     Attributes:
-        waiting: the peers whose part has not come to its end.
+        waiting: the peers whose part has not ended.
         blocks: of this rank, that peers may fill.
-        missing: those of them that have still to come, by peer and layer.
-        patience: seconds without progress, and with nobody touching a block, after which it is given up.
-        touching: how many are moving blocks just now.
+        missing: by peer and layer, those of them that have not arrived yet.
+        patience: seconds without progress, and with no thread touching a block, after which the transfer fails.
+        touching: how many threads are moving blocks at the moment.
     """
 
     waiting: set[str]
@@ -47,24 +43,14 @@ class _Transfer:
     patience: float
     touching: int = 0
     error: str = ""
-    num_bytes: int = 0
-    begun: float = field(default_factory=time.monotonic)
     progress: float = field(default_factory=time.monotonic)
-
-    def expects(self, peer: str, layers: Sequence[int], blocks: Collection[int]) -> bool:
-        """Whether a peer may fill blocks, perhaps again."""
-        return all((peer, layer) in self.missing for layer in layers) and self.blocks.issuperset(blocks)
-
-    @property
-    def is_over(self) -> bool:
-        return not self.touching and (bool(self.error) or not self.waiting)
 
 
 class Transfers:
-    """All transfers of a rank, as its threads see them.
+    """All transfers of a rank, shared by its threads.
 
-    A transfer has a part for each peer. Whoever is going to move blocks says so before (`enter`) and after (`leave`); after
-    an error nobody may enter any more, and the transfer has ended when the last one has left.
+    A transfer has a part per peer. A thread calls `enter` before it moves blocks, and `leave` afterwards. After an error `enter`
+    refuses, and the transfer ends when the last thread has left.
 
     Attributes:
         on_ended: called, by any thread, when `poll` has a transfer to report.
@@ -89,10 +75,10 @@ class Transfers:
         """Note a new transfer.
 
         Args:
-            peers: with whom a part of it has to be finished; with nobody: it has ended.
-            blocks: of this rank, to be filled by
-            parts: the pairs of a peer and a layer.
-            patience: seconds without progress after which it is given up.
+            peers: whose parts must end; without any, the transfer has ended already.
+            blocks: of this rank, to be filled.
+            parts: pairs of a peer that fills them and a layer.
+            patience: seconds without progress after which the transfer fails.
 
         Raises:
             ValueError: its id has been used before.
@@ -100,7 +86,7 @@ class Transfers:
         blocks = frozenset(blocks)
         with self._changed:
             if transfer_id in self._known:
-                raise ValueError(f"a transfer {transfer_id!r} has begun before: every one needs an id of its own")
+                raise ValueError(f"a transfer {transfer_id!r} has begun before: each needs an id of its own")
             self._known.add(transfer_id)
             missing = {part: set(blocks) for part in parts}
             self._open[transfer_id] = _Transfer(set(peers), blocks, missing, patience)
@@ -108,15 +94,15 @@ class Transfers:
             self._changed.notify_all()
 
     def is_known(self, transfer_id: str, wait_seconds: float = 0.0) -> bool:
-        """Whether a transfer has begun, perhaps also ended; waits until it has begun."""
+        """Whether a transfer has begun, and perhaps ended; waits until it has begun."""
         with self._changed:
             return self._changed.wait_for(lambda: transfer_id in self._known, wait_seconds)
 
     def enter(self, transfer_id: str, peer: str, layers: Sequence[int] = (), blocks: Collection[int] = ()) -> str:
-        """Blocks are going to be moved with a peer; returns why they must not, empty if they may.
+        """Note that a thread is about to move blocks with a peer; returns why it must not, empty if it may.
 
         Args:
-            layers, blocks: what the peer is going to fill, if it is the one who writes.
+            layers, blocks: what the peer is going to fill, perhaps again, if it is the peer that writes.
         """
         with self._changed:
             transfer = self._open.get(transfer_id)
@@ -124,7 +110,9 @@ class Transfers:
                 return f"transfer {transfer_id!r} has ended, or was never asked for"
             if transfer.error or peer not in transfer.waiting:
                 return transfer.error or "this part of the transfer has ended"
-            if layers and not transfer.expects(peer, layers, blocks):
+            if layers and not (
+                all((peer, layer) in transfer.missing for layer in layers) and transfer.blocks.issuperset(blocks)
+            ):
                 return f"these blocks of the layers from {layers[0]} are not what this rank was asked for"
             transfer.touching += 1
             transfer.progress = time.monotonic()
@@ -135,15 +123,14 @@ class Transfers:
         transfer_id: str,
         peer: str,
         arrived: Iterable[tuple[int, Iterable[int]]] = (),
-        num_bytes: int = 0,
         error: str = "",
         finished: bool = False,
     ) -> str:
-        """The blocks that were being moved with a peer are not touched any more.
+        """Note that a thread no longer touches the blocks.
 
         Args:
-            arrived: layers, and the blocks that are filled there.
-            error: why they are not; the whole transfer fails.
+            arrived: layers, and the blocks that are filled there if there is no error.
+            error: why they are not filled; the whole transfer fails.
             finished: the peer's part has ended.
 
         Returns:
@@ -154,12 +141,12 @@ class Transfers:
                 return ""
             transfer.touching -= 1
             transfer.progress = time.monotonic()
-            transfer.num_bytes += num_bytes
-            for layer, blocks in arrived:
-                transfer.missing.get((peer, layer), set()).difference_update(blocks)
+            if not error:
+                for layer, blocks in arrived:
+                    transfer.missing.get((peer, layer), set()).difference_update(blocks)
             if finished and not error:
                 left = [layer for (owner, layer), blocks in transfer.missing.items() if owner == peer and blocks]
-                if left and not transfer.error:
+                if left:
                     error = f"a peer says that all has been written, but blocks of layer {left[0]} have not come"
                 transfer.waiting.discard(peer)
             transfer.error = transfer.error or error
@@ -167,14 +154,14 @@ class Transfers:
             return transfer.error
 
     def fail(self, transfer_id: str, error: str) -> None:
-        """Nobody may begin anything for this transfer any more; it ends when what has begun has ended."""
+        """Refuse anything new for a transfer. It ends when the threads that touch its blocks have left."""
         with self._changed:
             if transfer := self._open.get(transfer_id):
                 transfer.error = transfer.error or error
                 self._settle(transfer_id)
 
     def fail_all(self, error: str, writer: str | None = None) -> None:
-        """The same for all transfers, or for all in which a peer, which is gone now, had still to write."""
+        """Fail all transfers, or only those for which a peer that is gone had still to write."""
         with self._changed:
             for transfer_id, transfer in list(self._open.items()):
                 if writer is None or (writer in transfer.waiting and transfer.missing):
@@ -183,24 +170,22 @@ class Transfers:
     @property
     def num_open(self) -> int:
         """Transfers that have not ended."""
-        with self._changed:
-            return len(self._open)
+        return len(self._open)
 
     @property
     def open_blocks(self) -> dict[str, list[int]]:
-        """Of the transfers that have not ended, the blocks of this rank that peers may fill."""
+        """The blocks of this rank that peers may fill, by transfer that has not ended."""
         with self._changed:
             return {key: sorted(one.blocks) for key, one in self._open.items() if one.blocks}
 
     def _settle(self, transfer_id: str) -> None:
-        """Close the transfer if it is over; called by the one who holds the lock."""
+        """Close the transfer if it is over. The caller holds the lock."""
         transfer = self._open[transfer_id]
-        if not transfer.is_over:
+        if transfer.touching or (transfer.waiting and not transfer.error):
             return
         del self._open[transfer_id]
         invalid = frozenset().union(*transfer.missing.values())
-        seconds = time.monotonic() - transfer.begun
-        self._ended.append(Ended(transfer_id, transfer.error, invalid, transfer.num_bytes, seconds))
+        self._ended.append(Ended(transfer_id, transfer.error, invalid))
         self._recent.append(transfer_id)
         if len(self._recent) > _REMEMBERED:
             self._known.remove(self._recent.popleft())
@@ -208,7 +193,7 @@ class Transfers:
         self.on_ended()
 
     def poll(self, wait_seconds: float = 0.0) -> list[Ended]:
-        """What has ended since the last call; if nothing has, waits for it."""
+        """Transfers that have ended since the last call; waits for one if there is none."""
         deadline = time.monotonic() + wait_seconds
         with self._changed:
             while not self._ended:

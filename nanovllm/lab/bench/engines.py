@@ -1,7 +1,7 @@
 """Engines under measurement, each in processes of its own, started and ended here.
 
-An engine is used in one of two ways: offline, through `worker.py`, or as a server, through HTTP. Both ways answer
-the same `run(workload, requests)`, so that the suite need not know which is which.
+An engine is used in one of two ways: offline, through `worker.py`, or as a server, through HTTP. Both have the same
+`run(workload, requests)`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import json
 import pathlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,20 +24,20 @@ import psutil
 
 from nanovllm.data.config import parse_bytes
 from nanovllm.lab.bench import client
-from nanovllm.lab.bench.machine import MemoryMeter, process_tree, python_environment, usable_cores
+from nanovllm.lab.bench.machine import MemoryMeter, process_tree, usable_cores
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
+from nanovllm.lab.processes import free_port, python_environment
 
 ENGINES = ("nanovllm", "hf", "vllm")
 #: `generate` of transformers is a function, not a server.
 SERVING_ENGINES = ("nanovllm", "vllm")
-OFFLINE_ENGINES = ("nanovllm", "hf", "vllm")
 
 T = TypeVar("T")
 
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
-# vLLM has these options under the same names. What only nanovllm has, it does not get.
+# The options that vLLM has under the same names; it does not get the others.
 _VLLM_OPTIONS = {
     "block_size", "dtype", "enable_chunked_prefill", "enable_prefix_caching", "load_format",
     "long_prefill_token_threshold", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "scheduling_policy",
@@ -48,6 +47,12 @@ _VLLM_OPTIONS = {
 
 class EngineFailed(Exception):
     """An engine did not start, or ended while it was needed; the message says how, and where its log is."""
+
+
+def end_of_log(path: pathlib.Path) -> str:
+    """ ": " and the last line of a log; nothing if it is empty."""
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return f": {lines[-1][:300]}" if lines else ""
 
 
 @dataclass
@@ -103,7 +108,7 @@ def preload_libraries(python: str) -> list[str]:
 
 @dataclass
 class Started:
-    """What starting an engine showed.
+    """Measurements of an engine's start.
 
     Attributes:
         seconds: from nothing to the first token of a first request.
@@ -119,13 +124,14 @@ class Started:
 class EngineProcess:
     """The processes of one engine; a context manager, at whose end none of them is left."""
 
+    kind: str
     answers_on_stdout = False
     process: subprocess.Popen[str]
     started: Started
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        # It runs in an empty folder, so that no file that happens to lie around is imported.
+        # It runs in an empty folder, so that it imports nothing from the current one.
         self._folder = pathlib.Path(tempfile.mkdtemp(prefix=f"bench-{settings.name}-"))
         self._log = self._folder / "engine.log"
 
@@ -144,7 +150,7 @@ class EngineProcess:
     def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
         self._end()
         self.started.peak_bytes = self._memory.peak_bytes
-        # After a failure, somebody may want to read the log.
+        # After a failure the log stays.
         if exception_type is None or not issubclass(exception_type, EngineFailed):
             shutil.rmtree(self._folder)
 
@@ -152,7 +158,7 @@ class EngineProcess:
         """Run a workload; the timelines of its requests.
 
         Raises:
-            EngineFailed: the engine ended, or answered something else than what was asked for.
+            EngineFailed: the engine ended, or its answer is not what was asked for.
         """
         raise NotImplementedError
 
@@ -183,13 +189,11 @@ class EngineProcess:
                 stdout=subprocess.PIPE if self.answers_on_stdout else log,
                 stderr=log,
                 text=True,
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then ends the engine
+                start_new_session=True,  # Ctrl-C is for this process, which ends the engine
             )
 
     def _failed(self, what: str) -> EngineFailed:
-        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        last = f": {lines[-1][:200]}" if lines else ""
-        return EngineFailed(f"{self.settings.name} {what}{last} (log: {self._log})")
+        return EngineFailed(f"{self.settings.name} {what}{end_of_log(self._log)} (log: {self._log})")
 
     def _end(self) -> None:
         self._memory.stop()
@@ -202,7 +206,7 @@ class EngineProcess:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        psutil.wait_procs(tree, STOP_SECONDS)  # what is still ending would disturb whoever comes next
+        psutil.wait_procs(tree, STOP_SECONDS)  # a process that is still ending would disturb the next engine
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -212,7 +216,7 @@ class EngineProcess:
 class OfflineEngine(EngineProcess):
     """An engine behind `worker.py`."""
 
-    answers_on_stdout = True
+    kind, answers_on_stdout = "offline", True
 
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
         orders = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
@@ -250,9 +254,10 @@ class OfflineEngine(EngineProcess):
 class Server(EngineProcess):
     """An engine behind its own OpenAI-compatible server."""
 
+    kind = "server"
+
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
-        with self._failures(workload.name):
-            return asyncio.run(client.run_workload(self.url, self.model_name, workload, requests))
+        return self._talk(client.run_workload(self.url, self.model_name, workload, requests))
 
     def keep_busy(
         self, requests: Iterator[BenchRequest], num_streams: int, during: Coroutine[Any, Any, T]
@@ -260,22 +265,18 @@ class Server(EngineProcess):
         """So many requests at once, one after another, until `during` is over; see `client.keep_busy`.
 
         Raises:
-            EngineFailed: the server ended, or answered something else than what was asked for.
+            EngineFailed: the server ended, or its answer is not what was asked for.
         """
-        with self._failures("a constant load"):
-            return asyncio.run(client.keep_busy(self.url, self.model_name, requests, num_streams, during))
+        return self._talk(client.keep_busy(self.url, self.model_name, requests, num_streams, during))
 
-    @contextlib.contextmanager
-    def _failures(self, what: str) -> Iterator[None]:
+    def _talk(self, talk: Coroutine[Any, Any, T]) -> T:
         try:
-            yield
+            return asyncio.run(talk)
         except (client.ServerError, httpx.HTTPError) as error:
-            raise self._failed(f"failed at {what} ({error or type(error).__name__})") from error
+            raise self._failed(f"failed ({error or type(error).__name__})") from error
 
     def _command(self) -> list[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         module = ["nanovllm", "serve"]
         extra: list[str] = []

@@ -1,9 +1,8 @@
-"""What the machine is, what it can do, and what else went on while something was measured."""
+"""The machine: its name, its limits, and the load on it during a measurement."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import pathlib
 import platform
@@ -12,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_CPU_AFFINITY")
+from nanovllm.lab.processes import run_ranks
 
 
 @dataclass
@@ -37,32 +37,27 @@ class Limits:
 
 
 def measure_limits(dtype: str, num_threads: int) -> Limits:
-    """Measure in a process of its own, so that torch's threads do not stay behind in the one that measures engines.
-    Takes some seconds, of which most are torch's import."""
-    command = [sys.executable, "-c", "from nanovllm.lab.bench import machine; machine.main()", dtype, str(num_threads)]
-    process = subprocess.run(command, env=python_environment(), stdout=subprocess.PIPE, text=True, check=True)
-    return Limits(**json.loads(process.stdout))
+    """Measure in a process of its own, so that torch's threads do not stay in the process that measures engines. Takes some
+    seconds, most of them for the import of torch."""
+    from nanovllm.distributed.groups import Grid
+
+    return run_ranks(_measure, Grid(), dtype, threads=num_threads)[0]
 
 
 def best(first: Limits, second: Limits) -> Limits:
     """The higher roofs of two measurements: on a shared machine the largest value is the nearest to the truth."""
-    return Limits(
-        max(first.bytes_per_second, second.bytes_per_second),
-        max(first.flops_per_second, second.flops_per_second),
-        second.dtype,
-        second.bytes_per_number,
-    )
+    names = ("bytes_per_second", "flops_per_second")
+    return replace(second, **{name: max(getattr(first, name), getattr(second, name)) for name in names})
 
 
-def _measure(dtype_name: str, num_threads: int) -> Limits:
+def _measure(dtype_name: str) -> Limits:
     import torch
 
-    from nanovllm.runner.runner import choose_dtype
+    from nanovllm.ops.device import choose_dtype
 
-    torch.set_num_threads(num_threads)
     # The engines' workloads are measured on the CPU, and so are its roofs.
     dtype = choose_dtype(dtype_name, torch.device("cpu"))
-    # 512 MiB do not fit into any cache; a product of two vectors does one multiplication a number.
+    # 512 MiB do not fit into any cache; a product of two vectors does one multiplication per number.
     numbers = torch.ones(2**27)
     matrix = numbers.view(-1, 4096)
     bandwidth = max(
@@ -78,7 +73,7 @@ def _measure(dtype_name: str, num_threads: int) -> Limits:
 
 
 def _rate(work: Callable[[], object], amount: float, repeats: int = 7) -> float:
-    """Amount a second, of the fastest of several times."""
+    """Amount per second, in the fastest of several runs."""
     work()
     fastest = float("inf")
     for _ in range(repeats):
@@ -86,15 +81,6 @@ def _rate(work: Callable[[], object], amount: float, repeats: int = 7) -> float:
         work()
         fastest = min(fastest, time.perf_counter() - start)
     return amount / fastest
-
-
-def python_environment() -> dict[str, str]:
-    """Environment variables under which another Python finds this very package, even in a checkout without
-    installation, and chooses its threads itself."""
-    found = {name: value for name, value in os.environ.items() if name not in _THREAD_VARIABLES}
-    package_home = str(pathlib.Path(__file__).parents[3])
-    paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return found | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def cpu_model() -> str:
@@ -127,7 +113,7 @@ def process_tree(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class Noise:
-    """Who used the processor while a run lasted.
+    """The use of the processor during a run.
 
     Attributes:
         steal: share of the machine's CPU time taken by the hypervisor, as /proc/stat counts it; 0 where nothing does.
@@ -144,12 +130,12 @@ class NoiseMeter:
     """Measures noise between its making and `read`.
 
     Args:
-        pid: root of the processes that belong to the run; this process belongs to it, too.
+        pid: root of the running processes that belong to the run, beside this one; None if they are children that come and
+            go, and that have been waited for when the meter is read.
     """
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._start = time.perf_counter()
+    def __init__(self, pid: int | None = None) -> None:
+        self._pid, self._start = pid, time.perf_counter()
         self._before = self._times()
 
     def read(self) -> Noise:
@@ -164,20 +150,13 @@ class NoiseMeter:
         now = psutil.cpu_times()
         steal, waiting = getattr(now, "steal", 0.0), now.idle + getattr(now, "iowait", 0.0)
         # Guests' time is counted in user and nice already.
-        guests = getattr(now, "guest", 0.0) + getattr(now, "guest_nice", 0.0)
-        total = sum(now) - guests
-        return total, total - waiting - steal, steal, self._own_seconds()
-
-    def _own_seconds(self) -> float:
-        """Processor time of all that belongs to the run."""
-        own = 0.0
-        for process in {psutil.Process(), *process_tree(self._pid)}:
-            try:
-                used = process.cpu_times()
-            except psutil.NoSuchProcess:
-                continue
-            own += used.user + used.system
-        return own
+        total = sum(now) - getattr(now, "guest", 0.0) - getattr(now, "guest_nice", 0.0)
+        own = sum(os.times()[:4])
+        if self._pid is not None:
+            own = sum(
+                _of_process(p, lambda p: sum(p.cpu_times()[:2])) for p in {psutil.Process(), *process_tree(self._pid)}
+            )
+        return total, total - waiting - steal, steal, own
 
 
 class MemoryMeter:
@@ -207,19 +186,15 @@ class MemoryMeter:
         while True:
             if count % self.INTERVALS_A_LISTING == 0:
                 tree = process_tree(self._pid)
-            self.peak_bytes = max(self.peak_bytes, sum(_resident(process) for process in tree))
+            self.peak_bytes = max(self.peak_bytes, sum(_of_process(p, lambda p: p.memory_info().rss) for p in tree))
             count += 1
             if self._stop.wait(self.INTERVAL_SECONDS):
                 return
 
 
-def _resident(process: psutil.Process) -> int:
+def _of_process(process: psutil.Process, measure: Callable[[psutil.Process], Any]) -> Any:
+    """A measurement of a process; 0 if it has ended."""
     try:
-        return process.memory_info().rss
+        return measure(process)
     except psutil.NoSuchProcess:
         return 0
-
-
-def main() -> None:
-    """Measure the limits in this process, and print them as JSON; arguments: dtype, number of threads."""
-    print(json.dumps(vars(_measure(sys.argv[1], int(sys.argv[2])))))

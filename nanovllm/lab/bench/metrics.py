@@ -1,4 +1,4 @@
-"""From the times at which tokens came to the figures that are reported."""
+"""From the arrival times of tokens to the figures that are reported."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
+
 #: Ratios closer to 1 than this are ties, since a shared machine is no steadier.
 TIE = 1.3
-#: So many pairs have to agree before a smaller ratio counts.
+#: The number of pairs that must agree for a smaller ratio to count.
 AGREEING_PAIRS = 3
 
 
@@ -105,34 +108,29 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(values, percent))
 
 
-@dataclass
-class Comparison:
-    """How one engine stands against another.
-
-    Attributes:
-        ratio: median over the pairs; above 1 the first engine is better.
-        pairs: the ratio of each pair of neighbouring runs.
-        verdict: "better", "worse", "tie" or "unclear", from the first engine's point of view.
-    """
-
-    ratio: float
-    pairs: list[float]
-    verdict: str
-
-
-def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> Comparison:
+def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> tuple[list[float], str]:
     """Compare runs made in turn, pair by pair: what slows the machine down for a while slows both of a pair.
 
-    A median ratio below 1.3 either way is a tie, unless three pairs or more all point the same way. A larger one
-    whose pairs contradict each other is unclear.
+    A median ratio below 1.3 either way is a tie, unless three pairs or more all point the same way. A larger one whose pairs
+    contradict each other is unclear.
+
+    Returns:
+        The ratio of each pair (above 1 the first engine is better), and "better", "worse", "tie" or "unclear" from the first
+        engine's point of view.
     """
     pairs = [first / second if higher_is_better else second / first for first, second in runs]
     ratio = statistics.median(pairs)
     agree = min(pairs) > 1 or max(pairs) < 1
     if 1 / TIE < ratio < TIE and not (agree and len(pairs) >= AGREEING_PAIRS):
-        verdict = "tie"
-    elif not agree:
-        verdict = "unclear"
-    else:
-        verdict = "better" if ratio > 1 else "worse"
-    return Comparison(ratio, pairs, verdict)
+        return pairs, "tie"
+    return pairs, "unclear" if not agree else "better" if ratio > 1 else "worse"
+
+
+def in_turn(names: Sequence[T], round_number: int) -> list[T]:
+    """The names, in reverse order every other time, so that no trend favours any of them."""
+    return list(names)[:: -1 if round_number % 2 else 1]
+
+
+def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of each time, the slowest rank's: the others have to wait for it."""
+    return np.asarray(per_rank).max(axis=0).tolist()

@@ -1,74 +1,233 @@
-"""Benchmarks that have parts (`bench parallel`, `bench kv`): the parts, one after another."""
+"""The benchmarks that have parts (`bench parallel`, `kv`, `gpu`), and the runner that starts each part in its own process."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import functools
+import itertools
+import json
+import math
 import os
 import pathlib
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.data.config import EngineConfig
-from nanovllm.lab.bench.gpu.shapes import TINY, write_checkpoint
-from nanovllm.lab.bench.machine import NoiseMeter
-from nanovllm.lab.bench.parallel.findings import Found, Part
-from nanovllm.lab.bench.parallel.setting import Setting
+import torch
+
+from nanovllm.lab.bench import report
+from nanovllm.lab.bench.machine import NoiseMeter, usable_cores
+from nanovllm.lab.bench.report import Row
+from nanovllm.lab.processes import python_environment
 from nanovllm.models.config import ModelConfig
 
-#: What `--part` names, with the titles.
-Parts = dict[str, tuple[str, Callable[[Setting], Found]]]
+#: A part is not started with less time than this.
+LEAST_SECONDS = 10.0
+_MOST_AT_ONCE = 10
 
 
-class PartMeter(NoiseMeter):
-    """Noise while processes come and go: all of them have ended, and been waited for, when it is read."""
-
-    def __init__(self) -> None:
-        super().__init__(os.getpid())
-
-    def _own_seconds(self) -> float:
-        return sum(os.times()[:4])  # with those of its children, and theirs
+class Skip(Exception):
+    """A part does not apply to this machine; the message says why."""
 
 
-def part_names(given: Sequence[str] | None, parts: Parts) -> list[str]:
-    """["weights,orders"] -> ["orders", "weights"]; all parts for None.
+def reason_of(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
-    Raises:
-        ValueError: one that is not known.
+
+@dataclass
+class Setting:
+    """What a part is told.
+
+    Attributes:
+        dry_run: run the same code on the CPU with tiny sizes; nothing is measured.
+        folder: the checkpoint.
+        threads: cores that one engine computes on; several ranks share them.
+        repeats: how often something long is measured; what is short is measured a multiple of that.
+        seconds: the part is killed after this time.
+        before: the rows of earlier parts.
     """
-    names = list(parts) if given is None else [name.strip() for part in given for name in part.split(",")]
-    for name in names:
-        if name not in parts:
-            raise ValueError(f"unknown part {name!r}; there are {', '.join(parts)}")
-    return [name for name in parts if name in names]
+
+    dry_run: bool = False
+    folder: str = ""
+    dtype: str = "auto"
+    threads: int = 1
+    seed: int = 0
+    repeats: int = 3
+    seconds: float = 600.0
+    before: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._started = time.perf_counter()
+
+    @functools.cached_property
+    def model(self) -> ModelConfig:
+        """The checkpoint's configuration."""
+        return ModelConfig.from_pretrained(pathlib.Path(self.folder))
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU of `bench gpu`; in a dry run the CPU."""
+        return torch.device("cpu" if self.dry_run else "cuda")
+
+    @property
+    def seconds_left(self) -> float:
+        """The time until the part is killed."""
+        return self.seconds - (time.perf_counter() - self._started)
+
+    def percent_of(self, limit: str, rate: float) -> float | None:
+        """A rate in percent of a ceiling that the first part of `bench gpu` measured; None if it did not."""
+        return next((100 * rate / row["value"] for row in self.before if row.get("limit") == limit), None)
+
+    def options(self, **more: Any) -> dict[str, Any]:
+        """Settings of an engine on this model: fields of `EngineConfig`."""
+        memory = "8MiB" if self.dry_run else "512MiB"
+        common = {"model": self.folder, "dtype": self.dtype, "seed": self.seed, "device": "cpu"}
+        # Without a prefix cache every run computes its prompts.
+        return common | {"kv_cache_memory": memory, "enable_prefix_caching": False} | more
+
+    def tensor_size(self) -> int | None:
+        """The fewest ranks, from two to four, among which the model's layers can be divided; None if there is no such number."""
+        from nanovllm.models.config import check_tensor_parallel
+
+        for size in (2, 3, 4):
+            with contextlib.suppress(ValueError):
+                check_tensor_parallel(self.model, size)
+                return size
+        return None
 
 
-def run_parts(parts: Parts, config: EngineConfig, threads: int, repeats: int, dry_run: bool) -> list[Part]:
-    """Measure; a part that fails takes no other one along.
+@dataclass(frozen=True)
+class Part:
+    """A part of a benchmark.
+
+    Attributes:
+        function: "module:function"; it is called with a `Setting` and the arguments, and yields rows.
+        seconds: when it is killed.
+        alone: it measures, so nothing else may run beside it.
+    """
+
+    title: str
+    function: str
+    arguments: tuple[str, ...] = ()
+    seconds: float = 3600.0
+    alone: bool = True
+
+
+_PARALLEL, _KV = "nanovllm.lab.bench.parallel.", "nanovllm.lab.bench.kv."
+#: What `--part` names.
+PARTS = {
+    "parallel": {
+        "orders": Part("orders to the ranks", _PARALLEL + "orders:orders"),
+        "executor": Part("executor overhead", _PARALLEL + "engines:executor"),
+        "all-reduce": Part("all-reduce", _PARALLEL + "all_reduce:all_reduces"),
+        "pipeline": Part("pipeline bubble", _PARALLEL + "pipeline:pipeline"),
+        "experts": Part("expert shuffle", _PARALLEL + "shuffle:experts"),
+        "weights": Part("weights of a rank", _PARALLEL + "engines:weights"),
+        "throughput": Part("tokens per second", _PARALLEL + "engines:throughput"),
+    },
+    "kv": {
+        "transport": Part("from cache to cache", _KV + "transport:transport"),
+        "router": Part("what the router adds", _KV + "router:router"),
+        "latency": Part("streams while prompts arrive", _KV + "latency:latency"),
+        "first-token": Part("the first token, prefilled elsewhere", _KV + "first_token:first_token"),
+        "tiers": Part("prefixes in other places", _KV + "tiers:tiers"),
+    },
+}
+
+
+class Runner:
+    """Runs parts. A part that fails, or is killed because its time is over, keeps the rows that it has written.
 
     Args:
-        config: model, dtype and seed are taken from it.
+        deadline: when everything has to be over, by `time.perf_counter`.
+        environment: further environment variables of the parts.
     """
-    with tempfile.TemporaryDirectory() as work:
-        if dry_run:  # the course model would take too long
-            folder = write_checkpoint(pathlib.Path(work) / "tiny", TINY)
+
+    def __init__(
+        self, setting: Setting, deadline: float = math.inf, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.setting, self.deadline, self.environment = setting, deadline, dict(environment or {})
+        self._processes: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, parts: Sequence[Part]) -> list[Row]:
+        """Run parts one after another, neighbours that are not timed beside each other; returns all rows."""
+        rows: list[Row] = []
+        for alone, group in itertools.groupby(parts, lambda part: part.alone):
+            workers = 1 if alone else min(_MOST_AT_ONCE, len(usable_cores()))
+            with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+                futures = [pool.submit(self._run_part, part, rows) for part in group]
+                try:
+                    for future in futures:
+                        rows += future.result()
+                except BaseException:
+                    # Ctrl-C reaches this process alone: each part has a session of its own.
+                    self.deadline = 0.0
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    for process in list(self._processes):
+                        _kill(process)
+                    raise
+        return rows
+
+    def _run_part(self, part: Part, before: list[Row]) -> list[Row]:
+        begin, meter = time.perf_counter(), NoiseMeter()
+        seconds, rows, status, why = min(part.seconds, self.deadline - begin), list[Row](), "failed", ""
+        if seconds < LEAST_SECONDS:
+            why = "no time was left for it"
         else:
-            folder = resolve_model(config.model, config.revision).resolve()
-        model = ModelConfig.from_pretrained(folder)
-        setting = Setting(folder, model, config.dtype, threads, config.seed, repeats, dry_run)
-        return [_run_part(name, *parts[name], setting) for name in parts]
+            setting = asdict(self.setting) | {"seconds": seconds, "before": list(before)}
+            order = {"function": part.function, "arguments": part.arguments, "setting": setting}
+            with tempfile.TemporaryDirectory() as folder:
+                why = self._process(json.dumps(order), seconds, pathlib.Path(folder))
+                rows = _read_rows(pathlib.Path(folder, "rows"))
+            if not why:
+                status = "done"
+                for row in rows:
+                    if "skipped" in row:
+                        status, why = "skipped", row["skipped"]
+        noise, took = meter.read(), time.perf_counter() - begin
+        print(f"{part.title}: {status}{why and f' ({why})'}, {took:.0f} s", file=sys.stderr)
+        row = {"table": report.PARTS, "part": part.title, "status": status, "why": why, "s": round(took)}
+        return [row for row in rows if "table" in row] + [
+            row | {"steal %": 100 * noise.steal, "others %": 100 * noise.others}
+        ]
+
+    def _process(self, order: str, seconds: float, folder: pathlib.Path) -> str:
+        """Run a part to its end; returns what went wrong, or nothing."""
+        environment = python_environment() | {"HF_HUB_OFFLINE": "1"} | self.environment
+        (folder / "order").write_text(order)
+        command = [sys.executable, "-m", "nanovllm.lab.bench"]
+        with open(folder / "order") as given, open(folder / "rows", "w") as rows, open(folder / "log", "w") as log:
+            process = subprocess.Popen(
+                command, env=environment, stdin=given, stdout=rows, stderr=log, cwd=folder, start_new_session=True
+            )
+        self._processes.add(process)
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            why = f"stopped after {seconds:.0f} s"
+        else:
+            why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}" if code else ""
+        finally:
+            _kill(process)
+            self._processes.discard(process)
+        lines = [line.strip() for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
+        return f"{why}: {lines[-1][:300]}" if why and lines else why
 
 
-def _run_part(name: str, title: str, measure: Callable[[Setting], Found], setting: Setting) -> Part:
-    start, meter, found, failure = time.perf_counter(), PartMeter(), Found(), ""
-    try:
-        found = measure(setting)
-    except Exception as error:  # the next part may tell more
-        failure = str(error) or traceback.format_exc()
-    part = Part(name, title, time.perf_counter() - start, meter.read(), found, failure)
-    noise = f"steal {part.noise.steal:.0%}, others {part.noise.others:.0%}"
-    why = f", failed: {failure}" if failure else ""
-    print(f"{title}: {part.seconds:.0f} s ({noise}){why}", file=sys.stderr)
-    return part
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a part and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read_rows(path: pathlib.Path) -> list[Row]:
+    """The rows that a part has written, without one that it was writing when it was killed."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -1,223 +1,182 @@
-"""The results as tables for a terminal, as Markdown and as JSON."""
+"""Rows, tables and reports: what every benchmark yields, and how it is shown in a terminal, as Markdown and as JSON.
+
+A row is a dict: the title of its table under "table", and a cell per column. A cell is a text, a number, a list of repeated
+measurements (shown as their median) or an estimate with a confidence interval (see `estimate`). JSON keeps all of it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import datetime
 import json
+import pathlib
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import psutil
 import rich.console
 import rich.table
 
 from nanovllm.lab.bench.machine import cpu_model, usable_cores
-from nanovllm.lab.bench.metrics import AGREEING_PAIRS, TIE
-from nanovllm.lab.bench.suite import Results
 from nanovllm.lab.bench.worker import versions
 
+Row = dict[str, Any]
+
+GOALS, PARTS = "Figures and goals", "Parts"
+DRY_RUN = "DRY RUN WITH TINY SIZES: NOT A MEASUREMENT"
+_RESAMPLES = 10_000
+
+
+def estimate(values: Sequence[float]) -> dict[str, Any]:
+    """The median of values with its 95 % confidence interval, from resampling; "values" keeps them all."""
+    drawn = np.random.default_rng(0).choice(values, (_RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high), "values": list(values)}
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
+    """An estimate of how many times larger the second measurement of each pair is than the first."""
+    return estimate([b / a for a, b in zip(first, second, strict=True)])
+
+
+def goal(
+    figure: str,
+    measured: float | None,
+    unit: str = "",
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    near: float | None = None,
+    tolerance: float = 0.0,
+) -> Row:
+    """The row of one headline figure, with its goal if it has one.
+
+    Args:
+        measured: None if the figure could not be measured.
+        near: a goal that may be missed by a share `tolerance` of it.
+    """
+    words, reached = "–", None
+    for sign, wanted, difference in (("≥", at_least, 1), ("≤", at_most, -1), ("=", near, 0)):
+        if wanted is not None:
+            words = f"{sign} {number(wanted)}" + (f", within {tolerance:.0%}" if tolerance else "")
+            if measured is not None:
+                distance = measured - wanted
+                reached = distance * difference >= 0 if difference else abs(distance) <= tolerance * abs(wanted)
+    return {"table": GOALS, "figure": figure, "measured": measured, "unit": unit, "goal": words, "reached": reached}
+
+
+def number(value: float) -> str:
+    """Three digits."""
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value:,.0f}"
+    if 0 < size < 0.01:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"
+
+
+def text_of(cell: Any) -> str:
+    """A cell as text; see the module's docstring."""
+    if isinstance(cell, dict):
+        return "{} ({} – {})".format(*(number(cell[name]) for name in ("median", "low", "high")))
+    if isinstance(cell, list):
+        cell = statistics.median(cell) if cell and None not in cell else None
+    if cell is None or isinstance(cell, bool):
+        return {None: "–", True: "yes", False: "NO"}[cell]
+    return number(cell) if isinstance(cell, float) else str(cell)
+
+
+def conditions(
+    model: str, num_threads: int, seconds: float, found: dict[str, dict[str, str]] | None = None
+) -> list[str]:
+    """When, where and on what was measured: a fact per line.
+
+    Args:
+        found: versions of the packages of each engine; by default nanovllm's.
+    """
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return [
+        f"{now}, {cpu_model()}, {len(usable_cores())} cores ({num_threads} used), "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.platform(terse=True)}",
+        f"model {model}; the whole run took {seconds / 60:.1f} minutes",
+        *(
+            f"{engine}: " + ", ".join(f"{name} {version}" for name, version in packages.items())
+            for engine, packages in (found or {"nanovllm": versions("nanovllm")}).items()
+        ),
+    ]
+
 
 @dataclass
-class Context:
-    """Under what conditions was measured; everything a reader needs to repeat it."""
+class Report:
+    """The result of a benchmark: the command, facts about the run, and rows."""
 
     command: str
-    model: str
-    dtype: str
-    seconds: float
-    date: str
-    cpu: str
-    num_cores: int
-    num_threads: int
-    memory_bytes: int
-    platform: str
-    versions: dict[str, dict[str, str]]
+    facts: list[str]
+    rows: list[Row]
+    dry_run: bool = False
 
-    @classmethod
-    def now(
-        cls, command: str, model: str, dtype: str, num_threads: int, seconds: float, results: Results | None = None
-    ) -> Context:
-        """The conditions of what has just ended; `results` knows the versions of the engines, if there were several."""
-        found = {"nanovllm": versions("nanovllm")}
-        for launch in results.launches if results is not None else ():
-            found.setdefault(launch.engine, {}).update(launch.started.versions)
-        return cls(
-            command,
-            model,
-            dtype,
-            seconds,
-            datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            cpu_model(),
-            len(usable_cores()),
-            num_threads,
-            psutil.virtual_memory().total,
-            platform.platform(terse=True),
-            found,
-        )
+    def __post_init__(self) -> None:
+        if self.dry_run:  # sizes are too small to say anything about a goal
+            self.facts.insert(0, DRY_RUN)
+            for row in self.rows:
+                if row["table"] == GOALS:
+                    row["reached"] = None
 
-    def lines(self, results: Results) -> list[str]:
-        """For a reader, one fact a line."""
-        return [
-            self.machine_line(),
-            f"measured roofs: {results.limits.bytes_per_second / 1e9:.1f} GB/s read, "
-            f"{results.limits.flops_per_second / 1e9:.0f} GFLOP/s in {results.limits.dtype}",
-            f"model {self.model}, {self.dtype}; {results.repeats} runs each, in turn, medians; "
-            f"all of it took {self.seconds / 60:.1f} minutes",
-            *(self.engine_line(engine) for engine in results.engines if engine in self.versions),
-        ]
+    @property
+    def failed(self) -> bool:
+        """Whether a part or a proof failed. (A goal that is not reached is a result.)"""
+        return any(row.get("status") == "failed" or row.get("passed") is False for row in self.rows)
 
-    def machine_line(self) -> str:
-        """When, and on what machine."""
-        return (
-            f"{self.date}, {self.cpu}, {self.num_cores} cores ({self.num_threads} used), "
-            f"{self.memory_bytes / 2**30:.0f} GiB, {self.platform}"
-        )
+    def tables(self) -> dict[str, list[Row]]:
+        """Rows by the title of their table: goals first, the others in order of appearance."""
+        found: dict[str, list[Row]] = {GOALS: []}
+        for row in self.rows:
+            found.setdefault(row["table"], []).append({name: cell for name, cell in row.items() if name != "table"})
+        return {title: rows for title, rows in found.items() if rows}
 
-    def engine_line(self, engine: str) -> str:
-        """The versions of an engine's packages."""
-        return f"{engine}: " + ", ".join(f"{name} {version}" for name, version in self.versions[engine].items())
+    def show(self) -> None:
+        """Print the tables, and below them the facts."""
+        console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
+        for title, rows in self.tables().items():
+            table = rich.table.Table(title=title, title_justify="left")
+            for name, is_label in columns_of(rows).items():
+                table.add_column(name, justify="left" if is_label else "right")
+            for row in rows:
+                table.add_row(*(text_of(row.get(name, "")) for name in columns_of(rows)))
+            console.print(table)
+        for fact in self.facts:
+            console.print(fact, highlight=False, markup=False)
 
+    def markdown(self) -> str:
+        """The command, the facts and the tables as a Markdown document."""
+        parts = [f"    {self.command}", "\n".join(f"- {fact}" for fact in self.facts)]
+        for title, rows in self.tables().items():
+            columns = columns_of(rows)
+            cells = [[text_of(row.get(name, "")).replace("|", "/") for name in columns] for row in rows]
+            rule = [":---" if is_label else "---:" for is_label in columns.values()]
+            lines = ["| " + " | ".join(line) + " |" for line in (list(columns), rule, *cells)]
+            parts.append(f"**{title}**\n\n" + "\n".join(lines))
+        return "\n\n".join(parts) + "\n"
 
-@dataclass
-class Table:
-    """A table of texts; the first `num_labels` columns are labels, the others numbers."""
+    def json(self) -> str:
+        """Everything that was measured."""
+        found = {"command": self.command, "dry_run": self.dry_run, "failed": self.failed, "facts": self.facts}
+        return json.dumps(found | {"tables": self.tables()}, indent=1, allow_nan=False) + "\n"
 
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-    num_labels: int = 2
+    def finish(self, arguments: argparse.Namespace) -> int:
+        """Show the report and write the files that the command line asks for; returns the exit code."""
+        self.show()
+        for path, content in ((arguments.json, self.json()), (arguments.markdown, self.markdown())):
+            if path is not None:
+                pathlib.Path(path).write_text(content, encoding="utf-8")
+        return int(self.failed)
 
 
-def tables(results: Results) -> list[Table]:
-    """The tables that have rows."""
-    found = [_speed(results), _machine_use(results), _starts(results), _ratios(results)]
-    return [table for table in found if table.rows]
-
-
-def _speed(results: Results) -> Table:
-    columns = ["workload", "engine", "tokens/s", "TTFT p50 ms", "p99", "ITL p50 ms", "p99", "worst"]
-    names = ("ttft_p50", "ttft_p99", "itl_p50", "itl_p99", "itl_max")
-    rows = []
-    for workload, engine in _measured(results):
-        row = [workload, engine, _number(results.median(workload, engine, "tokens_per_second"))]
-        rows.append(row + [_number(results.median(workload, engine, name), 1000) for name in names])
-    return Table("Speed", columns, rows)
-
-
-def _machine_use(results: Results) -> Table:
-    columns = ["workload", "engine", "% of roofline", "bandwidth %", "compute %"]
-    columns += ["cores busy", "worst steal %", "worst others %"]
-    rows = []
-    for workload, engine in _measured(results):
-        share = results.roofline(workload, engine)
-        row = [workload, engine, *(_number(getattr(share, n, None)) for n in ("percent", "bandwidth", "compute"))]
-        noises = [run.noise for run in results.of(workload, engine)]
-        row.append(_number(statistics.median(noise.cores for noise in noises)))
-        row += [_number(max(getattr(noise, name) for noise in noises), 100) for name in ("steal", "others")]
-        rows.append(row)
-    return Table("Use of the machine, by the run and by others", columns, rows)
-
-
-def _measured(results: Results) -> list[tuple[str, str]]:
-    """Pairs of a workload and an engine that have runs."""
-    pairs = [(workload.name, engine) for workload in results.workloads for engine in results.engines]
-    return [pair for pair in pairs if results.of(*pair)]
-
-
-def _starts(results: Results) -> Table:
-    rows = []
-    for kind in ("offline", "server"):
-        for engine in results.engines:
-            starts = [launch.started for launch in results.launches if (launch.kind, launch.engine) == (kind, engine)]
-            if starts:
-                seconds = statistics.median(start.seconds for start in starts)
-                peak = max(start.peak_bytes for start in starts)
-                rows.append([kind, engine, str(len(starts)), f"{seconds:.1f}", f"{peak / 2**20:.0f}"])
-    columns = ["used as", "engine", "starts", "start to first token s", "peak memory MiB"]
-    return Table("Start-up and memory", columns, rows)
-
-
-def _ratios(results: Results) -> Table:
-    first = results.engines[0]
-    rows = [
-        [where, title, other, f"{c.ratio:.2f}", " ".join(f"{pair:.2f}" for pair in c.pairs), c.verdict]
-        for where, title, other, c in results.comparisons()
-    ]
-    title = (
-        f"{first} against the others, pair by pair (above 1: {first} is better; below {TIE} it is a tie "
-        f"unless {AGREEING_PAIRS} pairs or more agree)"
-    )
-    return Table(title, ["workload", "figure", "against", "ratio", "pairs", "verdict"], rows, num_labels=3)
-
-
-def _number(value: float | None, factor: float = 1.0) -> str:
-    """Three digits, or a dash for nothing."""
-    if value is None:
-        return "–"
-    value *= factor
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def print_tables(results: Results, context: Context, console: rich.console.Console) -> None:
-    """Show the results in a terminal."""
-    show(tables(results), context.lines(results), console)
-
-
-def markdown(results: Results, context: Context) -> str:
-    """The results as a Markdown document."""
-    workloads = [f"**{workload.name}**: {workload.title}" for workload in results.workloads]
-    return document(context.command, [context.lines(results), workloads], tables(results))
-
-
-def show(tables: Sequence[Table], lines: Sequence[str], console: rich.console.Console) -> None:
-    """Show tables in a terminal, and below them the conditions."""
-    for table in tables:
-        shown = rich.table.Table(title=table.title, title_justify="left")
-        for index, column in enumerate(table.columns):
-            shown.add_column(column, justify="left" if index < table.num_labels else "right")
-        for row in table.rows:
-            shown.add_row(*row)
-        console.print(shown)
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
-
-
-def document(command: str, lists: Sequence[Sequence[str]], tables: Sequence[Table]) -> str:
-    """A command, lists of facts and tables as a Markdown document."""
-    parts = [f"    {command}", *("\n".join(f"- {line}" for line in lines) for lines in lists)]
-    for table in tables:
-        rule = [":---" if index < table.num_labels else "---:" for index in range(len(table.columns))]
-        lines = ["| " + " | ".join(row) + " |" for row in (table.columns, rule, *table.rows)]
-        parts.append(f"**{table.title}**\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) + "\n"
-
-
-def as_dict(results: Results, context: Context) -> dict[str, Any]:
-    """Everything as plain data: each run, each start, and the ratios."""
-    return {
-        "context": dataclasses.asdict(context),
-        "limits": dataclasses.asdict(results.limits),
-        "workloads": {workload.name: workload.title for workload in results.workloads},
-        "launches": [dataclasses.asdict(launch) for launch in results.launches],
-        "runs": [dataclasses.asdict(run) for run in results.runs],
-        "roofline": [
-            {"workload": workload.name, "engine": engine, "percent": share.percent} | dataclasses.asdict(share)
-            for workload in results.workloads
-            for engine in results.engines
-            if (share := results.roofline(workload.name, engine)) is not None
-        ],
-        "comparisons": [
-            {"workload": where, "figure": title, "first": results.engines[0], "second": other}
-            | dataclasses.asdict(comparison)
-            for where, title, other, comparison in results.comparisons()
-        ],
-    }
-
-
-def as_json(results: Results, context: Context) -> str:
-    """Everything as JSON."""
-    return json.dumps(as_dict(results, context), indent=1, allow_nan=False) + "\n"
+def columns_of(rows: Sequence[Row]) -> dict[str, bool]:
+    """The names of all columns, and whether a column holds texts, which are aligned to the left."""
+    return {name: all(isinstance(row.get(name, ""), str) for row in rows) for row in rows for name in row}

@@ -1,9 +1,10 @@
-"""The least work that a workload takes, against what the machine can do (the roofline model, Williams et al. 2009).
+"""The least work of a workload, and the share of the roof that a run reached (the roofline model,
+Williams et al. 2009).
 
-A step of the engine reads every weight once, however many tokens it computes (of experts, those that a token visits),
-and every decoding sequence reads its keys and values. So the time is at least `bytes / bandwidth`, and at least
-`FLOPs / peak`; the larger of the two is the roof. Both count only what cannot be avoided: as few steps as the longest
-output and the concurrency allow, no token computed twice, no activations.
+An engine step reads every weight once for any number of tokens (of experts, those that a token visits), and every decoding
+sequence reads its keys and values. The time is at least `bytes / bandwidth` and at least `FLOPs / peak`; the larger of the two is
+the roof. Both count only unavoidable work: the fewest steps that the longest output and the concurrency allow, no token computed
+twice, no activations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from nanovllm.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a model costs.
+    """The bytes and FLOPs of a model.
 
     Attributes:
         weight_bytes: read in every step: all layers without their routed experts, and the output head. Of the input
@@ -27,9 +28,9 @@ class ModelCost:
         layer_flops: for one token through all layers, without attention.
         head_flops: for the logits of one token.
         attention_flops: for one query token and one token of context. Of the two ways of latent attention, this is the
-            one with fewer operations, which makes keys and values of latents (as `layer_flops` does, once a token).
+            one with fewer operations, which computes keys and values from latents (as `layer_flops` does, once per token).
         expert_bytes: of all routed experts, of which a step reads those that its tokens visit.
-        expert_share: how many of the experts of a layer one token visits, of all.
+        expert_share: the share of a layer's experts that one token visits.
     """
 
     weight_bytes: int
@@ -42,7 +43,7 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: ModelConfig, bytes_per_number: int) -> ModelCost:
-        """The cost of a model in a dtype with so many bytes a number."""
+        """The cost of a model in a dtype with so many bytes per number."""
         hidden, moe = model.hidden_size, model.moe
         sparse = sum(moe.sparse_layers) if moe else 0
         matrices, vectors = (model.num_layers * count for count in _attention_sizes(model))
@@ -69,8 +70,7 @@ class ModelCost:
         )
 
     def step_bytes(self, num_tokens: int) -> float:
-        """Of the weights, what a step of so many tokens reads: the expected number of experts, if each token visits any of
-        them with equal chance."""
+        """Bytes of weights that a step of so many tokens reads; for experts, the expected value if all are equally likely."""
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
 
 
@@ -143,26 +143,7 @@ def workload_work(cost: ModelCost, workload: Workload, requests: Sequence[BenchR
     return least_work(cost, requests, workload.max_concurrency, workload.prefix_len, workload.cache)
 
 
-@dataclass(frozen=True)
-class RooflineShare:
-    """How close a run came to the roof, in percent.
-
-    Attributes:
-        bandwidth: the time that its bytes would take, of the time it took.
-        compute: the same for its FLOPs.
-    """
-
-    bandwidth: float
-    compute: float
-
-    @property
-    def percent(self) -> float:
-        """Of the lower roof, the one that the run would have touched first."""
-        return max(self.bandwidth, self.compute)
-
-
-def roofline_share(work: Work, seconds: float, bytes_per_second: float, flops_per_second: float) -> RooflineShare:
-    """What a run made of the machine."""
-    return RooflineShare(
-        100 * work.num_bytes / bytes_per_second / seconds, 100 * work.flops / flops_per_second / seconds
-    )
+def roofline_share(work: Work, seconds: float, bytes_per_second: float, flops_per_second: float) -> tuple[float, float]:
+    """The time that its bytes and that its FLOPs would take at the roof, each in percent of a run's time. The larger one is how
+    close the run came to the lower roof."""
+    return 100 * work.num_bytes / bytes_per_second / seconds, 100 * work.flops / flops_per_second / seconds

@@ -1,6 +1,6 @@
 """Reads the stream of a server's steps, as the live page does, and throws it away: `python watcher.py URL`.
 
-Each line of its input is for how many seconds; it answers with the number of lines read: the header, and one a step.
+Each line of its input is a number of seconds; the answer is the number of lines that it read: the header, and one per step.
 """
 
 from __future__ import annotations

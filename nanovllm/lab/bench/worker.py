@@ -75,29 +75,35 @@ class HuggingFaceEngine:
 
     def generate(self, requests: Requests) -> Timelines:
         """Run requests to their end; returns their timelines."""
-        import torch
+        return generate_batch(self.model, requests)
 
-        times: list[float] = []
 
-        def note_time(input_ids: Any, scores: Any, **unused: Any) -> Any:
-            times.append(time.perf_counter() - start)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+def generate_batch(model: Any, requests: Requests) -> Timelines:
+    """Run `generate` of a model of transformers; returns the requests' timelines."""
+    import torch
 
-        start = time.perf_counter()
-        longest = max(len(r["prompt_token_ids"]) for r in requests)
-        prompts = [r["prompt_token_ids"] for r in requests]
-        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
-        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        with torch.inference_mode():
-            self.model.generate(
-                torch.tensor(rows),
-                attention_mask=torch.tensor(mask),
-                max_new_tokens=max(r["max_tokens"] for r in requests),
-                do_sample=False,
-                pad_token_id=0,
-                stopping_criteria=[note_time],
-            )
-        return [[(t, 1) for t in times[: r["max_tokens"]]] for r in requests]
+    times: list[float] = []
+
+    def note_time(input_ids: Any, scores: Any, **unused: Any) -> Any:
+        input_ids[:, -1].cpu()  # wait until a GPU has sampled the token
+        times.append(time.perf_counter() - start)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    start = time.perf_counter()
+    prompts = [r["prompt_token_ids"] for r in requests]
+    longest = max(map(len, prompts))
+    rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    with torch.inference_mode():
+        model.generate(
+            torch.tensor(rows, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            max_new_tokens=max(r["max_tokens"] for r in requests),
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=[note_time],
+        )
+    return [[(t, 1) for t in times[: r["max_tokens"]]] for r in requests]
 
 
 def run_steps(
@@ -148,6 +154,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # A script's folder comes first in the search path, and its neighbours must not hide anybody's modules.
+    # A script's folder comes first in the search path, and its modules must not hide those of other packages.
     sys.path[:] = [folder for folder in sys.path if folder != os.path.dirname(os.path.abspath(__file__))]
     main()

@@ -1,7 +1,7 @@
-"""What is measured: the five named workloads, and those put together from lengths on the command line.
+"""The five named workloads, and workloads made from lengths on the command line.
 
 Token ids are random, decoding is greedy and ends after exactly `max_tokens`, so that every engine has the same work
-whatever its arithmetic makes of the prompts. Lengths depend on the seed alone; token ids depend on the seed and the
+regardless of the tokens that its arithmetic yields. Lengths depend on the seed alone; token ids depend on the seed and the
 repeat, so that a repeat never finds the prefixes of the one before it in a cache.
 """
 
@@ -40,9 +40,9 @@ class Workload:
         cache: "none": every prompt is computed whole; "cold": one of them computes the shared prefix; "hot": the same
             prompts were run just before, the prefix is cached.
         options: engine settings that belong to the workload.
-        max_concurrency: requests under way at once; None: all.
-        request_rate: requests a second, at random intervals (a Poisson process).
-        intruder_len: length of a prompt that arrives while the requests decode, see `serve.run_intruder`; 0: none.
+        max_concurrency: requests in flight at once; None: all.
+        request_rate: requests per second, at random intervals (a Poisson process).
+        intruder_len: length of a prompt that arrives while the requests decode, see `client.run_workload`; 0: none.
     """
 
     name: str
@@ -111,7 +111,7 @@ NAMED: dict[str, list[Workload]] = {
     ],
     "W5": [
         Workload("W5", "serve", "a 1024-token prompt arrives while 4 streams decode", **_STALL),
-        Workload("W5 chunk 128", "serve", "the same, 128 tokens a step", options=SMALL_CHUNK, **_STALL),
+        Workload("W5 chunk 128", "serve", "the same, 128 tokens per step", options=SMALL_CHUNK, **_STALL),
     ],
 }
 
@@ -119,65 +119,38 @@ NAMED: dict[str, list[Workload]] = {
 def custom_workload(
     mode: Mode,
     input_len: int | None = None,
-    output_len: int | None = None,
-    batch_size: int | None = None,
-    num_prompts: int | None = None,
-    request_rate: float | None = None,
+    output_len: int = 128,
+    batch_size: int = 8,
+    num_prompts: int = 100,
+    request_rate: float = math.inf,
     max_concurrency: int | None = None,
 ) -> Workload:
     """A workload of equal requests, from the options of vLLM's benchmarks and with its defaults where it has any.
 
     Raises:
-        ValueError: an option that the mode does not have, or a value out of range.
+        ValueError: a value out of range.
     """
-    if mode == "latency":
-        _refuse(mode, num_prompts=num_prompts)
-    else:
-        _refuse(mode, batch_size=batch_size)
-    if mode != "serve":
-        _refuse(mode, request_rate=request_rate, max_concurrency=max_concurrency)
-    defaults = {"latency": (32, 128, 8), "throughput": (256, 128, 100), "serve": (256, 128, 100)}[mode]
     count = batch_size if mode == "latency" else num_prompts
-    given = (input_len, output_len, count)
-    input_len, output_len, count = (
-        default if value is None else value for value, default in zip(given, defaults, strict=True)
-    )
+    if input_len is None:
+        input_len = 32 if mode == "latency" else 256
     if min(input_len, output_len, count, 1 if max_concurrency is None else max_concurrency) < 1:
         raise ValueError("lengths, batch size, number of prompts and concurrency must be 1 or more")
-    rate = math.inf if request_rate is None else request_rate
-    if not rate > 0:
-        raise ValueError(f"--request-rate must be above 0, got {rate}")
+    if not request_rate > 0:
+        raise ValueError(f"--request-rate must be above 0, got {request_rate}")
     title = f"{count} requests, {input_len} + {output_len} tokens"
     if max_concurrency is not None:
         title += f", {max_concurrency} at once"
-    if rate != math.inf:
-        title += f", {rate:g} a second"
-    return Workload(
-        "custom",
-        mode,
-        title,
-        count,
-        (input_len, input_len),
-        (output_len, output_len),
-        max_concurrency=max_concurrency,
-        request_rate=rate,
-    )
+    if request_rate != math.inf:
+        title += f", {request_rate:g} per second"
+    shape = count, (input_len, input_len), (output_len, output_len)
+    return Workload("custom", mode, title, *shape, max_concurrency=max_concurrency, request_rate=request_rate)
 
 
-def endless_workload(num_streams: int, input_len: int | None, output_len: int | None) -> Workload:
-    """One wave of `bench watch`'s load: that many streams, which begin anew whenever they have ended.
+def endless_workload(num_streams: int, input_len: int = 32, output_len: int = 512) -> Workload:
+    """One wave of `bench watch`'s load: that many streams, each of which is followed by another one.
 
     Raises:
         ValueError: a number out of range.
     """
-    lengths = (32 if input_len is None else input_len, 512 if output_len is None else output_len)
-    made = custom_workload("serve", *lengths, num_prompts=num_streams, max_concurrency=num_streams)
-    return replace(
-        made, name="watch", title=f"{num_streams} streams without an end, {lengths[0]} + {lengths[1]} tokens"
-    )
-
-
-def _refuse(mode: str, **options: object) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"`bench {mode}` has no option --{name.replace('_', '-')}")
+    made = custom_workload("serve", input_len, output_len, num_prompts=num_streams, max_concurrency=num_streams)
+    return replace(made, name="watch", title=f"{num_streams} streams without an end, {input_len} + {output_len} tokens")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 from nanovllm.lab.course.build import (
     build,
@@ -18,6 +20,8 @@ from nanovllm.lab.course.build import (
 )
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
+
+Item = TypeVar("Item")
 
 _DESCRIPTION = """\
 Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
@@ -72,14 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 def _build(root: Path, options: argparse.Namespace) -> int:
     lectures = read_lectures(root, options.lectures)
     if options.pull:
-        failed = 0
-        for lecture in lectures:
-            try:
-                print(*pull(root, lecture), sep="\n", end="\n" * bool(lecture.modules))
-            except CourseError as error:
-                failed = 1
-                print(error, file=sys.stderr)
-        return failed
+        return _each(lectures, lambda lecture: pull(root, lecture))
     built = build(root, lectures)
     if options.check:
         found = differences(current_texts(root, built), built)
@@ -94,15 +91,27 @@ def _build(root: Path, options: argparse.Namespace) -> int:
 def _run(root: Path, options: argparse.Namespace) -> int:
     from nanovllm.lab.course.execute import run  # the notebook machinery is slow to import
 
+    def run_one(path: Path) -> list[str]:
+        return [_saved(path, root, run(path, root, options.timeout))]
+
+    return _each(find_lectures(root, options.lectures), run_one)
+
+
+def _each(items: Iterable[Item], action: Callable[[Item], list[str]]) -> int:
+    """Do something for each item, and print its messages or its error. Returns 1 if there was an error."""
     failed = 0
-    for path in find_lectures(root, options.lectures):
+    for item in items:
         try:
-            changed = run(path, root, options.timeout)
-            print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}", flush=True)
+            for message in action(item):
+                print(message, flush=True)
         except CourseError as error:
             failed = 1
             print(error, file=sys.stderr, flush=True)
     return failed
+
+
+def _saved(path: Path, root: Path, changed: bool) -> str:
+    return f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}"
 
 
 def _text(root: Path, options: argparse.Namespace) -> int:
@@ -114,16 +123,12 @@ def _text(root: Path, options: argparse.Namespace) -> int:
         begun = list(path.parent.glob(f"{stem}*.ipynb"))
         if not path.exists() and len(begun) == 1:
             path = begun[0]  # the beginning of a name means that lecture, as in the other commands
-        changed = from_text(options.update, path, root)
-        print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}")
+        print(_saved(path, root, from_text(options.update, path, root)))
     elif not options.lecture:
         raise CourseError("text: name a lecture, or a text with --update")
     else:
         text = to_text(find_lectures(root, [options.lecture])[0])
-        if options.output:
-            options.output.write_text(text, encoding="utf-8")
-        else:
-            sys.stdout.write(text)
+        options.output.write_text(text, encoding="utf-8") if options.output else sys.stdout.write(text)
     return 0
 
 

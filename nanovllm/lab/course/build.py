@@ -15,11 +15,9 @@ from pathlib import Path
 
 from nanovllm.lab.course.fold import MARKER, Module, fold
 from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lecture
-from nanovllm.lab.course.pieces import ModuleText, Piece, cut, label
 
 # Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook knows.
 _RULES = "I,F401,F821,TC005"
-_SHOWN = ("class", "definition", "assignment", "statement", "comment")
 _NAMED_MODULE = re.compile(r'"#\|\s*(?:default_exp|export)\s+([\w.]+)')
 
 
@@ -85,12 +83,12 @@ def build(root: Path, lectures: Iterable[Lecture]) -> list[Built]:
         module.path: module for lecture in lectures for module in (fold(lecture, name) for name in lecture.modules)
     }
     texts, problems = polish(root, {path: module.text() for path, module in modules.items()})
-    for path, row, message, text in problems:
-        raise _locate(modules[path], row, message, text)
+    for path, row, message in problems:
+        raise _locate(modules[path], row, message)
     return [Built(module, texts[path]) for path, module in modules.items()]
 
 
-def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tuple[str, int, str, str]]]:
+def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tuple[str, int, str]]]:
     """Sort imports, drop unused ones and format, all files in two runs of ruff.
 
     Args:
@@ -98,7 +96,7 @@ def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tupl
         texts: module texts by path, relative to the root.
 
     Returns:
-        The polished texts, and the problems that remain as (path, line, message, text that the line counts in).
+        The polished texts, and the problems that remain as (path, line, message).
     """
     if not texts:
         return {}, []
@@ -108,12 +106,11 @@ def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tupl
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
         report = _ruff(root, folder, "check", "--select", _RULES, "--fix", "--output-format", "json")
-        problems = []
-        for item in json.loads(report):
-            if item["code"] in ("F821", "invalid-syntax", None):
-                path = Path(item["filename"]).relative_to(folder).as_posix()
-                text = (folder / path).read_text(encoding="utf-8")
-                problems.append((path, item["location"]["row"], item["message"], text))
+        problems = [
+            (Path(item["filename"]).relative_to(folder).as_posix(), item["location"]["row"], item["message"])
+            for item in json.loads(report)
+            if item["code"] in ("F821", "invalid-syntax", None)
+        ]
         if not problems:
             _ruff(root, folder, "format", "--quiet")
         return {path: (folder / path).read_text(encoding="utf-8") for path in texts}, problems
@@ -129,49 +126,19 @@ def _ruff(root: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _locate(module: Module, row: int, message: str, text: str) -> CourseError:
-    """An error at a line of a built text, told as one at the line of the cell that it came from."""
-    lost = CourseError(f"{module.lecture.name}: {module.path}, line {row}: {message}")
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return lost
-    origin = find_origin(module, text, row)
-    if origin is None:
-        return lost
+def _locate(module: Module, row: int, message: str) -> CourseError:
+    """An error at a line of a module, as an error at the line of the cell that first uses the name in the message."""
     named = re.search(r"`(\w+)`", message)
-    line = origin.start
-    for candidate in range(origin.start, origin.end):
-        if named and re.search(rf"\b{named[1]}\b", origin.source.lines[candidate]):
-            line = candidate
-            break
-    hint = f"{message} in {PACKAGE}.{module.name}: no exported cell before this one defines or imports it"
-    return origin.source.error(hint, line + 1)
-
-
-def find_origin(module: Module, text: str, row: int) -> Piece | None:
-    """The piece of a cell that a line (from 1) of the module's text came from."""
-
-    def search(built: list[Piece], folded: list[Piece]) -> Piece | None:
-        origins = {piece.key: piece for piece in folded}
-        for piece in built:
-            if piece.start < row <= piece.end and piece.key in origins:
-                return search(piece.members, origins[piece.key].members) or origins[piece.key]
-        return None
-
-    return search(module_pieces(module.path, text)[1], module.pieces)
-
-
-def module_pieces(path: str, text: str) -> tuple[list[Piece], list[Piece]]:
-    """A module's docstring and imports, and the labelled pieces below them."""
-    pieces = cut(ModuleText(path, text.split("\n")))
-    shown = [piece for piece in pieces if piece.kind in _SHOWN]
-    label(shown)
-    return [piece for piece in pieces if piece.kind not in _SHOWN], shown
+    for cell in module.cells if named else ():
+        for node in ast.walk(ast.Module(cell.parse(), [])):
+            if named and isinstance(node, ast.Name) and node.id == named[1]:
+                hint = f"{message} in {PACKAGE}.{module.name}: no exported cell before this one defines or imports it"
+                return cell.error(hint, node.lineno)
+    return CourseError(f"{module.lecture.name}: {module.path}, line {row}: {message}")
 
 
 def current_texts(root: Path, built: Iterable[Built]) -> dict[str, str]:
-    """What stands now where the modules belong; a module that is not there yet is left out."""
+    """Return the present text of each module, by path; modules that do not exist yet are left out."""
     paths = [item.module.path for item in built]
     return {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
 
@@ -193,7 +160,7 @@ def differences(current: dict[str, str], built: Iterable[Built]) -> list[str]:
 
 
 def orphans(root: Path, built: Iterable[Built]) -> list[str]:
-    """Messages on modules that say a lecture builds them, though none does."""
+    """Return messages on modules whose docstring names a lecture that does not build them."""
     paths = {item.module.path for item in built}
     messages = []
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -214,7 +181,7 @@ def write(root: Path, built: Iterable[Built]) -> list[str]:
     """Write the modules that changed and return their paths.
 
     Raises:
-        CourseError: a module that no lecture built, so someone's own work, stands in the way. Nothing is written then.
+        CourseError: a module exists that no lecture has built. Nothing is written then.
     """
     changed = []
     for item in built:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import configparser
 import hashlib
+import itertools
 import json
 import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import nbformat
@@ -69,11 +70,8 @@ def parse(text: str) -> NotebookNode:
 
 def cell_id(source: str, taken: set[str]) -> str:
     """A new id that follows from a cell's source; adds it to those `taken`."""
-    for attempt in range(len(taken) + 1):
-        name = hashlib.sha256(f"{attempt}{source}".encode()).hexdigest()[:8]
-        if name not in taken:
-            break
-    taken.add(name)
+    names = (hashlib.sha256(f"{attempt}{source}".encode()).hexdigest()[:8] for attempt in itertools.count())
+    taken.add(name := next(name for name in names if name not in taken))
     return name
 
 
@@ -118,13 +116,13 @@ def _failure(place: str, error: CellExecutionError) -> str:
     """Where a cell failed, and the traceback's last lines."""
     trace = _COLOURS.sub("", error.traceback)
     frames = list(re.finditer(r"Cell In\[(\d+)\], line (\d+)", trace))
-    # The frame of the failing cell stands first; frames of functions from earlier cells follow.
+    # The frame of the failing cell comes first, before frames of functions from earlier cells.
     line = f", line {frames[0][2]}" if frames else ""
     return f"{place}{line}: {error.ename}: {error.evalue}\n{trace.strip()}"
 
 
 def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
-    """Take out of a notebook what differs from run to run, in place, and return it.
+    """Remove from a notebook everything that differs from run to run, in place, and return it.
 
     Counts become 1..n, timing and widget state go, addresses and paths are masked, consecutive outputs of one
     stream become one, and images lose their text chunks (software versions and dates). Ids stay.
@@ -143,7 +141,7 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
             continue
         count += 1
         cell.execution_count = count
-        cell.outputs = list(_merged(output for output in cell.outputs if _keep(output)))
+        cell.outputs = _merged(output for output in cell.outputs if _keep(output))
         for output in cell.outputs:
             _normalise_output(output, count, rules)
     return notebook
@@ -158,25 +156,19 @@ def _rules(root: Path) -> list[tuple[str, str]]:
 
 def _keep(output: NotebookNode) -> bool:
     """Whether anything is left of an output without its widget, whose state is not saved."""
-    data = output.get("data")
-    if data is not None and _WIDGET_VIEW in data:
-        data.pop(_WIDGET_VIEW)
-        return bool(data)
-    return True
+    data = output.get("data", {})
+    return data.pop(_WIDGET_VIEW, None) is None or bool(data)
 
 
-def _merged(outputs: Iterator[NotebookNode]) -> Iterator[NotebookNode]:
-    """Join the pieces in which one stream happened to arrive."""
-    last: NotebookNode | None = None
+def _merged(outputs: Iterable[NotebookNode]) -> list[NotebookNode]:
+    """Join consecutive outputs of the same stream, which differ from run to run."""
+    merged: list[NotebookNode] = []
     for output in outputs:
-        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
-            last.text += output.text
-            continue
-        if last:
-            yield last
-        last = output
-    if last:
-        yield last
+        if merged and output.output_type == "stream" and output.get("name") == merged[-1].get("name"):
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    return merged
 
 
 def _normalise_output(output: NotebookNode, count: int, rules: list[tuple[str, str]]) -> None:

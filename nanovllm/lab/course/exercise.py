@@ -1,6 +1,6 @@
-"""Exercises of a lecture: a checker that says in plain words what is wrong, and hints to ask for.
+"""Exercises of a lecture: a checker that explains the first mistake, and hints on demand.
 
-An unsolved stub raises NotImplementedError; the checker then says so and nothing fails, so that a lecture runs from
+An unsolved stub raises NotImplementedError. The checker reports this without failing, so that a lecture runs from
 top to bottom before its exercises are solved.
 """
 
@@ -62,7 +62,7 @@ class Exercise:
         return check(function, self.cases, title=self.title)
 
     def hint(self) -> None:
-        """Print the next hint, and say when there are no more."""
+        """Print the next hint, or that there are no more."""
         if self._shown == len(self.hints):
             print(f"{self.title}: no more hints; the solution is below.")
             return

@@ -1,12 +1,12 @@
-"""Engines in processes of their own, for a lecture: requests go in, tokens and the times at which they were sampled come out.
+"""Engines in processes of their own, for lectures that measure them.
 
-What a server does with such an engine takes a front end, a router and HTTP; a lecture that measures engines plays these itself.
+The lecture takes the place of front end, router and HTTP: it sends requests, and receives tokens with the times at which
+they were sampled.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import pathlib
 import shutil
 import tempfile
@@ -16,11 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import torch
 import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.engine.process import Command, Report
+from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.lab.course.ranks import CONTEXT
 from nanovllm.trace.format import TraceDecoder
 from nanovllm.trace.trace import Trace
 
@@ -28,42 +30,40 @@ _START_SECONDS = 120.0
 
 
 class EngineProcess:
-    """An engine that computes in a process of its own, with so many threads.
+    """An engine in a process of its own, with a given number of threads.
 
     Attributes:
-        limits: what it says of itself; `limits.kv_transfer` is how other engines reach it.
+        limits: the engine's limits; `limits.kv_transfer` has the addresses for other engines.
         trace: its steps, if they are recorded.
-        began: when the trace's clock said 0, in seconds of the system's monotonic clock, which all processes share.
+        began: time 0 of the trace, in seconds of the system's monotonic clock, which all processes share.
     """
 
     def __init__(self, config: EngineConfig, threads: int = 1, record: bool = False) -> None:
         self.trace, self.began = Trace(), float("inf")
         self._record = record
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-fleet-")  # of sockets, for this user alone
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-fleet-")  # of sockets, readable by this user only
         self._context = zmq.Context()
         self._commands, self.reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         addresses = [f"ipc://{pathlib.Path(self._folder) / name}" for name in ("commands", "reports")]
         for socket, address in zip((self._commands, self.reports), addresses, strict=True):
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address)
-        self.process = multiprocessing.get_context("spawn").Process(
-            target=_run, args=(config, threads, *addresses), daemon=True
-        )
+        self.process = CONTEXT.Process(target=_run, args=(config, threads, *addresses), daemon=True)
         self.process.start()
-        weakref.finalize(self, self.process.kill)  # it would not end at a signal that asks for it
+        weakref.finalize(self, self.process.kill)  # the process ignores SIGTERM
 
     def wait_until_ready(self) -> EngineProcess:
-        """Until its model is loaded.
+        """Wait until its model is loaded.
 
         Raises:
-            RuntimeError: it could not start; says why.
+            RuntimeError: it could not start; the message says why.
         """
         deadline = time.monotonic() + _START_SECONDS
         while not self.reports.poll(100):
             if not self.process.is_alive() or time.monotonic() > deadline:
                 raise RuntimeError("the engine's process has ended, or has not started in time")
-        (ready,) = self._decode(self.reports.recv())
-        assert ready.limits is not None, "the first report says what the engine can take"
+        ready = self._receive()
+        assert ready.limits is not None, "the first report has the engine's limits"
         self.limits = ready.limits
         self.trace.settings = ready.trace_settings[0]
         self._decoder = TraceDecoder(self.trace.settings)
@@ -80,32 +80,29 @@ class EngineProcess:
         self._send(Command(order="reset_prefix_cache"))
 
     def take(self) -> list[tuple[float, EngineOutput]]:
-        """What it has reported since the last call, with the times at which the steps ended."""
+        """Return the outputs since the last call, with the times at which their steps ended."""
         found = []
         while self.reports.poll(0):
-            for report in self._decode(self.reports.recv()):
-                found += [(report.time, output) for output in report.outputs]
-                self._note_steps(report)
+            report = self._receive()
+            found += [(report.time, output) for output in report.outputs]
+            for line, _ in report.steps.get(0, ()):
+                record = self._decoder.decode(line)
+                self.trace.steps.append(record)
+                # A report is sent right after its step: the smallest difference is that of the two clocks.
+                self.began = min(self.began, report.time - record.start - record.duration)
         return found
 
-    def _note_steps(self, report: Report) -> None:
-        for line, _ in report.steps.get(0, ()):
-            record = self._decoder.decode(line)
-            self.trace.steps.append(record)
-            # A report is written right after its step: the smallest difference is that of the two clocks.
-            self.began = min(self.began, report.time - record.start - record.duration)
-
-    def _decode(self, data: bytes) -> list[Report]:
-        report = msgspec.msgpack.decode(data, type=Report)
+    def _receive(self) -> Report:
+        report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
         if report.fatal or report.refused:
             raise RuntimeError(report.fatal or f"refused: {report.refused}")
-        return [report]
+        return report
 
     def _send(self, command: Command) -> None:
         self._commands.send(msgspec.msgpack.encode(command))
 
     def close(self) -> None:
-        """End it."""
+        """Shut the engine down, or kill it after five seconds."""
         self._send(Command(order="shutdown"))
         self.process.join(5)
         self.process.kill()
@@ -115,18 +112,14 @@ class EngineProcess:
 
 
 def _run(config: EngineConfig, threads: int, commands: str, reports: str) -> None:
-    """What the process does."""
-    import torch
-
-    from nanovllm.engine.process import run_engine
-
-    logging.disable(logging.INFO)  # what comes and goes is no news in a lecture
+    """The main function of an engine's process."""
+    logging.disable(logging.INFO)  # a lecture shows no log of the engine
     torch.set_num_threads(threads)
     run_engine(config, commands, reports)
 
 
 def start_fleet(*engines: EngineProcess) -> tuple[EngineProcess, ...]:
-    """Wait until all of them, which start side by side, are ready."""
+    """Wait until all engines, which start in parallel, are ready."""
     return tuple(engine.wait_until_ready() for engine in engines)
 
 
@@ -136,17 +129,17 @@ def play(
     on_output: Callable[[float, EngineOutput], bool],
     timeout: float = 120.0,
 ) -> float:
-    """Do what is to be done at its time, and hand on what the engines say, until that is enough.
+    """Run actions at their times and pass on the engines' outputs, until `on_output` returns True.
 
     Args:
-        actions: pairs of seconds from now and what to do then.
-        on_output: gets each output with the time of its step; returns True when all is over.
+        actions: pairs (seconds from now, function).
+        on_output: receives each output with the time of its step; returns True to end.
 
     Returns:
-        When it began, in seconds of the monotonic clock.
+        The time of the start, in seconds of the monotonic clock.
 
     Raises:
-        TimeoutError: it took too long.
+        TimeoutError: `timeout` seconds have passed.
         RuntimeError: an engine has failed.
     """
     poller: Any = zmq.Poller()

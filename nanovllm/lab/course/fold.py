@@ -9,7 +9,7 @@ from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
 from nanovllm.lab.course.pieces import Piece, cut, first_row, inline_body, is_placeholder, label
 
 MARKER = "Built by {}: edit it there, then run `python -m nanovllm.lab.course build`."
-_COURSE = f"{PACKAGE}.course"
+_COURSE = f"{PACKAGE}.lab.course"
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Module:
 
     @property
     def path(self) -> str:
-        """Where the module stands, relative to the root."""
+        """The path of the module, relative to the root."""
         return f"{PACKAGE}/{self.name.replace('.', '/')}.py"
 
     def text(self) -> str:
@@ -72,7 +72,7 @@ def fold(lecture: Lecture, name: str) -> Module:
                 comments.append(piece)
             elif piece.kind == "docstring":
                 if cell.sets_module is None:
-                    raise cell.error("a module's docstring stands in the cell of its `default_exp`", piece.start + 1)
+                    raise cell.error("a module's docstring belongs into the cell of its `default_exp`", piece.start + 1)
             elif piece.kind == "import":
                 if not _imports_extend(piece.node):
                     module.imports.append(piece)
@@ -153,7 +153,7 @@ def _extend(module: Module, part: Piece) -> None:
         if member.kind == "comment":
             comments.append(member)
             continue
-        # In the notebook an accessor finds the property in the finished class, in the module beside it.
+        # In the notebook, a later cell's accessor refers to the property through the finished class.
         member.lines = [line.replace(f"@{name}.{member.name}", f"@{member.name}") for line in member.lines]
         _place(target.members, member, comments)
         comments = []

@@ -1,29 +1,29 @@
-"""The smallest loop around a model that lectures and tests run on each rank: no scheduler, no sampling, a few prompts."""
+"""A minimal generation loop for lectures and tests, to run on each rank: no scheduler, no sampling, a few prompts."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any
 
 import torch
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
 from nanovllm.attention.torch import TorchBackend
-from nanovllm.models.llama import DecoderLayer, LlamaForCausalLM
+from nanovllm.models.llama import LlamaForCausalLM
 
 BLOCK_SIZE = 16
 
 
 class GreedyLoop:
-    """Continues prompts with the likeliest tokens, all of them in each step.
+    """Continues all prompts by their likeliest token in each step.
 
     Args:
         model: of this rank.
-        prompts: token ids. Without any, each step still computes one token that nobody wants (a dummy batch): ranks
-            that share experts with others have to take part.
-        num_tokens: how many will be asked for, at most.
+        prompts: token ids. Without any, each step computes a dummy batch of one token, since a rank that shares
+            experts with others has to take part in their collectives.
+        num_tokens: the most tokens to generate per prompt.
 
     Attributes:
-        outputs: the tokens so far, a list a prompt.
+        outputs: the tokens so far, one list per prompt.
     """
 
     def __init__(self, model: LlamaForCausalLM, prompts: list[list[int]], num_tokens: int) -> None:
@@ -34,7 +34,7 @@ class GreedyLoop:
         longest = max(map(len, prompts)) + num_tokens
         blocks = -(-longest // BLOCK_SIZE)
         self._tables = torch.arange(len(prompts) * blocks, dtype=torch.int32).view(len(prompts), blocks)
-        layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
+        layers: list[Any] = list(model.model.layers)
         shape = kv_cache_shape(
             self._tables.numel(), layers[0].self_attn.qkv_proj.num_kv_heads, BLOCK_SIZE, model.config.head_dim
         )
@@ -43,7 +43,7 @@ class GreedyLoop:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """One forward pass. Returns: the next token of each prompt, which are in `outputs`, too."""
+        """Run one forward pass. Returns the next token of each prompt, and appends it to `outputs`."""
         counts = [len(tokens) for tokens in self._new]
         positions = [torch.arange(done, done + n) for done, n in zip(self._lengths, counts, strict=True)]
         self._lengths = [done + n for done, n in zip(self._lengths, counts, strict=True)]

@@ -30,27 +30,22 @@ class CourseError(Exception):
 
 
 @dataclass(eq=False)
-class Cell:
-    """A code cell of a lecture.
+class Source:
+    """Python source: a module's text, or a cell of a lecture, whose directives end above line `body` (from 0).
 
-    `number` counts all cells from 1, as they stand in the file; `run` counts the code cells, as `In [n]` does. `body`
-    is the index of the first line below the directives.
+    `place` names the source in error messages.
     """
 
-    lecture: str
-    number: int
-    run: int
+    place: str
     lines: list[str]
     body: int = 0
-    module: str | None = None
-    sets_module: str | None = None
 
     def error(self, message: str, line: int) -> CourseError:
-        """An error at a line of the cell, counted from 1."""
-        return CourseError(f"{self.lecture}: cell {self.number} (In [{self.run}]), line {line}: {message}")
+        """An error at a line of the source, counted from 1."""
+        return CourseError(f"{self.place}, line {line}: {message}")
 
     def parse(self) -> list[ast.stmt]:
-        """The statements of the cell; their line numbers count from the cell's first line.
+        """The statements of the source, with line numbers that count from its first line.
 
         Raises:
             CourseError: the code is not plain Python.
@@ -62,9 +57,18 @@ class Cell:
             raise self.error(f"syntax error: {error.msg}", error.lineno or 1) from None
 
 
+@dataclass(eq=False)
+class Cell(Source):
+    """A code cell of a lecture. `number` counts all cells of the file from 1."""
+
+    number: int = 0
+    module: str | None = None
+    sets_module: str | None = None
+
+
 @dataclass
 class Docstring:
-    """The summary of a module, and the lines [start, end) of the cell (counted from 1) that it stands in."""
+    """The summary of a module, and the lines [start, end) of the cell (counted from 1) that contains it."""
 
     text: str
     number: int
@@ -128,7 +132,7 @@ def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> 
             lecture.quote = _quote(lines, number)
         elif raw["cell_type"] == "code":
             run += 1
-            cell = Cell(name, number, run, lines)
+            cell = Cell(f"{name}: cell {number} (In [{run}])", lines, number=number)
             current = _direct(cell, current)
             _enter(lecture, cell)
     return lecture
@@ -158,7 +162,7 @@ def _direct(cell: Cell, current: str | None) -> str | None:
             cell.module = argument or None
     for row, line in enumerate(cell.lines[cell.body :], start=cell.body):
         if _MISPLACED.match(line):
-            raise cell.error("a directive stands in the first lines of its cell", row + 1)
+            raise cell.error("a directive belongs into the first lines of its cell", row + 1)
     if exported and cell.module is None:
         if current is None:
             raise cell.error("`export` before any `default_exp`: to which module?", 1)

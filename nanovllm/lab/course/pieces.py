@@ -5,42 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
-from nanovllm.lab.course.notebook import CourseError, string_statement
+from nanovllm.lab.course.notebook import Source, string_statement
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["docstring", "import", "typing", "class", "definition", "assignment", "statement", "comment"]
-
-
-class Source(Protocol):
-    """What pieces are cut from: a cell of a lecture, or a module."""
-
-    lines: list[str]
-    body: int
-
-    def parse(self) -> list[ast.stmt]: ...
-    def error(self, message: str, line: int) -> CourseError: ...
-
-
-@dataclass(eq=False)
-class ModuleText:
-    """The text of a module as a source of pieces."""
-
-    name: str
-    lines: list[str]
-    body: int = 0
-
-    def error(self, message: str, line: int) -> CourseError:
-        """An error at a line of the module, counted from 1."""
-        return CourseError(f"{self.name}, line {line}: {message}")
-
-    def parse(self) -> list[ast.stmt]:
-        """The statements of the module; a syntax error becomes a CourseError."""
-        try:
-            return ast.parse("\n".join(self.lines) + "\n").body
-        except SyntaxError as error:
-            raise self.error(f"syntax error: {error.msg}", error.lineno or 1) from None
 
 
 @dataclass(eq=False)
@@ -73,14 +43,14 @@ class Piece:
 
     @property
     def blanks(self) -> int:
-        """How many blank lines stand above it."""
+        """The number of blank lines above it."""
         row = self.start
         while row > self.source.body and not self.source.lines[row - 1].strip():
             row -= 1
         return self.start - row
 
     def follows(self, other: Piece) -> bool:
-        """Whether only blank lines stand between `other` and this piece."""
+        """Whether there are only blank lines between `other` and this piece."""
         between = self.source.lines[other.end : self.start]
         return self.source is other.source and other.end <= self.start and not any(map(str.strip, between))
 
@@ -167,7 +137,7 @@ def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece |
 
 
 def inline_body(source: Source, node: ast.ClassDef) -> str:
-    """What stands before the body on the body's first line: `class A:` for `class A: ...`, else nothing."""
+    """The text before the body on the body's first line: `class A:` for `class A: ...`, else nothing."""
     line = source.lines[node.body[0].lineno - 1].encode()  # the parser counts columns in bytes
     return line[: node.body[0].col_offset].decode().strip()
 
@@ -198,7 +168,7 @@ def _is_typing_block(node: ast.stmt) -> bool:
 
 
 def _function_name(node: Function) -> str:
-    """The function's name; `name.setter` for an accessor, nothing for `_`, which is nobody's name."""
+    """The function's name; `name.setter` for an accessor, nothing for `_`, since several functions may be called `_`."""
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Attribute) and decorator.attr in ("setter", "deleter"):
             return f"{node.name}.{decorator.attr}"

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.lab.course.build import Built, build, current_texts, differences, module_pieces, polish
+from nanovllm.lab.course.build import Built, build, current_texts, differences, polish
 from nanovllm.lab.course.fold import MARKER, Module, quoted
-from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, read_lecture, source_of, string_statement
-from nanovllm.lab.course.pieces import Piece
+from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, read_lecture, source_of, string_statement
+from nanovllm.lab.course.pieces import Piece, cut, label
 
 # (under TYPE_CHECKING, level, module or nothing, name, other name)
 Alias = tuple[bool, int, str, str, str]
@@ -28,13 +28,11 @@ class Edits:
     changes: dict[int, list[tuple[int, int, list[str]]]] = field(default_factory=lambda: defaultdict(list))
     notes: list[str] = field(default_factory=list)
 
-    def replace(self, number: int, start: int, end: int, lines: list[str]) -> None:
-        """Put `lines` in the place of [start, end); where the two are equal, insert before `start`."""
+    def replace(self, number: int, start: int, end: int, lines: list[str], note: str = "") -> None:
+        """Put `lines` in the place of [start, end) of a cell, or before `start` where the two are equal."""
         self.changes[number].append((start, end, lines))
-
-    def note(self, number: int, what: str) -> None:
-        """Tell what happens to a cell."""
-        self.notes.append(f"cell {number}: {what}")
+        if note:
+            self.notes.append(f"cell {number}: {note}")
 
     def apply(self, data: dict[str, Any]) -> dict[str, Any]:
         """A copy of a notebook's JSON with the edits; ids, outputs and metadata stay."""
@@ -51,10 +49,12 @@ class Edits:
 
 
 def pull(root: Path, lecture: Lecture) -> list[str]:
-    """Make a lecture build what its modules say, and return what was done, one line each.
+    """Change the cells of a lecture so that they build the present modules.
 
-    The modules are sorted and formatted first. The lecture is written only if it then builds every one of its
-    modules exactly.
+    The modules are sorted and formatted first. The lecture is written only if it then builds all of its modules exactly.
+
+    Returns:
+        One message per change.
 
     Raises:
         CourseError: some of the edit cannot be carried back; it names the rest. Nothing is written then.
@@ -66,7 +66,7 @@ def pull(root: Path, lecture: Lecture) -> list[str]:
     edited = {item.module.path for item in built if current[item.module.path] != item.text}
     polished, problems = polish(root, {path: current[path] for path in edited})
     wanted = {**current, **polished}
-    for path, row, message, _text in problems:
+    for path, row, message in problems:
         raise CourseError(f"{path}, line {row}: {message}")
     edits = Edits()
     for item in built:
@@ -100,11 +100,19 @@ def _verify(root: Path, lecture: Lecture, data: dict[str, Any], wanted: dict[str
 
 def _carry_module(built: Built, wanted: str, edits: Edits) -> None:
     module = built.module
-    before, shown_before = module_pieces(module.path, built.text)
-    after, shown_after = module_pieces(module.path, wanted)
+    before, shown_before = _pieces_of(module.path, built.text)
+    after, shown_after = _pieces_of(module.path, wanted)
     _carry_docstring(module, before, after, edits)
     _carry_imports(module, before, after, edits)
     _carry_pieces(module, module.pieces, shown_before, shown_after, edits)
+
+
+def _pieces_of(path: str, text: str) -> tuple[list[Piece], list[Piece]]:
+    """The docstring and imports of a module, and the labelled pieces below them."""
+    pieces = cut(Source(path, text.split("\n")))
+    head = [piece for piece in pieces if piece.kind in ("docstring", "import", "typing")]
+    label(shown := [piece for piece in pieces if piece not in head])
+    return head, shown
 
 
 def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], after: list[Piece], edits: Edits) -> None:
@@ -125,15 +133,15 @@ def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], aft
         if new.kind == old.kind == origin.kind == "class":
             if new.head != old.head:
                 start = origin.start
-                edits.replace(_number(origin), start, start + len(origin.head), new.head)
-                edits.note(_number(origin), f"changed the head of class {new.name}")
+                note = f"changed the head of class {new.name}"
+                edits.replace(_number(origin), start, start + len(origin.head), new.head, note)
             _carry_pieces(module, origin.members, old.members, new.members, edits)
         elif new.lines != old.lines:
-            edits.replace(_number(origin), origin.start, origin.end, _for_cell(origin, new.lines))
-            edits.note(_number(origin), f"changed {_called(new)}")
+            lines = _for_cell(origin, new.lines)
+            edits.replace(_number(origin), origin.start, origin.end, lines, f"changed {_called(new)}")
         if anchor and origin.follows(anchor) and new.blanks != old.blanks:
-            edits.replace(_number(origin), anchor.end, origin.start, [""] * new.blanks)
-            edits.note(_number(origin), f"changed the space above {_called(new)}")
+            note = f"changed the space above {_called(new)}"
+            edits.replace(_number(origin), anchor.end, origin.start, [""] * new.blanks, note)
         anchor = origin
     _delete([origin_of[key] for key in old_of if key not in kept and key in origin_of], edits)
 
@@ -149,15 +157,16 @@ def _insert(
         seat = top.first
         row, lines = seat.start, [*new.lines, *[""] * (below.blanks if below else 0)]
     else:
-        raise CourseError(f"{module.path}: {_called(new)} stands alone: no cell holds a neighbour to add it to")
-    edits.replace(_number(seat), row, row, lines)
-    edits.note(_number(seat), f"added {_called(new)} {f'after {_called(anchor)}' if anchor else ''}".rstrip())
+        raise CourseError(f"{module.path}: {_called(new)} has no neighbour in a cell to be added to")
+    edits.replace(
+        _number(seat), row, row, lines, f"added {_called(new)}{f' after {_called(anchor)}' if anchor else ''}"
+    )
 
 
 def _delete(gone: list[Piece], edits: Edits) -> None:
     """Remove pieces, a class with all its continuations, and a continuation with the last of its members."""
     for origin in gone:
-        edits.note(_number(origin), f"removed {_called(origin)}")
+        note = f"removed {_called(origin)}"
         for part in origin.parts or [origin]:
             parent = part.parent
             if parent and not parent.parts and all(m in gone or m.kind == "comment" for m in parent.members):
@@ -168,7 +177,8 @@ def _delete(gone: list[Piece], edits: Edits) -> None:
             opening = part.parent.start + len(part.parent.head) if part.parent else part.source.body
             while start == opening and end < len(lines) and not lines[end].strip():
                 end += 1
-            edits.replace(_number(part), start, end, [])
+            edits.replace(_number(part), start, end, [], note)
+            note = ""
 
 
 def _carry_docstring(module: Module, before: list[Piece], after: list[Piece], edits: Edits) -> None:
@@ -186,8 +196,7 @@ def _carry_docstring(module: Module, before: list[Piece], after: list[Piece], ed
         if cell is None:
             raise CourseError(f"{module.path}: no cell has `default_exp {module.name}` to hold its new docstring")
         number, start, end, lines = cell.number, cell.body, cell.body, [*lines, ""]
-    edits.replace(number, start, end, lines)
-    edits.note(number, "changed the summary of the module")
+    edits.replace(number, start, end, lines, "changed the summary of the module")
 
 
 def _summary(pieces: list[Piece], module: Module) -> str | None:
@@ -222,8 +231,7 @@ def _carry_imports(module: Module, before: list[Piece], after: list[Piece], edit
                 if cell.sets_module == module.name and not module.docstring.quoted:
                     row, lines = module.docstring.end, ["", *lines]
         assert isinstance(cell, Cell)
-        edits.replace(cell.number, row, row, lines)
-        edits.note(cell.number, f"added `{statement}`")
+        edits.replace(cell.number, row, row, lines, f"added `{statement}`")
 
 
 def _aliases(pieces: list[Piece]) -> set[Alias]:

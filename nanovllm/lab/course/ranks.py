@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import multiprocessing
+import os
 import pathlib
 import sys
 import tempfile
@@ -16,9 +18,14 @@ from typing import Any
 import cloudpickle
 import torch
 
-from nanovllm.distributed.groups import Grid
+from nanovllm.distributed.groups import Grid, destroy_groups, initialize_groups
 
-# To cloudpickle, a function with the words `torch` and `ops` in it might mean torch.ops, which has no pickle of its own.
+# One server process imports torch once; it forks a rank in milliseconds, where a new interpreter takes seconds.
+PRELOADED = ["nanovllm.lab.course.ranks", "nanovllm.models.loader"]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(PRELOADED)
+
+# cloudpickle takes the words `torch` and `ops` in a function for torch.ops, which has no pickle of its own.
 copyreg.pickle(type(torch.ops), lambda module: (getattr, (torch, "ops")))
 
 
@@ -36,46 +43,41 @@ def run_ranks(
     disable_custom_all_reduce: bool = False,
     return_failures: bool = False,
 ) -> list[Any]:
-    """Run `function(*arguments)` in a process for each rank of the grid, with the groups made; wait for all.
+    """Run `function(*arguments)` in one process per rank of the grid, with the groups initialized, and wait for all.
 
     Args:
-        function: also one that a notebook or a test defines: it is sent by value.
-        timeout: seconds after which all are killed.
-        threads: of torch, in each process.
+        function: may be defined in a notebook or a test: it is sent by value.
+        timeout: seconds after which all ranks are killed.
+        threads: of torch, per process.
         collective_timeout, disable_custom_all_reduce: of the groups, see `initialize_groups`.
-        return_failures: put a `RankError` in the place of what a rank that failed would have returned.
+        return_failures: return a `RankError` as the result of a rank that failed, instead of raising it.
 
     Returns:
-        What each rank returned, in the order of the ranks.
+        The result of each rank, in the order of the ranks.
 
     Raises:
         RankError: a rank raised, died, or did not end in time; all others are killed.
     """
     settings = {"grid": grid, "timeout": collective_timeout, "disable_custom_all_reduce": disable_custom_all_reduce}
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder, contextlib.ExitStack() as at_the_end:
         settings["init_method"] = f"file://{pathlib.Path(folder) / 'rendezvous'}"
-        work = _by_value(function, arguments, settings)
-        pipes, processes = [], []
-        try:
-            for rank in range(grid.world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_run_rank, args=(rank, threads, work, theirs), name=f"rank {rank}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return _collect(pipes, timeout, return_failures)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        work, pipes = _by_value(function, arguments, settings), []
+        for rank in range(grid.world_size):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            # The server forked from an earlier environment, so the present one is sent.
+            process = CONTEXT.Process(
+                target=_run_rank, args=(rank, threads, work, dict(os.environ), theirs), name=f"rank {rank}", daemon=True
+            )
+            process.start()
+            at_the_end.callback(process.join)
+            at_the_end.callback(process.kill)  # callbacks run in reverse order
+            theirs.close()
+            pipes.append(ours)
+        return _collect(pipes, timeout, return_failures)
 
 
 def _by_value(function: Callable[..., Any], *others: Any) -> bytes:
-    """Functions of the package are imported by the rank; all others are sent, with what they use of their module."""
+    """Pickle a function: by name if it belongs to the package, else by value with what it uses of its module."""
     module = sys.modules.get(function.__module__)
     if module is None or module.__name__.partition(".")[0] in ("__main__", "nanovllm"):
         return cloudpickle.dumps((function, *others))
@@ -110,12 +112,10 @@ def _collect(pipes: list[Connection], timeout: float, return_failures: bool) -> 
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _run_rank(rank: int, threads: int, work: bytes, pipe: Connection) -> None:
-    """What each process does."""
-    import torch
-
-    from nanovllm.distributed.groups import destroy_groups, initialize_groups
-
+def _run_rank(rank: int, threads: int, work: bytes, environment: dict[str, str], pipe: Connection) -> None:
+    """The main function of a rank's process."""
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(threads)
     try:
         function, arguments, settings = cloudpickle.loads(work)

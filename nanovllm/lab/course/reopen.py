@@ -6,27 +6,19 @@ import abc
 import dataclasses
 import types
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 Class = TypeVar("Class", bound=type)
 
-# What the interpreter and `abc` write into every class body; none of it is a member that someone wrote.
-_BOOKKEEPING = {
-    "__module__",
-    "__qualname__",
-    "__dict__",
-    "__weakref__",
-    "__annotations__",
-    "__annotate__",
-    "__annotate_func__",
-    "__annotations_cache__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__orig_bases__",
-    "__parameters__",
-    "__abstractmethods__",
-    "_abc_impl",
-}
+Item = TypeVar("Item")
+
+
+class _Empty(abc.ABC, Generic[Item]):
+    annotated: int
+
+
+# The names that the interpreter, `abc` and `typing` write into every class body.
+_BOOKKEEPING = {*vars(_Empty), "__annotations_cache__"} - {"__doc__"}
 
 
 def extend(cls: Class) -> Class:
@@ -77,7 +69,7 @@ def _refuse_fields(cls: type, original: type) -> None:
 
 
 def _adopt(original: type, name: str, value: Any) -> Any:
-    """`value` as a member of `original`: its functions say where they live, and accessors complete a property."""
+    """`value` as a member of `original`: functions get its qualified name, and accessors complete a property."""
     for function in _functions(value, closures=False):
         if function.__qualname__.rpartition(".")[0].rpartition(".")[2] == original.__name__:
             function.__qualname__ = f"{original.__qualname__}.{function.__name__}"

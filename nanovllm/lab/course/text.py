@@ -21,7 +21,7 @@ def to_text(path: Path) -> str:
 
 
 def from_text(text: Path, path: Path, root: Path) -> bool:
-    """Make or update a lecture from py:percent; says whether the file changed.
+    """Make or update a lecture from py:percent; return whether the file changed.
 
     Cells that the text did not change keep their ids, outputs and metadata; a changed cell keeps its id.
 

@@ -3,7 +3,7 @@
 By hand: TRITON_INTERPRET=1 python -m pytest tests/attention/interpreted
 """
 
-from nanovllm.ops.triton_support import is_interpreted
+from nanovllm.ops.support import is_interpreted
 
 # A wild load of an interpreted kernel takes the whole process along, so the ordinary run must not collect them.
 collect_ignore_glob = [] if is_interpreted() else ["test_*.py"]

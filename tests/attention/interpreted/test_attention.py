@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm.attention import triton as attention
 from nanovllm.attention.triton import Hardware, TritonBackend, choose_splits, choose_tiles
-from nanovllm.lab.bench.gpu.cases import AttentionCase, attention_case
+from nanovllm.lab.cases import AttentionCase, attention_case
 from nanovllm.ops.device import zeros
 
 KIB = 1024

@@ -18,7 +18,7 @@ from nanovllm.attention.latent_kernels import (
     decode_latent,
 )
 from nanovllm.attention.triton import MAX_SPLITS, Hardware
-from nanovllm.lab.bench.gpu.latent import LatentCase, latent_case
+from nanovllm.lab.cases import LatentCase, latent_case
 from tests.oracle import make_checkpoint, reference_tokens
 
 KIB = 1024

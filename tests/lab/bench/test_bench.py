@@ -8,6 +8,7 @@ import math
 import pathlib
 import random
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -22,8 +23,9 @@ from nanovllm.lab.bench.client import ServerError
 from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, command_line_flags
 from nanovllm.lab.bench.machine import Limits, MemoryMeter, Noise, NoiseMeter, process_tree
 from nanovllm.lab.bench.metrics import Timeline, compare, figures, intruder_figures
+from nanovllm.lab.bench.report import Report, goal
 from nanovllm.lab.bench.roofline import ModelCost, Work, least_work, roofline_share, workload_work
-from nanovllm.lab.bench.suite import Launch, Results, Run, Started
+from nanovllm.lab.bench.suite import Launch, Run, Started, Suite
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload, endless_workload
 from nanovllm.models.config import ModelConfig
 from tests.oracle import make_checkpoint, reference_model
@@ -98,9 +100,9 @@ def test_a_request_rate_spreads_the_arrivals() -> None:
     assert arrivals[-1] / 399 == pytest.approx(1 / 50, rel=0.2)
 
 
-def test_custom_workloads_refuse_what_they_do_not_have() -> None:
+def test_custom_workloads_refuse_numbers_out_of_range() -> None:
     assert custom_workload("latency", batch_size=2).num_prompts == 2
-    for options in ({"num_prompts": 3}, {"request_rate": 1.0}, {"input_len": 0}, {"output_len": -1}):
+    for options in ({"batch_size": 0}, {"input_len": 0}, {"output_len": -1}):
         with pytest.raises(ValueError):
             custom_workload("latency", **options)
     for rate in (0.0, -1.0, math.nan):
@@ -150,10 +152,9 @@ def test_only_waits_that_the_late_prompt_can_have_caused_count() -> None:
     ],
 )
 def test_verdicts(runs: list[tuple[float, float]], higher_is_better: bool, ratio: float, verdict: str) -> None:
-    found = compare(runs, higher_is_better)
-    assert found.ratio == pytest.approx(ratio)
-    assert found.verdict == verdict
-    assert len(found.pairs) == len(runs)
+    pairs, found = compare(runs, higher_is_better)
+    assert statistics.median(pairs) == pytest.approx(ratio)
+    assert found == verdict and len(pairs) == len(runs)
 
 
 # ---------------------------------------------------------------- roofline
@@ -239,7 +240,7 @@ def test_a_cached_prefix_is_not_computed() -> None:
 
 def test_shares_of_the_roof() -> None:
     share = roofline_share(Work(num_bytes=50, flops=30), seconds=2.0, bytes_per_second=100, flops_per_second=20)
-    assert share.bandwidth == 25 and share.compute == 75 and share.percent == 75
+    assert share == (25, 75)
 
 
 def test_waiting_has_no_roof() -> None:
@@ -361,17 +362,19 @@ def test_a_trend_favours_nobody() -> None:
     seen = [window for pair in pairs for window in pair.windows]
     # Contexts grow, each window is 1 % slower than the one before; and who is watched loses 5 %.
     speeds = [400 * 0.99**i * (0.95 if seen[i] else 1) for i in range(num_windows)]
-    found = watch.summarize(pairs, speeds, 20.0, 1.0, noise)
-    assert len(found.watched.pairs) == len(found.control.pairs) == 40
-    assert found.watched.ratio == pytest.approx(0.95, abs=0.001) and found.control.ratio == pytest.approx(1, abs=0.001)
-    assert found.watched.low < 0.95 < found.watched.high < 1 < found.control.high
-    assert found.tokens_per_second == pytest.approx(400 * 0.99 ** (num_windows / 2 + 4), rel=0.05)
+    watched, control, windows = watch.compare(pairs, speeds, 20.0, 1.0, noise)
+    assert watched["pairs"] == control["pairs"] == 40
+    assert watched["ratio"]["median"] == pytest.approx(0.95, abs=0.001)
+    assert control["ratio"]["median"] == pytest.approx(1, abs=0.001)
+    assert watched["ratio"]["low"] < 0.95 < watched["ratio"]["high"] < 1 < control["ratio"]["high"]
+    assert windows["tokens/s without a watcher"] == pytest.approx(400 * 0.99 ** (num_windows / 2 + 4), rel=0.05)
 
 
 def test_an_interval_narrows_with_the_pairs() -> None:
-    few, many = (watch.Estimate.of([0.9, 1.0, 1.1, 1.0] * n) for n in (2, 20))
-    assert few.ratio == many.ratio == 1 and few.low < many.low <= 1 <= many.high < few.high
-    assert watch.Estimate.of([0.97]) == watch.Estimate(0.97, 0.97, 0.97, [0.97])
+    few, many = (report.estimate([0.9, 1.0, 1.1, 1.0] * n) for n in (2, 20))
+    assert few["median"] == many["median"] == 1
+    assert few["low"] < many["low"] <= 1 <= many["high"] < few["high"]
+    assert report.estimate([0.97]) == {"median": 0.97, "low": 0.97, "high": 0.97, "values": [0.97]}
 
 
 def test_a_window_holds_whole_steps() -> None:
@@ -385,10 +388,10 @@ def test_pairs_without_a_speed_are_left_out() -> None:
     pairs, noise = watch.plan(watch.WARM_UP_PAIRS + 3), Noise(0.0, 0.0, 2.0)
     speeds = [100.0, 200.0] * len(pairs)
     speeds[-3] = math.nan  # of the last pair that somebody watched
-    found = watch.summarize(pairs, speeds, 20.0, 1.0, noise)
-    assert found.watched.pairs == [0.5, 2.0] and found.control.pairs == [0.5, 2.0, 0.5]
+    watched, control, _ = watch.compare(pairs, speeds, 20.0, 1.0, noise)
+    assert watched["ratio"]["values"] == [0.5, 2.0] and control["ratio"]["values"] == [0.5, 2.0, 0.5]
     with pytest.raises(EngineFailed, match="--window"):
-        watch.summarize(pairs, [math.nan] * len(speeds), 20.0, 1.0, noise)
+        watch.compare(pairs, [math.nan] * len(speeds), 20.0, 1.0, noise)
 
 
 def test_the_streams_of_the_load_do_not_end_together() -> None:
@@ -411,41 +414,54 @@ def test_a_server_that_shows_no_step_is_named() -> None:
 # ---------------------------------------------------------------- reports
 
 
-def made_up_results() -> Results:
-    workload = NAMED["W1"][0]
-    results = Results(["nanovllm", "hf"], 2, [workload], Limits(1e9, 1e12, "bfloat16", 2))
+def made_up_suite() -> Suite:
+    workload, folder = NAMED["W1"][0], pathlib.Path("/nowhere")
+    engines = [EngineSettings(name, folder, {"dtype": "bfloat16"}, 2) for name in ("nanovllm", "hf")]
+    suite = Suite("some-model", engines, [workload], 2, 0, tiny_model(), Limits(1e9, 1e12, "bfloat16", 2))
     for repeat in range(2):
         for engine, step in (("nanovllm", 0.01), ("hf", 0.02)):
             line = Timeline(0.0, [(step * (i + 1), 1) for i in range(128)])
             noise = Noise(0.1 * repeat, 0.25, 1.5)
-            results.runs.append(Run("W1", engine, repeat, figures([line]), noise, Work(10**8, 10**9)))
+            suite.runs.append(Run("W1", engine, figures([line]), noise, Work(10**8, 10**9)))
     for engine, seconds in (("nanovllm", 2.0), ("hf", 5.0)):
         started = Started(seconds, {"torch": "2.13"}, int(seconds * 2**28))
-        results.launches.append(Launch(0, engine, "offline", started))
-    return results
+        suite.launches.append(Launch(0, engine, "offline", started))
+    return suite
 
 
 def test_markdown_and_json_say_the_same() -> None:
-    results = made_up_results()
-    context = report.Context.now("nanovllm bench latency", "some-model", "bfloat16", 2, 12.0, results)
-    text = report.markdown(results, context)
+    suite = made_up_suite()
+    found = Report("nanovllm bench latency", suite.facts(12.0), list(suite.rows()))
+    text = found.markdown()
     assert "    nanovllm bench latency\n" in text and "some-model" in text and "torch 2.13" in text
     assert re.search(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", text)
-    # 128 tokens in 1.28 s; 1e8 bytes at 1e9 a second are 0.1 s of them, 1e9 FLOPs at 1e12 are 1 ms.
+    # 128 tokens in 1.28 s; 1e8 bytes at 1e9 per second are 0.1 s of them, 1e9 FLOPs at 1e12 are 1 ms.
     assert "| W1 | nanovllm | 100 | 10.0 | 10.0 | 10.0 | 10.0 | 10.0 |" in text
     assert "| W1 | nanovllm | 7.81 | 7.81 | 0.08 | 1.50 | 10.0 | 25.0 |" in text
-    assert "| offline | nanovllm | 1 | 2.0 | 512 |" in text
+    assert "| offline | nanovllm | 1 | 2.00 | 512 |" in text
     assert "| W1 | tokens/s | hf | 2.00 | 2.00 2.00 | better |" in text
     assert "| offline | start to first token | hf | 2.50 | 2.50 | better |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
-    data = json.loads(report.as_json(results, context))
-    assert data["context"]["command"] == "nanovllm bench latency" and data["context"]["cpu"]
-    assert len(data["runs"]) == 4 and data["runs"][0]["figures"]["tokens_per_second"] == pytest.approx(100)
-    assert data["roofline"][0]["percent"] == pytest.approx(7.8125)
-    found = {(c["workload"], c["figure"]): c["verdict"] for c in data["comparisons"]}
-    assert found["W1", "worst ITL"] == found["offline", "peak memory"] == "better"
+    data = json.loads(found.json())
+    speed, use, _, ratios = data["tables"].values()
+    assert data["command"] == "nanovllm bench latency"
+    assert speed[0]["tokens/s"] == pytest.approx([100, 100]) and use[0]["% of roofline"] == pytest.approx([7.8125] * 2)
+    verdicts = {(row["workload"], row["figure"]): row["verdict"] for row in ratios}
+    assert verdicts["W1", "worst ITL ms"] == verdicts["offline", "peak memory"] == "better"
+
+
+def test_goals() -> None:
+    for measured, reached in ((51.1, False), (50.9, True)):
+        assert goal("x", measured, "%", near=50.0, tolerance=0.02)["reached"] is reached
+    assert goal("x", 7, near=7)["reached"] is True and goal("x", 7.0)["reached"] is None
+    rows = [goal("speed", 4.0, "×", at_least=5.0), goal("cost", 3.0, at_most=5.0), goal("none", None, at_most=5.0)]
+    assert [row["reached"] for row in rows] == [False, True, None]
+    found = Report("c", [], rows)
+    assert "| speed | 4.00 | × | ≥ 5.00 | NO |" in found.markdown() and not found.failed
+    found = Report("c", [], rows, dry_run=True)
+    assert "| speed | 4.00 | × | ≥ 5.00 | – |" in found.markdown() and report.DRY_RUN in found.markdown()
 
 
 # ---------------------------------------------------------------- the command
@@ -462,7 +478,7 @@ def test_markdown_and_json_say_the_same() -> None:
         (["latency", "--workload", "W9"], "unknown workload 'W9'"),
         (["latency", "--workload", "W2"], "belongs to `bench throughput`"),
         (["latency", "--workload", "W1", "--input-len", "3"], "exclude each other"),
-        (["all", "--input-len", "3"], "needs one benchmark"),
+        (["all", "--input-len", "3"], "belongs to `bench latency` and"),
         (["latency", "--num-prompts", "3"], "no option --num-prompts"),
         (["latency", "--batch-size", "0"], "1 or more"),
         (["latency", "--repeats", "0"], "--repeats must be"),
@@ -473,7 +489,7 @@ def test_markdown_and_json_say_the_same() -> None:
         (["latency", "--device", "cuda"], "measures CPUs"),
         (["latency", "--pairs", "3"], "belongs to `bench watch`"),
         (["watch", "--minutes", "3"], "belongs to `bench gpu`"),
-        (["all", "--part", "orders"], "belongs to `bench parallel`"),
+        (["all", "--part", "orders"], "belongs to `bench parallel` and `bench kv`"),
         (["watch", "--dry-run"], "belongs to `bench gpu` and `bench parallel`"),
         (["parallel", "--part", "orders,all"], "unknown part 'all'"),
         (["parallel", "--engine", "hf"], "no option --engine"),
@@ -482,9 +498,9 @@ def test_markdown_and_json_say_the_same() -> None:
         (["parallel", "-tp", "2"], "chooses the engine's settings"),
         (["watch", "--engine", "hf"], "no option --engine"),
         (["watch", "--repeats", "2"], "no option --repeats"),
-        (["watch", "--max-concurrency", "2"], "with --streams"),
+        (["watch", "--max-concurrency", "2"], "belongs to `bench serve`"),
         (["watch", "--pairs", "0"], "--pairs must be"),
-        (["watch", "--window", "nan"], "--window above 0"),
+        (["watch", "--window", "nan"], "--window must be above 0"),
         (["watch", "--streams", "0"], "1 or more"),
     ],
 )
@@ -507,11 +523,10 @@ def test_watching_from_the_command_line_to_the_files(
     words += ["--pairs", "2", "--window", "1", "--streams", "3", "--input-len", "8", "--output-len", "40"]
     words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
     assert main(words) == 0
-    data = json.loads((tmp_path / "r.json").read_text())
-    for kind in ("watched", "control"):
-        found = data[kind]
-        assert len(found["pairs"]) == 2 and 0 < found["low"] <= found["ratio"] <= found["high"]
-    assert data["tokens_per_second"] > 0 and data["lines_per_second"] > 0
+    compared, (windows,) = json.loads((tmp_path / "r.json").read_text())["tables"].values()
+    for row in compared:
+        assert row["pairs"] == 2 and 0 < row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    assert windows["tokens/s without a watcher"] > 0 and windows["lines/s that the watcher read"] > 0
     shown, text = capsys.readouterr().out, (tmp_path / "r.md").read_text()
     for name in ("watched / unwatched", "3 streams without an end"):
         assert name in shown and name in text
@@ -537,12 +552,13 @@ def test_from_the_command_line_to_the_files(
     words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
     assert main(words) == 0
     data = json.loads((tmp_path / "r.json").read_text())
-    assert [run["engine"] for run in data["runs"]] == engines
-    assert all(run["figures"]["output_tokens"] == 15 for run in data["runs"])
-    assert [launch["kind"] == "server" for launch in data["launches"]] == [benchmark == "serve"] * len(engines)
-    assert all(launch["started"]["peak_bytes"] > 0 for launch in data["launches"])
-    assert (len(data["roofline"]) == 0) == (benchmark == "serve")  # a request rate has no roof
-    assert all(data["context"]["versions"][engine] for engine in engines)
+    speed, use, starts, *_ = data["tables"].values()
+    assert [row["engine"] for row in speed] == engines and all(row["tokens/s"][0] > 0 for row in speed)
+    assert [row["used as"] == "server" for row in starts] == [benchmark == "serve"] * len(engines)
+    assert all(row["peak memory MiB"] > 0 for row in starts)
+    # A request rate has no roof.
+    assert all((row["% of roofline"] == [None]) == (benchmark == "serve") for row in use)
+    assert all(any(fact.startswith(f"{engine}: ") for fact in data["facts"]) for engine in engines)
     text = (tmp_path / "r.md").read_text()
     for engine in engines:
         assert f"| custom | {engine} |" in text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
 import json
 import math
@@ -9,30 +11,32 @@ import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from nanovllm import ops
 from nanovllm.attention.cpu import CpuBackend
 from nanovllm.attention.torch import TorchBackend
 from nanovllm.cli.main import main
 from nanovllm.distributed.cost_model import Link
-from nanovllm.lab.bench.gpu import attention, checks, command, environment, nccl, parts, report, tokens, trace
-from nanovllm.lab.bench.gpu.cases import attention_case, oracle, relative_error
-from nanovllm.lab.bench.gpu.engine import run_requests, start_engine
-from nanovllm.lab.bench.gpu.parts import Outcome, Part, Runner
-from nanovllm.lab.bench.gpu.results import Results
-from nanovllm.lab.bench.gpu.setting import Setting, Skip
-from nanovllm.lab.bench.gpu.shapes import SHAPES, write_checkpoint
-from nanovllm.lab.bench.gpu.trace import StepSplit, kind_of, split_steps
+from nanovllm.lab.bench import parts
+from nanovllm.lab.bench.gpu import attention, end_to_end, environment, nccl, plan, proofs, trace
+from nanovllm.lab.bench.gpu.trace import kind_of, split_steps
+from nanovllm.lab.bench.local import SHAPES, TINY, TINY_DEEPSEEK, run_requests, start_engine, write_checkpoint
+from nanovllm.lab.bench.metrics import Timeline
+from nanovllm.lab.bench.parts import Part, Runner, Setting, Skip
+from nanovllm.lab.bench.report import DRY_RUN, GOALS, PARTS, Report, Row
 from nanovllm.lab.bench.roofline import ModelCost
-from nanovllm.lab.bench.workloads import BenchRequest
+from nanovllm.lab.bench.workloads import BenchRequest, Workload
+from nanovllm.lab.cases import attention_case, oracle, relative_error
 from nanovllm.models.config import ModelConfig
+from tests.gpu import test_kernels, test_sanitizer, test_tokens
 from tests.oracle import reference_tokens
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -55,24 +59,22 @@ def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path) -> None:
     assert sorted((ROOT / "figures").iterdir()) == figures
     found = json.loads(files[0].read_text())
     assert found["dry_run"] is True and found["failed"] is False
-    status = {part["title"]: part["status"] for part in found["parts"]}
-    assert status.pop("compute-sanitizer") == "skipped"
-    assert set(status.values()) == {"done"} and len(status) == len(parts.plan(dry_run=True)) - 1
-    assert {limit["name"] for limit in found["limits"]} == {"bytes_per_second", "flops_per_second"}
-    passed = [check["name"] for check in found["checks"] if check["passed"] is True]
+    tables = found["tables"]
+    assert [part["status"] for part in tables[PARTS]] == ["done"] * len(plan.plan(dry_run=True))
+    assert len(tables["Measured ceilings"]) == 2
+    passed = [row["proof"] for row in tables[proofs.TITLE] if row["passed"]]
     assert len(passed) >= 18 and sum("experts that move" in name for name in passed) == 2
-    assert all("seconds" in row for row in found["decode"] + found["latent"])
-    implementations = {row["implementation"] for row in found["prefill"] if "seconds" in row}
+    assert all(row["% of copy"] > 0 for row in tables[plan.DECODE] + tables[plan.LATENT])
+    implementations = {row["implementation"] for row in tables[plan.PREFILL] if "ms" in row}
     assert implementations == {"nanovllm", "SDPA flash", "flex_attention"}
-    engines = {row["engine"]: row for row in found["end_to_end"]}
-    assert len(engines) == 4 and all("seconds" in row for row in found["end_to_end"])
-    assert [row["operation"] for row in found["collectives"]] == ["all-reduce"] * 3 + ["all-gather"] * 3
-    splits = {(row["engine"], row["workload"]): row["running"] for row in found["step_split"]}
+    assert len({row["engine"] for row in tables[plan.MODELS]}) == 4 and all("s" in row for row in tables[plan.MODELS])
+    (collectives,) = (rows for title, rows in tables.items() if title.startswith("Collectives"))
+    assert [row["operation"] for row in collectives] == ["all-reduce"] * 3 + ["all-gather"] * 3
+    splits = {(row["engine"], row["workload"]): row["running"] for row in tables[plan.STEP]}
     modes = ("nanovllm, graphs", "nanovllm, eager")
     assert splits == {(mode, name): n for mode in modes for name, n in (("W1", 1), ("256 requests", 3))}
-    assert len(found["targets"]) == 7 and all(target["reached"] is None for target in found["targets"])
-    text = files[1].read_text()
-    assert report.DRY_RUN in text and "| dry run |" in text
+    assert len(tables[GOALS]) == 7 and all(goal["reached"] is None for goal in tables[GOALS])
+    assert DRY_RUN in files[1].read_text()
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,69 +197,60 @@ def test_a_case_catches_reads_and_writes_that_are_wrong() -> None:
 
 
 def test_the_checks_cover_what_the_engine_may_choose() -> None:
-    cases = checks.all_cases()
-    for name, wanted in (("head_dim", checks.HEAD_DIMS), ("block_size", checks.BLOCK_SIZES)):
+    cases = test_kernels.all_cases()
+    for name, wanted in (("head_dim", test_kernels.HEAD_DIMS), ("block_size", test_kernels.BLOCK_SIZES)):
         assert set(wanted) <= {case.get(name) for case in cases.values()}
     assert {case["num_heads"] // case["num_kv_heads"] for case in cases.values()} >= {1, 3, 4, 7, 8}
-    for dtype in checks.DTYPES.values():
-        assert {c["head_dim"] for c in cases.values() if c["dtype"] == dtype} >= set(checks.HEAD_DIMS)
+    for dtype in test_kernels.DTYPES.values():
+        assert {c["head_dim"] for c in cases.values() if c["dtype"] == dtype} >= set(test_kernels.HEAD_DIMS)
     (large,) = (case for case in cases.values() if "num_blocks" in case)
     assert large["num_blocks"] * 2 * large["num_kv_heads"] * 16 * large["head_dim"] > 2**31
     assert max(sum(sequence) for case in cases.values() for sequence in case["sequences"]) == 2**17
 
 
-def test_an_error_that_is_no_number_has_not_passed() -> None:
-    assert checks.verdict(1e-3, 1e-2)["passed"] is True and checks.verdict(1e-1, 1e-2)["passed"] is False
-    for error in (math.nan, math.inf):
-        assert checks.verdict(error, 1e-2) == {"error": None, "tolerance": 1e-2, "passed": False}
-
-
-@needs_triton
-def test_an_engine_that_does_without_the_checked_operators_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.ops import triton
-
-    for chosen in (triton, ops.reference):
-        monkeypatch.setattr(ops, "_kernels", {torch.device("cuda"): chosen}.get)
-        assert checks.dispatch(triton, torch.device("cuda"))["passed"] is (chosen is triton)
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_an_engine_that_does_not_start_costs_its_own_row_only(
-    dry_run: bool, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(folder: str, **options: Any) -> None:
-        raise RuntimeError("no engine today")
-
-    monkeypatch.setattr(tokens, "start_engine", refuse)
-    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path))  # without the course model
-    reference, launching, course = tokens.tokens(Setting(dry_run, seconds=60))
-    assert reference["passed"] is False and "no engine today" in reference["reason"]
-    assert launching["passed"] is (None if dry_run else False) and course["passed"] is None
-
-
 @pytest.mark.parametrize(
-    ("script", "passed"),
+    ("script", "outcome"),
     [
-        ("""echo '{"passed": true}'""", True),
-        ("""echo '{"passed": true}'; echo 'Invalid __global__ read'; exit 99""", False),
-        ("""echo '{"passed": true} {"passed": false}'""", False),
-        ("true", False),  # which has checked nothing
-        ("echo 'Device not supported'; exit 1", None),
+        ("echo '4 passed'", "passed"),
+        ("echo '4 passed'; echo 'Invalid __global__ read'; exit 99", "failed"),
+        ("echo '3 passed, 1 failed'; exit 1", "failed"),
+        ("true", "failed"),  # which has checked nothing
+        ("echo 'Device not supported'; exit 1", "skipped"),
     ],
 )
 def test_what_the_sanitizer_says(
-    script: str, passed: bool | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    script: str, outcome: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "compute-sanitizer"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = checks.sanitizer(Setting(dry_run=False, seconds=60))
-    if passed is None:
-        with pytest.raises(Skip, match="does not support"):
-            next(found)
-    else:
-        assert next(found)["passed"] is passed
+    errors: dict[str, Any] = {"failed": AssertionError, "skipped": pytest.skip.Exception}
+    with pytest.raises(errors[outcome]) if outcome in errors else contextlib.nullcontext():
+        test_sanitizer.test_memcheck()
+
+
+def test_each_proof_is_reported_with_its_reason(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "conftest.py").write_text(
+        (ROOT / "tests" / "gpu" / "conftest.py").read_text().replace("not ON_GPU", "False")
+    )
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('n', ['one', 'two words, in one'])\n"
+        "def test_right(n): pass\n"
+        "def test_wrong(): assert 1 == 2, 'no number'\n"
+        "def test_left_out(): pytest.skip('no GPU here')\n"
+    )
+    monkeypatch.setattr(proofs, "FOLDER", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    found = {row["proof"]: (row["passed"], row["why"]) for row in proofs.prove(Setting(), "test_x.py")}
+    assert found.pop("test_wrong")[0] is False
+    assert found == {
+        "test_right[one]": (True, ""), "test_right[two words, in one]": (True, ""), "test_left_out": (None, "no GPU here"),
+    }  # fmt: skip
+    assert sum(len(list(proofs.prove(Setting(), "test_x.py", f"{i}/3"))) for i in range(3)) == 4
+    with pytest.raises(Skip, match="tests/gpu"):
+        next(proofs.prove(Setting(), "test_y.py"))
 
 
 # ---------------------------------------------------------------- two GPUs
@@ -292,27 +285,28 @@ def test_collectives_are_compared_with_the_cost_model() -> None:
         "all-reduce": [2 * (2e-6 + size / 2 / 400e9) for size in nccl.SIZES],
         "all-gather": [2 * (2e-6 + size / 400e9) for size in nccl.SIZES],  # twice what it should take
     }
-    rows = list(nccl.collective_rows(times, nccl.SIZES, link))
+    rows = list(nccl.compare(times, nccl.SIZES, link))
     for row in rows:
         slower = 2 if row["operation"] == "all-gather" else 1
-        assert row["predicted_seconds"] * slower == pytest.approx(row["seconds"])
-        assert row["fitted_seconds"] == pytest.approx(row["seconds"], rel=1e-6)
-        assert row["bus_bytes"] == row["num_bytes"]  # with two ranks, both have to send as much as they have
-    assert "predicted_seconds" not in next(nccl.collective_rows(times, nccl.SIZES, None))
-    text = report.markdown(results(rows))
+        assert row["data sheet ÷ measured"] * slower == pytest.approx(1)
+        assert row["best fit ÷ measured"] == pytest.approx(1, rel=1e-6)
+        # With two ranks, each sends as much as it has.
+        assert row["GB/s sent"] * 1e3 * row["µs"] == pytest.approx(row["bytes per rank"])
+    assert next(nccl.compare(times, nccl.SIZES, None))["data sheet: µs"] is None
+    text = report(rows).markdown()
     assert "| all-reduce | 2048 |" in text and "| all-gather | 134217728 |" in text
 
 
 def test_one_gpu_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(Skip, match="needs 2 GPUs, and this machine has 1"):
-        next(nccl.nccl(Setting(dry_run=False, seconds=60)))
+        next(nccl.nccl(Setting()))
 
 
-@pytest.mark.parametrize("model", ["Llama", "DeepSeek-V3"])
-def test_the_checkpoints_that_are_divided_are_models(model: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("shape", [TINY, TINY_DEEPSEEK], ids=["Llama", "DeepSeek-V3"])
+def test_the_checkpoints_that_are_divided_are_models(shape: dict[str, Any], tmp_path: pathlib.Path) -> None:
     """Those whose experts are named as in the hub's files, so that transformers can read them."""
-    folder = str(write_checkpoint(tmp_path, nccl.DIVIDED[model][0]))
+    folder = str(write_checkpoint(tmp_path, shape))
     requests = [BenchRequest(list(range(3, 40)), 12), BenchRequest([9, 8, 7], 12)]
     core = start_engine(folder, dtype="float32", device="cpu", num_kv_blocks=64)
     found, _ = run_requests(core, requests)
@@ -320,41 +314,28 @@ def test_the_checkpoints_that_are_divided_are_models(model: str, tmp_path: pathl
     assert len({token for tokens in found for token in tokens}) > 12, "hardly another token ever comes"
 
 
-def test_what_is_wrong_with_a_divided_engine_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    divisions: dict[str, dict[str, Any]] = {
-        "alike": {"seed": 1},
-        "unlike": {"tensor_parallel_size": 2},
-        "moving": {"enable_eplb": True},
-        "still": {"enable_eplb": True, "tensor_parallel_size": 3},
-        "broken": {"data_parallel_size": 2},
-    }
+@pytest.mark.parametrize(
+    ("name", "tokens", "moved", "message"),
+    [
+        ("tensor parallel", [[1, 2]], 0, None),
+        ("tensor parallel", [[1, 3]], 0, "assert"),
+        ("Mixtral, data parallel, experts that move", [[1, 2]], 12, None),
+        ("Mixtral, data parallel, experts that move", [[1, 2]], 0, "have not moved"),
+    ],
+)
+def test_a_wrong_divided_engine_is_found(
+    name: str, tokens: list[list[int]], moved: int, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(folder: str, requests: Any, **options: Any) -> list[list[int]]:
+        for _ in range(2):  # ranks write to the file descriptor: they know nothing of this process's sys.stderr
+            os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
+        return tokens
 
-    class Engine:
-        def __init__(self, folder: str, **options: Any) -> None:
-            if options == divisions["broken"]:
-                raise RuntimeError("no second GPU")
-            if "enable_eplb" in options:
-                moved = 12 if options == divisions["moving"] else 0
-                for _ in range(2):  # as ranks do: they know nothing of this process's sys.stderr
-                    os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
-            self.tokens = [[1, 2], [3, 5 if options == divisions["unlike"] else 4]]
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(nccl, "start_engine", Engine)
-    monkeypatch.setattr(nccl, "run_requests", lambda core, requests: (core.tokens, None))
-    rows = {row["name"]: row for row in nccl.compare("M", "", [], {}, divisions)}
-    assert [row["passed"] for row in rows.values()] == [True, False, True, False, False]
-    reasons = [row.get("reason", "") for row in rows.values()]
-    assert "requests [1] differ" in reasons[1] and "not moved" in reasons[3] and "no second GPU" in reasons[4]
-
-    def refuse(folder: str, **options: Any) -> None:
-        raise RuntimeError("no engine today")
-
-    monkeypatch.setattr(nccl, "start_engine", refuse)
-    (row,) = nccl.compare("M", "", [], {}, divisions)
-    assert row["passed"] is False and row["name"].endswith("one rank")
+    monkeypatch.setattr(test_tokens, "tiny", lambda kind: "")
+    monkeypatch.setattr(test_tokens, "undivided", lambda kind: ([], {}, [[1, 2]]))
+    monkeypatch.setattr(test_tokens, "tokens_of", run)
+    with pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext():
+        test_tokens.test_two_ranks_sample_the_tokens_of_one(name)
 
 
 # ---------------------------------------------------------------- arithmetic
@@ -394,13 +375,19 @@ def test_a_trace_is_split_by_kind_and_by_gap() -> None:
     ]
     random.Random(0).shuffle(events)
     split = split_steps(events)
-    assert split.seconds == pytest.approx(100e-6)
-    assert split.shares == pytest.approx(
-        {"attention": 0.24, "sampling": 0.10, "matrix products": 0.39, trace.OTHER: 0.06}
+    busiest = split.pop("busiest")
+    assert split == pytest.approx(
+        {
+            "ms": 0.1,
+            "attention %": 24,
+            "sampling %": 10,
+            "matrix products %": 39,
+            f"{trace.OTHER} %": 6,
+            "between kernels %": 1,
+            "host gap %": 20,
+        }
     )
-    assert split.launch_gaps == pytest.approx(0.01) and split.host_gaps == pytest.approx(0.20)
-    assert sum(split.shares.values()) + split.launch_gaps + split.host_gaps == pytest.approx(1)
-    assert split.busiest[0] == ("nvjet_tst_64x8_64x16_bz_TNT", pytest.approx(0.39))
+    assert busiest == "nvjet_tst_64x8_64x16_bz_TNT"
     with pytest.raises(ValueError, match="no kernel"):
         split_steps(events[:0])
 
@@ -425,160 +412,162 @@ def test_kernels_are_known_by_name(name: str, kind: str) -> None:
 # ---------------------------------------------------------------- parts
 
 
-class OtherRunner(Runner):
-    """Runs the words of a part as a program."""
-
-    def _command(self, part: Part, seconds: float) -> list[str]:
-        return [sys.executable, "-c", *part.words]
+ROW = {"table": "t", "x": 1}
 
 
-def run_parts(*sources: str, seconds: float = 60.0, minutes: float = 1.0) -> list[Outcome]:
-    said: list[str] = []
-    runner = OtherRunner(False, time.perf_counter() + 60 * minutes, said.append)
-    outcomes = runner.run([Part(f"part {i}", (source,), seconds) for i, source in enumerate(sources)])
-    assert len(said) == len(sources)
-    return outcomes
+def crash(setting: Setting) -> Iterator[Row]:
+    yield ROW
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def refuse(setting: Setting) -> Iterator[Row]:
+    yield ROW
+    raise ValueError("no such GPU")
+
+
+def succeed(setting: Setting, word: str) -> Iterator[Row]:
+    assert word == "argument"
+    yield ROW | {"before": len(setting.before)}
+
+
+def skip(setting: Setting) -> Iterator[Row]:
+    raise Skip("there is one GPU")
+    yield ROW
+
+
+def hang(setting: Setting) -> Iterator[Row]:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield ROW | {"pid": child.pid}
+    child.wait()
+
+
+def run_parts(*functions: Any, seconds: float = 60.0, minutes: float = 1.0) -> tuple[list[Row], dict[str, Row]]:
+    """The rows of parts, and the parts' outcomes."""
+    runner = Runner(Setting(), time.perf_counter() + 60 * minutes)
+    chosen = [
+        Part(function.__name__, f"{__name__}:{function.__name__}", ("argument",) * (function is succeed), seconds)
+        for function in functions
+    ]
+    rows = runner.run(chosen)
+    return [row for row in rows if row["table"] != PARTS], {row["part"]: row for row in rows if row["table"] == PARTS}
 
 
 def test_a_part_that_fails_takes_no_other_along_and_keeps_its_rows() -> None:
-    row = """print('{"table": "checks", "name": "a", "passed": true}', flush=True)"""
-    crashed, raised, fine = run_parts(
-        f"{row}; import os; os.kill(os.getpid(), 11)", f"{row}; raise ValueError('no such GPU')", row
-    )
-    assert (crashed.status, crashed.reason) == ("failed", "killed by SIGSEGV")
-    assert (raised.status, raised.reason) == ("failed", "exit code 1: ValueError: no such GPU")
-    assert (fine.status, fine.reason) == ("done", "")
-    assert all(len(outcome.rows) == 1 for outcome in (crashed, raised, fine))
-    assert Results([raised], {}, False).failed and not Results([fine], {}, False).failed
+    rows, outcomes = run_parts(crash, refuse, skip, succeed)
+    whys = {name: (row["status"], row["why"]) for name, row in outcomes.items()}
+    assert whys.pop("crash")[1].startswith("killed by SIGSEGV")
+    assert whys == {
+        "refuse": ("failed", "exit code 1: ValueError: no such GPU"),
+        "skip": ("skipped", "there is one GPU"),
+        "succeed": ("done", ""),
+    }
+    assert rows == [ROW, ROW, ROW | {"before": 5}], "two rows and three outcomes came before the last one"
+    assert report([*outcomes.values()]).failed and not report([outcomes["succeed"], outcomes["skip"]]).failed
 
 
-def test_a_part_ends_with_its_time_and_so_does_what_it_started(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid_file = tmp_path / "pid"
-    source = (
-        "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
-        f"open({str(pid_file)!r}, 'w').write(str(child.pid)); "
-        """print('{"table": "limits", "name": "x", "value": 1}', flush=True); print('{"half a', end='', flush=True); """
-        "child.wait()"
-    )
-    monkeypatch.setattr(parts, "_LEAST_SECONDS", 0.0)
-    (outcome,) = run_parts(source, seconds=3.0)
-    assert (outcome.status, outcome.reason) == ("failed", "stopped after 3 s")
-    assert outcome.rows == [{"table": "limits", "name": "x", "value": 1}]
+def test_a_part_ends_with_its_time_and_so_does_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "LEAST_SECONDS", 0.0)
+    (row,), outcomes = run_parts(hang, seconds=20.0)
+    assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith("stopped after 20 s")
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until init has collected it
-            os.kill(int(pid_file.read_text()), 0)
+            os.kill(row["pid"], 0)
             time.sleep(0.05)
 
 
 def test_no_part_is_started_without_time_for_it() -> None:
-    (outcome,) = run_parts("raise SystemExit", minutes=0.05)
-    assert (outcome.status, outcome.seconds) == ("failed", 0.0) and "no time" in outcome.reason
+    rows, outcomes = run_parts(crash, minutes=0.05)
+    assert not rows and (outcomes["crash"]["s"], outcomes["crash"]["why"]) == (0, "no time was left for it")
 
 
 def test_parts_fit_into_the_plan() -> None:
-    words = [part.words for part in parts.plan(dry_run=False)]
-    assert len(set(words)) == len(words)
-    shares = [word[1] for word in words if word[0] == "kernels"]
+    chosen = plan.plan(dry_run=False)
+    assert len({(part.function, part.arguments) for part in chosen}) == len(chosen)
+    shares = [part.arguments[1] for part in chosen if part.title.startswith("kernels")]
     assert shares == [f"{i}/{len(shares)}" for i in range(len(shares))]
-    # Behind the ceilings, what is proven comes first, and only that runs beside something else.
-    timed = [part.timed for part in parts.plan(dry_run=False)]
-    assert timed[0] and timed[1:] == sorted(timed[1:]) and not timed[1]
-    assert {shape for word in words for shape in word if shape.startswith("Llama")} == set(SHAPES)
+    # After the ceilings come the proofs, and only they run beside each other.
+    alone = [part.alone for part in chosen]
+    assert alone[0] and alone[1:] == sorted(alone[1:]) and not alone[1]
+    assert {word for part in chosen for word in part.arguments if word.startswith("Llama")} == set(SHAPES)
+    for each in [*chosen, *parts.PARTS["parallel"].values(), *parts.PARTS["kv"].values()]:
+        module, _, name = each.function.partition(":")
+        if not module.endswith("hugging_face"):  # it needs a while to import
+            assert callable(getattr(importlib.import_module(module), name))
 
 
-# ---------------------------------------------------------------- results
+# ---------------------------------------------------------------- goals
 
 
-def end_to_end(shape: str, workload: str, engine: str, seconds: float, **more: Any) -> dict[str, Any]:
-    row = {"table": "end_to_end", "shape": shape, "workload": workload, "engine": engine, "seconds": seconds}
-    return row | {"tokens": 100, "num_bytes": 10**9, "flops": 10**9, "runs": [seconds]} | more
+def models(shape: str, workload: str, engine: str, **more: Any) -> Row:
+    return {"table": plan.MODELS, "shape": shape, "workload": workload, "engine": engine} | more
 
 
-def prefill(implementation: str, query_len: int, seconds: float) -> dict[str, Any]:
-    row = {"table": "prefill", "query_len": query_len, "context": 0, "flops": 7 * 10**9}
-    return row | {"implementation": implementation, "seconds": seconds}
-
-
-def latent(heads: int, batch: int, num_bytes: int) -> dict[str, Any]:
-    row = {"table": "latent", "heads": heads, "batch": batch, "context": 8192, "flops": 10**9}
-    return row | {"seconds": 1e-3, "num_bytes": num_bytes}
-
-
-def step_split(workload: str, running: int, split: StepSplit) -> dict[str, Any]:
-    row = {"table": "step_split", "shape": "Llama-3.1-8B", "engine": "nanovllm, graphs", "steps": 2}
-    return row | {"workload": workload, "running": running} | vars(split)
+def prefill(implementation: str, num_tokens: int, **more: Any) -> Row:
+    return {"table": plan.PREFILL, "new tokens": num_tokens, "before them": 0, "implementation": implementation} | more
 
 
 ROWS = [
-    {"table": "limits", "name": "bytes_per_second", "value": 1e12},
-    {"table": "limits", "name": "flops_per_second", "value": 1e13},
-    {"table": "decode", "batch": 1, "context": 8192, "seconds": 1.0, "num_bytes": 10},
-    {"table": "decode", "batch": 64, "context": 8192, "seconds": 1e-3, "num_bytes": 9 * 10**8},
-    {"table": "decode", "batch": 256, "context": 8192, "seconds": 1e-3, "num_bytes": 86 * 10**7},
-    {"table": "decode", "batch": 256, "context": 32768, "reason": "does not fit into the memory"},
-    latent(16, 64, 82 * 10**7),
-    latent(16, 256, 79 * 10**7),
-    latent(128, 256, 10**7),
-    prefill("nanovllm", 4096, 1e-3),
-    prefill("nanovllm", 8192, 1e-3),
-    prefill("SDPA flash", 4096, 0.8e-3),
-    prefill("SDPA flash", 8192, 2e-3),
-    end_to_end("Llama-3.1-8B", "W1", "nanovllm, graphs", 2.0, weight_bytes=9 * 10**9, step_seconds=0.01),
-    end_to_end("Llama-3.1-8B", "W1", "transformers generate", 5.0),
-    end_to_end("Llama-3.2-1B", "256 requests", "nanovllm, graphs", 2e-3),
-    step_split("W1", 1, StepSplit(0.02, {"attention": 0.9}, 0.06, 0.04, [])),
-    step_split("256 requests", 256, StepSplit(0.2, {"attention": 0.8}, 0.18, 0.02, [])),
-    {"table": "checks", "name": "attention", "error": 1e-3, "tolerance": 1e-2, "passed": True},
+    {"table": plan.DECODE, "sequences": 1, "context": 8192, "% of copy": 1.0},
+    {"table": plan.DECODE, "sequences": 64, "context": 8192, "% of copy": 90.0},
+    {"table": plan.DECODE, "sequences": 256, "context": 8192, "% of copy": 86.0},
+    {"table": plan.DECODE, "sequences": 256, "context": 32768, "why not": "does not fit into the memory"},
+    {"table": plan.LATENT, "heads": 16, "sequences": 64, "context": 8192, "% of copy": 82.0},
+    {"table": plan.LATENT, "heads": 16, "sequences": 256, "context": 8192, "% of copy": 79.0},
+    {"table": plan.LATENT, "heads": 128, "sequences": 256, "context": 8192, "% of copy": 1.0},
+    prefill("nanovllm", 8192, **{"% of peak": 70.0, "÷ nanovllm": 1.0}),
+    prefill("SDPA flash", 4096, **{"÷ nanovllm": 0.8}),
+    prefill("SDPA flash", 8192, **{"÷ nanovllm": 2.0}),
+    models("Llama-3.1-8B", "W1", "nanovllm, graphs", **{"% of weight bandwidth": 90.0}),
+    models("Llama-3.2-1B", "256 requests", "nanovllm, graphs", **{"% of roofline": 50.0}),
+    {"table": plan.STEP, "engine": "nanovllm, graphs", "host gap %": 4.0},
+    {"table": plan.STEP, "engine": "nanovllm, graphs", "host gap %": 2.0},
+    {"table": proofs.TITLE, "proof": "attention", "passed": True, "why": ""},
 ]
 
 
-def results(rows: list[dict[str, Any]], dry_run: bool = False) -> Results:
-    outcome = Outcome("everything", "done", 1.0, rows=[dict(row) for row in rows])
-    return Results([outcome], {"command": "nanovllm bench gpu", "date": "today", "seconds": 60.0}, dry_run)
+def report(rows: list[Row], dry_run: bool = False) -> Report:
+    return Report("nanovllm bench gpu", ["today"], [dict(row) for row in rows], dry_run)
 
 
-def test_targets_take_the_worst_of_their_values() -> None:
-    figures = [(target.measured, target.reached) for target in results(ROWS).targets()]
-    assert figures == [
-        (pytest.approx(86), True),  # of 90 and 86; a batch of one and what does not fit say nothing
-        (pytest.approx(79), False),  # of 82 and 79; 128 heads say nothing
-        (pytest.approx(70), True),
-        (pytest.approx(1.25), False),  # slower at 4k, faster at 8k
-        (pytest.approx(90), True),
-        (pytest.approx(50), False),
-        (pytest.approx(4), True),  # of 4 for one request and 2 for many
+def test_goals_take_the_worst_of_their_values() -> None:
+    assert [(goal["measured"], goal["reached"]) for goal in plan.goals(ROWS)] == [
+        (86, True),  # of 90 and 86; a batch of one and what does not fit say nothing
+        (79, False),  # of 82 and 79; 128 heads say nothing
+        (70, True),
+        (0.8, False),  # slower at 4k, faster at 8k
+        (90, True),
+        (50, False),
+        (4, True),  # of 4 for one request and 2 for many
     ]
-    assert all(t.measured is not None and t.reached is None for t in results(ROWS, dry_run=True).targets())
-    assert all((t.measured, t.reached) == (None, None) for t in results([]).targets())
+    assert all((goal["measured"], goal["reached"]) == (None, None) for goal in plan.goals([]))
+    dry = report(list(plan.goals(ROWS)), dry_run=True)
+    assert all(row["measured"] is not None and row["reached"] is None for row in dry.rows)
 
 
-def test_ratios_are_between_equal_work_only() -> None:
-    found = results(ROWS)
-    ratios = {(r["workload"], r["engine"]): found.end_to_end_ratio(r) for r in found.rows("end_to_end")}
-    assert ratios["W1", "transformers generate"] == pytest.approx(2.5)
-    lonely = end_to_end("Llama-3.2-1B", "W1", "transformers generate", 1.0)
-    assert results([*ROWS, lonely]).end_to_end_ratio(lonely) is None
+def test_speeds_are_compared_on_equal_work_only() -> None:
+    work = Workload("W", "throughput", "", 2, (4, 4), (3, 3))
+    before = [
+        models("8B", "W", "nanovllm, graphs", **{"tokens/s": 60.0}),
+        {"table": "x", "limit": "bytes_per_second", "value": 1e9},
+    ]
+
+    def run(requests: Any) -> list[Timeline]:
+        return [Timeline(0.0, [(0.1, 1), (0.2, 2)]) for _ in requests]
+
+    for shape, ratio in (("8B", 2.0), ("1B", None)):
+        label = {"shape": shape, "engine": "transformers"}
+        row = end_to_end.measured(label, work, ModelConfig.from_dict(TINY), run, Setting(before=before))
+        assert row["tokens/s"] == pytest.approx(30) and row["nanovllm's speed ÷"] == (ratio and pytest.approx(ratio))
+        assert row["% of roofline"] is None, "one ceiling was not measured"
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS[2:], []], ids=["all", "no ceilings", "nothing"])
-def test_whatever_was_found_can_be_reported(rows: list[dict[str, Any]]) -> None:
-    text = report.markdown(results(rows))
-    data = json.loads(report.as_json(results(rows)))
-    assert len(data["targets"]) == 7 and text.count("\n| ") >= 10
-    for table in report.tables(results(rows)):
-        assert {len(row) for row in table.rows} == {len(table.columns)}
-    assert report.DRY_RUN in report.markdown(results(rows, dry_run=True))
+@pytest.mark.parametrize("rows", [ROWS, ROWS[2:], []], ids=["all", "some", "nothing"])
+def test_whatever_was_found_can_be_reported(rows: list[Row]) -> None:
+    found = report([*plan.goals(rows), *rows])
+    assert len(json.loads(found.json())["tables"][GOALS]) == 7 and found.markdown().count("\n| ") >= 8
 
 
 def test_a_wrong_result_is_a_failure_and_a_skipped_one_is_not() -> None:
-    row = {"table": "checks", "name": "attention", "error": None, "tolerance": 1e-2, "passed": False}
-    assert results([row]).failed and not results([row | {"passed": None}]).failed
-    assert "| NO |" in report.markdown(results([row]))
-
-
-def test_why_no_gpu_names_nothing_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert command.why_no_gpu() is None
+    row = {"table": proofs.TITLE, "proof": "attention", "passed": False, "why": "error 0.3"}
+    assert report([row]).failed and not report([row | {"passed": None}]).failed
+    assert "| NO |" in report([row]).markdown()

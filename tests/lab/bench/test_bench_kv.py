@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -11,21 +12,12 @@ import pytest
 
 from nanovllm.cli.main import main
 from nanovllm.lab.bench.engines import EngineFailed
-from nanovllm.lab.bench.gpu.shapes import TINY, write_checkpoint
 from nanovllm.lab.bench.kv import first_token, latency, router, tiers, transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
+from nanovllm.lab.bench.local import TINY, write_checkpoint
 from nanovllm.lab.bench.metrics import Timeline
-from nanovllm.lab.bench.parallel.findings import Found
-
-
-def reached(found: Found) -> list[bool | None]:
-    return [finding.reached for finding in found.findings]
-
-
-def row(found: Found, label: str, table: int = 0) -> list[str]:
-    (one,) = [row for row in found.tables[table].rows if row[0] == label]
-    return one
-
+from nanovllm.lab.bench.report import text_of
+from tests.lab.bench.rows import measured, reached, rows_of
 
 # ---------------------------------------------------------------- figures
 
@@ -37,18 +29,18 @@ def test_transfers_are_compared_with_a_copy_pair_by_pair() -> None:
         transport.WRITE: [2.0, 4.0, 8.0],
         transport.TCP: [10.0, 20.0, 40.0],
     }
-    found = transport.report_transfers(4_000_000_000, seconds)
+    found = list(transport.compare(4_000_000_000, seconds))
     assert reached(found) == [True, False, None]
-    assert [f.measured for f in found.findings] == pytest.approx([0.8, 0.5, 0.1])
-    assert row(found, transport.TCP)[1:3] == ["0.20", "20000"]
+    assert measured(found) == pytest.approx([0.8, 0.5, 0.1])
+    assert [text_of(rows_of(found)[-1][name]) for name in ("way", "GB/s", "ms")] == [transport.TCP, "0.20", "20000"]
 
 
 def test_what_the_router_adds_is_the_difference_of_pairs() -> None:
-    pairs = {"a": [(0.001, 0.002), (0.005, 0.006), (0.001, 0.021)], "b": [(0.001, 0.004)] * 3}
-    found = router.report_router(pairs, {"a": 0.0005, "b": 0.001})
-    assert reached(found) == [True, None, False, None]
-    assert [f.measured for f in found.findings[::2]] == pytest.approx([1.0, 3.0])
-    assert row(found, "a")[-1] == "0.50"
+    found = list(router.compare("a", [0.001, 0.005, 0.001], [0.002, 0.006, 0.021], 0.0005))
+    assert reached(found) == [True, None] and measured(found)[0] == pytest.approx(1.0)
+    assert rows_of(found)[0]["processor, ms"] == pytest.approx(0.5)
+    found = list(router.compare("b", [0.001] * 3, [0.004] * 3, 0.001))
+    assert reached(found) == [False, None] and measured(found)[0] == pytest.approx(3.0)
 
 
 def answer(start: float, *times: float) -> Answer:
@@ -57,14 +49,15 @@ def answer(start: float, *times: float) -> Answer:
 
 def test_only_what_streams_wait_for_while_prompts_arrive_counts() -> None:
     streams = [answer(0.0, 1.0, 2.0, 2.5, 6.0), answer(0.0, 2.25, 2.75)]
-    seen = latency._seen(streams, [answer(1.5, 3.5)], begin=1.5, end=4.0)
+    seen = latency.run_between(streams, [answer(1.5, 3.5)], begin=1.5, end=4.0)
     assert sorted(seen.gaps) == [0.5, 0.5, 1.0], "the one that ends at 6 is over too late"
     assert seen.ttfts == [2.0]
     assert seen.tokens_per_second == pytest.approx(5 / 2.5)
 
 
-def measured(way: latency.Way, alone: float, *worst: float) -> latency.Measured:
-    return latency.Measured(way, alone, [latency.Watch([0.03] * 98 + [gap] * 2, [1.0], 100.0) for gap in worst])
+def with_runs(way: latency.Way, alone: float, *worst: float) -> latency.Way:
+    runs = [latency.Run([0.03] * 98 + [gap] * 2, [1.0], 100.0) for gap in worst]
+    return dataclasses.replace(way, alone=alone, runs=runs)
 
 
 def test_the_goal_is_half_of_what_whole_prompts_cost() -> None:
@@ -75,34 +68,33 @@ def test_the_goal_is_half_of_what_whole_prompts_cost() -> None:
         names = [way.name for way in latency.ways_of(threads, dry_run=False)]
         assert len(set(names)) == len(names)
     chosen = [ways[0], ways[1], ways[3], ways[5]]
-    runs = [
-        measured(way, 0.4, *worst)
-        for way, worst in zip(chosen, [(0.4, 0.8), (0.9, 1.8), (0.1, 0.2), (0.1, 0.2)], strict=True)
-    ]
-    found = latency.report_latency(load, runs)
-    assert reached(found) == [None, None, True]
-    assert found.findings[-1].measured == pytest.approx(0.25)
+    late = [(0.4, 0.8), (0.9, 1.8), (0.1, 0.2), (0.1, 0.2)]
+    runs = [with_runs(way, 0.4, *worst) for way, worst in zip(chosen, late, strict=True)]
+    found = list(latency.compare(load, runs))
+    assert reached(found) == [None, None, True] and measured(found)[-1] == pytest.approx(0.25)
     predicted = [latency.predict(run, runs[0], load) for run in runs]
     assert predicted == pytest.approx([0.43, 0.43, 0.03 + 0.4 * 256 / 900, 0.03])
-    runs[-1] = measured(chosen[-1], 0.4, 0.3, 0.6)
-    assert reached(latency.report_latency(load, runs)) == [None, None, False]
+    runs[-1] = with_runs(chosen[-1], 0.4, 0.3, 0.6)
+    assert reached(latency.compare(load, runs)) == [None, None, False]
 
 
 def test_a_pull_adds_the_bytes_and_a_push_does_not() -> None:
     cold = first_token.Case(100, seconds={way: [0.4] for way in first_token.WAYS}, prefilled=[0.3])
     half = first_token.Case(100, first_token.CONSUMER, {way: [0.25] for way in first_token.WAYS}, [0.3])
     both = first_token.Case(100, first_token.BOTH, {way: [0.2] for way in first_token.WAYS}, [0.3])
-    measured = first_token.FirstTokens([cold, half, both], {100: 0.05}, bytes_per_token=10, bytes_per_second=1e4)
+    cases = [cold, half, both]
     predicted = [
-        [measured.predict(case, way) for way in (first_token.ONE, first_token.PULL, first_token.PUSH)]
-        for case in (cold, half, both)
+        [
+            first_token.predict(case, cases, way, again=0.05, seconds_per_token=1e-3)
+            for way in (first_token.ONE, first_token.PULL, first_token.PUSH)
+        ]
+        for case in cases
     ]
     # The producer has not seen the half that the consumer has.
     expected = [[0.4, 0.55, 0.45], [0.25, 0.5, 0.45], [0.2, 0.3, 0.25]]
     assert predicted == [pytest.approx(numbers) for numbers in expected]
-    found = first_token.report_first_tokens(measured)
-    assert len(found.findings) == 6 and len(found.tables[0].rows) == 12
-    assert [f.measured for f in found.findings] == [1.0] * 6
+    found = list(first_token.compare(cases, {100: 0.05}, 1e-3))
+    assert measured(found) == [1.0] * 6 and len(rows_of(found)) == 12 + 3
 
 
 def tiers_of(times: dict[str, tuple[float, ...]], store: tuple[float, float]) -> tiers.Tiers:
@@ -122,16 +114,16 @@ def test_fetching_is_faster_where_the_bytes_say_so() -> None:
     # A token takes 0.625 ms to compute and 0.125 ms to fetch, with 24 ms before, and 1 ms to notice: they meet at 50 tokens.
     found = tiers_of({"x": (0.04, 0.045, 0.05)}, (0.024 + 32 * 0.000125, 0.024 + 128 * 0.000125))
     assert tiers.crossing(found, "x") == pytest.approx(50) and tiers.measured_crossing(found, "x") == 64
-    report = tiers.report_tiers(found)
-    assert reached(report)[0] is True and report.findings[0].measured == 64
-    assert report.findings[1].measured == pytest.approx(0.25 / 0.4)
-    assert row(report, "x")[-2:] == ["50", "64"]
+    rows = list(tiers.compare_lengths(found))
+    assert reached(rows) == [True] and measured(rows) == [64]
+    assert list(rows_of(rows)[-1].values())[-2:] == ["50", "64"]
+    assert measured(tiers.compare_documents(found)) == pytest.approx([0.25 / 0.4])
 
     late = tiers_of({"x": (0.04, 0.06, 0.05)}, (0.028, 0.04))
-    assert tiers.measured_crossing(late, "x") == 128 and reached(tiers.report_tiers(late))[0] is False
+    assert tiers.measured_crossing(late, "x") == 128 and reached(tiers.compare_lengths(late)) == [False]
     slow = tiers_of({"x": (0.04, 0.08, 0.16)}, (0.04, 0.16))
     assert tiers.crossing(slow, "x") == tiers.measured_crossing(slow, "x") == math.inf
-    assert reached(tiers.report_tiers(slow))[0] is False
+    assert reached(tiers.compare_lengths(slow)) == [False]
     at_once = tiers_of({"x": (0.02, 0.02, 0.02)}, (1e-6, 4e-6))
     assert tiers.crossing(at_once, "x") == 32, "nothing shorter than a block is kept"
 
@@ -189,12 +181,12 @@ def test_the_dry_run(names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureF
     words = ["bench", "kv", "--dry-run", "--repeats", "1", "--part", names]
     assert main([*words, "--json", str(files[0]), "--markdown", str(files[1])]) == 0, capsys.readouterr().err
     data = json.loads(files[0].read_text())
-    assert data["dry_run"] is True and {part["name"] for part in data["parts"]} == set(names.split(","))
-    findings = [finding for part in data["parts"] for finding in part["findings"]]
-    assert findings and all(math.isfinite(f["measured"]) and f["reached"] is None for f in findings)
+    assert data["dry_run"] is True and len(data["tables"]["Parts"]) == len(names.split(","))
+    found = data["tables"]["Figures and goals"]
+    assert found and all(row["measured"] is None or math.isfinite(row["measured"]) for row in found)
+    assert all(row["reached"] is None for row in found)
     text = files[1].read_text()
-    assert "NOT A MEASUREMENT" in text and all(f"| {f['figure']} |" in text for f in findings)
-    assert "What it costs and gains to move and keep KV" in capsys.readouterr().out
+    assert "NOT A MEASUREMENT" in text and all(f"| {row['figure']} |" in text for row in found)
 
 
 def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

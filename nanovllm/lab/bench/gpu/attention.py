@@ -1,8 +1,9 @@
-"""Attention alone: how close decoding comes to the memory's bandwidth, and reading a prompt to the matrix peak."""
+"""Attention alone: how close decoding comes to the memory's bandwidth, and prefill to the matrix peak."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,24 +14,34 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from nanovllm.attention.base import AttentionMetadata, kv_cache_shape
-from nanovllm.lab.bench.gpu.setting import Row, Setting, Skip, reason_of
-from nanovllm.lab.bench.gpu.timing import median_seconds
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.lab.bench.gpu.machine import median_seconds
+from nanovllm.lab.bench.gpu.plan import DECODE, LATENT, OURS, PREFILL
+from nanovllm.lab.bench.parts import Setting, Skip, reason_of
+from nanovllm.lab.bench.report import Row
+from nanovllm.ops.support import why_no_triton
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 BATCHES, CONTEXTS = (1, 8, 64, 256), (1024, 8192, 32768)
 # (new tokens, tokens before them)
 PROMPTS = ((512, 0), (1024, 0), (2048, 0), (4096, 0), (8192, 0), (16384, 0), (512, 8192))
+# Of DeepSeek-V2-Lite; V3 has the same, and 128 heads, which eight ranks share.
+RANK, ROPE, LATENT_HEADS = 512, 64, (16, 128)
 # Of a GPU's free memory; the rest is for queries, partial results and the cache that is flushed.
 _MEMORY_SHARE = 0.8
+FLEX = "flex_attention"
 # Compiling flex_attention takes this long, at worst.
 _COMPILE_SECONDS = 25
 
 
 def decode_bytes(num_seqs: int, context: int, itemsize: int = 2) -> int:
-    """What a step of decoding has to move: every key and value once, the queries and the output."""
+    """Bytes that a decode step has to move: every key and value once, the queries and the output."""
     keys_and_values = 2 * num_seqs * context * NUM_KV_HEADS * HEAD_DIM
     return (keys_and_values + 2 * num_seqs * NUM_HEADS * HEAD_DIM) * itemsize
+
+
+def latent_bytes(num_seqs: int, context: int, num_heads: int, itemsize: int = 2) -> int:
+    """Bytes that a step of latent decode has to move: every row of the cache once, absorbed queries, averages of latents."""
+    return num_seqs * (context * (RANK + ROPE) + num_heads * (2 * RANK + ROPE)) * itemsize
 
 
 def prefill_flops(query_len: int, context: int) -> int:
@@ -40,7 +51,7 @@ def prefill_flops(query_len: int, context: int) -> int:
 
 
 class Pool:
-    """A paged cache of random numbers whose pages lie in random order."""
+    """A paged cache of random numbers whose pages are in random order."""
 
     def __init__(self, num_blocks: int, device: torch.device) -> None:
         shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
@@ -59,78 +70,108 @@ class Pool:
         return AttentionMetadata(starts, seq_lens, tables, slots, max(query_lens), seq_len)
 
 
-def _attention(q: Tensor, pool: Pool, metadata: AttentionMetadata) -> Callable[[], Tensor]:
+def _attention(num_tokens: int, pool: Pool, metadata: AttentionMetadata) -> Callable[[], Tensor]:
     from nanovllm.attention.triton import paged_attention
 
+    q = torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, device=pool.order.device).to(torch.bfloat16)
     return functools.partial(paged_attention, q, pool.kv_cache, metadata, HEAD_DIM**-0.5)
 
 
-def _queries(num_tokens: int, device: torch.device) -> Tensor:
-    return torch.randn(num_tokens, NUM_HEADS, HEAD_DIM, device=device).to(torch.bfloat16)
-
-
-def _refuse_without_triton(device: torch.device) -> None:
-    if obstacle := why_no_triton(device, HEAD_DIM, torch.bfloat16):
+def _device_with_triton(setting: Setting, head_dim: int) -> torch.device:
+    if obstacle := why_no_triton(setting.device, head_dim, torch.bfloat16):
         raise Skip(obstacle)
+    return setting.device
+
+
+def speed(setting: Setting, seconds: float, num_bytes: int | None = None, flops: int | None = None) -> Row:
+    """The cells of a measurement, beside the machine's ceilings."""
+    row: Row = {"ms": 1e3 * seconds}
+    if num_bytes is not None:
+        rate = num_bytes / seconds
+        row |= {"GB/s": rate / 1e9, "% of copy": setting.percent_of("bytes_per_second", rate)}
+    if flops is not None:
+        rate = flops / seconds
+        row |= {"TFLOP/s": rate / 1e12, "% of peak": setting.percent_of("flops_per_second", rate)}
+    return row
+
+
+def _fitting_blocks(wanted: int, block_bytes: int, device: torch.device) -> int:
+    if device.type == "cpu":
+        return wanted
+    return min(wanted, int(_MEMORY_SHARE * torch.cuda.mem_get_info()[0]) // block_bytes)
 
 
 def decode(setting: Setting) -> Iterator[Row]:
     """One new token for each sequence of a batch."""
-    device = setting.device
-    _refuse_without_triton(device)
+    device = _device_with_triton(setting, HEAD_DIM)
     batches, contexts = ((2,), (16,)) if setting.dry_run else (BATCHES, CONTEXTS)
-    wanted = max(batches) * max(contexts) // BLOCK_SIZE
     block_bytes = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM * 2
-    fitting = wanted
-    if device.type == "cuda":
-        fitting = min(wanted, int(_MEMORY_SHARE * torch.cuda.mem_get_info()[0]) // block_bytes)
-    pool = Pool(fitting, device)
-    for num_seqs in batches:
-        for context in contexts:
-            row: Row = {"table": "decode", "batch": num_seqs, "context": context}
-            if num_seqs * context > fitting * BLOCK_SIZE:
-                yield row | {"reason": "does not fit into the memory"}
-                continue
-            work = _attention(_queries(num_seqs, device), pool, pool.metadata([1] * num_seqs, context))
-            seconds = median_seconds(work, device)
-            yield row | {"seconds": seconds, "num_bytes": decode_bytes(num_seqs, context)}
+    pool = Pool(_fitting_blocks(max(batches) * max(contexts) // BLOCK_SIZE, block_bytes, device), device)
+    for num_seqs, context in itertools.product(batches, contexts):
+        row: Row = {"table": DECODE, "sequences": num_seqs, "context": context}
+        if num_seqs * context > len(pool.order) * BLOCK_SIZE:
+            yield row | {"why not": "does not fit into the memory"}
+            continue
+        work = _attention(num_seqs, pool, pool.metadata([1] * num_seqs, context))
+        yield row | speed(setting, median_seconds(work, device), decode_bytes(num_seqs, context))
+
+
+def latent(setting: Setting) -> Iterator[Row]:
+    """One new token for each sequence of a batch with latent attention: the kernel alone, on absorbed queries."""
+    device = _device_with_triton(setting, ROPE)
+    from nanovllm.attention.latent_kernels import decode_latent
+    from nanovllm.attention.triton import Hardware
+
+    batches, contexts = ((2,), (32,)) if setting.dry_run else (BATCHES, CONTEXTS)
+    wanted, width = max(batches) * max(contexts) // BLOCK_SIZE, RANK + ROPE
+    num_blocks = _fitting_blocks(wanted, BLOCK_SIZE * width * 2, device)
+    cache = torch.empty(num_blocks, BLOCK_SIZE, width, dtype=torch.bfloat16, device=device).normal_()
+    order = torch.randperm(num_blocks, dtype=torch.int32, device=device)
+    for num_heads, num_seqs, context in itertools.product(LATENT_HEADS, batches, contexts):
+        row: Row = {"table": LATENT, "heads": num_heads, "sequences": num_seqs, "context": context}
+        if num_seqs * context > num_blocks * BLOCK_SIZE:
+            yield row | {"why not": "does not fit into the memory"}
+            continue
+        q = torch.randn(num_seqs, num_heads, width, device=device).to(torch.bfloat16)
+        tables = order[: num_seqs * context // BLOCK_SIZE].view(num_seqs, -1)
+        lengths = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
+        arguments = (q, cache, tables, lengths, RANK, width**-0.5, Hardware.of(device))
+        seconds = median_seconds(functools.partial(decode_latent, *arguments), device)
+        # Two products for each head and row: as wide as the row for the score, and as the latent for the average.
+        flops = 2 * num_seqs * context * num_heads * (2 * RANK + ROPE)
+        yield row | speed(setting, seconds, latent_bytes(num_seqs, context, num_heads), flops)
 
 
 def prefill(setting: Setting) -> Iterator[Row]:
-    """Prompts of one sequence, and beside them torch's own attention on keys and values that lie contiguously."""
-    device = setting.device
-    _refuse_without_triton(device)
+    """Prompts of one sequence, and beside them torch's own attention on contiguous keys and values."""
+    device = _device_with_triton(setting, HEAD_DIM)
     prompts = ((16, 0), (8, 16)) if setting.dry_run else PROMPTS
-    longest = max(query_len + context for query_len, context in prompts)
-    pool = Pool(-(-longest // BLOCK_SIZE), device)
-    for query_len, context in prompts:
-        seq_len = query_len + context
-        row: Row = {"table": "prefill", "query_len": query_len, "context": context}
-        row["flops"] = prefill_flops(query_len, context)
-        metadata = pool.metadata([query_len], seq_len)
-        seconds = median_seconds(_attention(_queries(query_len, device), pool, metadata), device)
-        yield row | {"implementation": "nanovllm", "seconds": seconds}
-        for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-            if name != "cuDNN" or context == 0:  # which aligns its causal mask at the first key
-                yield row | _other(
-                    f"SDPA {name}", device, functools.partial(_sdpa, query_len, context, device, backend)
-                )
-    # Last, because each length has to be compiled; the ones that count first.
-    for query_len, context in sorted(prompts, key=lambda p: (p != (8192, 0), p[1] == 0, -p[0])):
-        row = {"table": "prefill", "query_len": query_len, "context": context}
-        row["flops"] = prefill_flops(query_len, context)
-        if setting.seconds_left < _COMPILE_SECONDS:
-            yield row | {"implementation": "flex_attention", "reason": "no time left to compile it"}
-            continue
-        yield row | _other("flex_attention", device, functools.partial(_flex, query_len, context, device))
+    pool = Pool(-(-max(query_len + context for query_len, context in prompts) // BLOCK_SIZE), device)
+    own: dict[tuple[int, int], float] = {}
 
+    def measured(name: str, prompt: tuple[int, int], prepare: Callable[[], Callable[[], object]]) -> Row:
+        row: Row = {"table": PREFILL, "new tokens": prompt[0], "before them": prompt[1], "implementation": name}
+        if name == FLEX and setting.seconds_left < _COMPILE_SECONDS:
+            return row | {"why not": "no time left to compile it"}
+        try:
+            seconds = median_seconds(prepare(), device)
+        except Exception as error:  # an implementation of torch that cannot run this is a result
+            if name == OURS:
+                raise
+            return row | {"why not": reason_of(error)}
+        own.setdefault(prompt, seconds)
+        return row | speed(setting, seconds, flops=prefill_flops(*prompt)) | {"÷ nanovllm": seconds / own[prompt]}
 
-def _other(name: str, device: torch.device, prepare: Callable[[], Callable[[], object]]) -> Row:
-    """The time of another implementation, or why it has none."""
-    try:
-        return {"implementation": name, "seconds": median_seconds(prepare(), device)}
-    except Exception as error:  # not ours; that it cannot run is a result
-        return {"implementation": name, "reason": reason_of(error)}
+    for prompt in prompts:
+        query_len, context = prompt
+        metadata = pool.metadata([query_len], query_len + context)
+        yield measured(OURS, prompt, functools.partial(_attention, query_len, pool, metadata))
+        for name, backend in (("SDPA flash", SDPBackend.FLASH_ATTENTION), ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION)):
+            if name != "SDPA cuDNN" or context == 0:  # which aligns its causal mask at the first key
+                yield measured(name, prompt, functools.partial(_sdpa, *prompt, device, backend))
+    # Last, because each length has to be compiled; the one that has a goal first.
+    for prompt in sorted(prompts, key=lambda p: (p != (8192, 0), p[1] == 0, -p[0])):
+        yield measured(FLEX, prompt, functools.partial(_flex, *prompt, device))
 
 
 def _dense(query_len: int, context: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -161,6 +202,6 @@ def _flex(query_len: int, context: int, device: torch.device) -> Callable[[], Te
 
     mask = create_block_mask(causal, None, None, query_len, query_len + context, device=device)
     torch.compiler.reset()  # after so many recompilations of one function torch would give up
-    # Uncompiled it is as slow as it is correct, which is enough for a dry run.
+    # A dry run does without the compiler.
     compiled = torch.compile(flex_attention, dynamic=False) if device.type == "cuda" else flex_attention
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)

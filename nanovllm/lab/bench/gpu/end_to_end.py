@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import pathlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from nanovllm.engine.core import EngineCore
-from nanovllm.lab.bench.gpu import trace
-from nanovllm.lab.bench.gpu.engine import add_requests, run_requests, start_engine
-from nanovllm.lab.bench.gpu.setting import Row, Setting
-from nanovllm.lab.bench.gpu.shapes import SHAPES, TINY, write_config
+from nanovllm.lab.bench.gpu.plan import GRAPHS, MODELS, STEP
+from nanovllm.lab.bench.gpu.trace import CPU_CATEGORIES, GPU_CATEGORIES, split_steps
+from nanovllm.lab.bench.local import SHAPES, TINY, add_requests, run_requests, start_engine, write_config
 from nanovllm.lab.bench.metrics import Timeline
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row
 from nanovllm.lab.bench.roofline import ModelCost, least_work
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, Workload
 from nanovllm.models.config import ModelConfig
@@ -27,23 +29,21 @@ RunRequests = Callable[[Sequence[BenchRequest]], list[Timeline]]
 MAX_MODEL_LEN = 2048
 # So many tokens in a step keep the GPU busy; nano-vllm's benchmark has twice as many.
 TOKEN_BUDGET = 8192
-PROFILED_STEPS = 16
-REPEATS = 3
+PROFILED_STEPS, REPEATS = 16, 3
 
 STREAM = NAMED["W1"][0]
 # The lengths of nano-vllm's bench.py.
 MANY = Workload("256 requests", "throughput", "prompts 100-1024, outputs 100-1024", 256, (100, 1024), (100, 1024))
-#: Short enough for transformers to be done in time, too.
+#: Short enough for transformers to finish in time.
 SOME = Workload("64 requests", "throughput", "prompts 100-1024, outputs 32-256", 64, (100, 1024), (32, 256))
 
 
 def workloads(setting: Setting) -> tuple[Workload, Workload, Workload]:
-    """One stream, many requests, and what transformers runs instead of these; tiny ones in a dry run."""
+    """One stream, many requests, and those that transformers runs instead; tiny ones in a dry run."""
     if not setting.dry_run:
         return STREAM, MANY, SOME
     small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (5, 6)}
-    stream = dataclasses.replace(STREAM, input_len=(4, 4), output_len=(6, 6))
-    return stream, dataclasses.replace(MANY, **small), dataclasses.replace(SOME, **small)
+    return replace(STREAM, input_len=(4, 4), output_len=(6, 6)), replace(MANY, **small), replace(SOME, **small)
 
 
 def model_folder(setting: Setting, shape: str, work: str) -> pathlib.Path:
@@ -73,61 +73,57 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
 
     # Kernels are compiled for whole prompts, for mixed steps and for decodes.
     run(shortened(many.requests(core.model_config.vocab_size)))
-    yield label | measured(stream, core.model_config, run, setting)
-    yield label | _split(core, stream, setting)
+    for workload in (stream, many) if extent == "all" else (stream,):
+        yield measured(label, workload, core.model_config, run, setting)
+        yield {"table": STEP} | label | _split(core, workload, setting)
     if extent == "all":
-        yield label | measured(many, core.model_config, run, setting)
-        yield label | _split(core, many, setting)
-        yield label | measured(some, core.model_config, run, setting)
+        yield measured(label, some, core.model_config, run, setting)
 
 
 def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
     """The same requests with few tokens of output, to warm up."""
-    return [dataclasses.replace(request, max_tokens=min(request.max_tokens, 8)) for request in requests]
+    return [replace(request, max_tokens=min(request.max_tokens, 8)) for request in requests]
 
 
-def measured(workload: Workload, model: ModelConfig, run: RunRequests, setting: Setting) -> Row:
+def measured(label: Row, workload: Workload, model: ModelConfig, run: RunRequests, setting: Setting) -> Row:
     """The median of up to `REPEATS` runs, fewer where they are long; each has new prompts of the same lengths."""
-    begin, timelines, times = time.perf_counter(), [], []
+    begin, gaps, times = time.perf_counter(), list[float](), list[float]()
     for repeat in range(1, REPEATS + 1):
         requests = workload.requests(model.vocab_size, repeat=repeat)
         found = run(requests)
-        timelines += found
+        gaps += [gap for line in found for gap in line.gaps]
         times.append(max(line.arrivals[-1][0] for line in found) - found[0].start)
-        spent = time.perf_counter() - begin
-        if spent * (repeat + 1) / repeat > setting.seconds / 5:
+        if (time.perf_counter() - begin) * (repeat + 1) / repeat > setting.seconds / 5:
             break
     cost = ModelCost.of(model, 2)
-    work = least_work(cost, requests)
-    row = {
-        "table": "end_to_end",
-        "workload": workload.name,
-        "tokens": sum(request.max_tokens for request in requests),
-        "seconds": statistics.median(times),
-        "runs": times,
-        "num_bytes": work.num_bytes,
-        "flops": work.flops,
-    }
-    gaps = [gap for line in timelines for gap in line.gaps]
-    if workload.num_prompts == 1 and gaps:  # transformers tells only when all is done
-        row |= {"weight_bytes": round(cost.step_bytes(1)), "step_seconds": statistics.median(gaps)}
-    return row
+    work, seconds = least_work(cost, requests), statistics.median(times)
+    tokens = sum(request.max_tokens for request in requests)
+    shares = [
+        setting.percent_of("bytes_per_second", work.num_bytes / seconds),
+        setting.percent_of("flops_per_second", work.flops / seconds),
+    ]
+    row: Row = {"table": MODELS, **label, "workload": workload.name, "s": times, "tokens/s": tokens / seconds}
+    row["% of roofline"] = None if None in shares else max(share for share in shares if share is not None)
+    if workload.num_prompts == 1 and gaps:  # transformers returns all tokens at once
+        step = statistics.median(gaps)
+        row |= {
+            "ms per step": 1e3 * step,
+            "% of weight bandwidth": setting.percent_of("bytes_per_second", cost.step_bytes(1) / step),
+        }
+    same = {"table": MODELS, "shape": label["shape"], "workload": workload.name, "engine": GRAPHS}
+    own = next((other for other in setting.before if same.items() <= other.items() and "tokens/s" in other), None)
+    return row | {"nanovllm's speed ÷": own["tokens/s"] / row["tokens/s"] if own else None}
 
 
 def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
-    """Where the time of a decode step goes while all requests run.
-
-    The profiler itself costs time, on the host above all.
-    """
+    """Where the time of a decode step goes while all requests run. The profiler itself costs time, mostly on the host."""
     on_gpu = setting.device.type == "cuda"
     warm_up, steps = (1, 2) if setting.dry_run else (3, PROFILED_STEPS)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    activities = [torch.profiler.ProfilerActivity.CPU, *[torch.profiler.ProfilerActivity.CUDA] * on_gpu]
     requests = workload.requests(core.model_config.vocab_size)
     num_preemptions = core.stats.num_preemptions
     add_requests(core, requests)
-    # A preemption says that the memory holds no more requests than those that run.
+    # A preemption shows that the memory holds no more requests than those that run.
     while core.stats.num_waiting and core.stats.num_preemptions == num_preemptions:
         core.step()
     while any(request.in_prefill for request in core.scheduler.running):
@@ -147,7 +143,6 @@ def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
         num_running = core.stats.num_running
         for index in range(len(requests)):
             core.abort_request(str(index))
-        events = trace.read_trace(path)
-    categories = trace.GPU_CATEGORIES if on_gpu else trace.CPU_CATEGORIES
-    row: Row = {"table": "step_split", "workload": workload.name, "running": num_running, "steps": steps}
-    return row | dataclasses.asdict(trace.split_steps(events, categories))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    split = split_steps(events, GPU_CATEGORIES if on_gpu else CPU_CATEGORIES)
+    return {"workload": workload.name, "running": num_running, "step ms": split.pop("ms") / steps} | split

@@ -1,7 +1,7 @@
-"""Finds a Python that can run `make gpu`, and installs what it lacks, and nothing else.
+"""Finds a Python that can run `make gpu`, installs only the packages that it lacks, and prints the interpreter to use.
 
-Run as a script, by path and before anything is installed: it needs the standard library alone. On a GPU's machine torch is
-often there already, built for its driver, and must not be replaced. Prints the interpreter to go on with.
+It is run as a script, by path and before anything is installed, so it needs the standard library alone. On a GPU's machine
+torch is often installed already, built for its driver, and must not be replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ NEEDS = (
     "tqdm",
     "filelock",
     "msgspec",
+    "pytest",
 )
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def _run(*command: str) -> None:
-    # What pip says must not be taken for the answer.
+    # Standard output is for the answer alone.
     subprocess.run(command, check=True, stdout=sys.stderr)
 
 

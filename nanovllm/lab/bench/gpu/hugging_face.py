@@ -12,8 +12,11 @@ import transformers as library
 from transformers import GenerationConfig
 
 from nanovllm.lab.bench.gpu.end_to_end import MAX_MODEL_LEN, RunRequests, measured, model_folder, shortened, workloads
-from nanovllm.lab.bench.gpu.setting import Row, Setting, reason_of
+from nanovllm.lab.bench.gpu.plan import MODELS
 from nanovllm.lab.bench.metrics import Timeline
+from nanovllm.lab.bench.parts import Setting, reason_of
+from nanovllm.lab.bench.report import Row
+from nanovllm.lab.bench.worker import generate_batch
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.config import ModelConfig
 
@@ -27,7 +30,7 @@ def transformers(setting: Setting, shape: str) -> Iterator[Row]:
         config, model_config = library.AutoConfig.from_pretrained(folder), ModelConfig.from_pretrained(folder)
     with setting.device:
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    model.generation_config.eos_token_id = None  # it would end where a random model happens to say so
+    model.generation_config.eos_token_id = None  # a random model would end its text at random
     for name, workload, make in (
         ("transformers generate", stream, _generate),
         ("transformers continuous batching", several, _continuous_batching),
@@ -36,21 +39,14 @@ def transformers(setting: Setting, shape: str) -> Iterator[Row]:
         try:
             run = make(model, setting)
             run(shortened(workload.requests(model_config.vocab_size)))
-            yield label | measured(workload, model_config, run, setting)
-        except Exception as error:  # not ours; that it cannot run is a result
-            yield label | {"table": "end_to_end", "workload": workload.name, "reason": reason_of(error)}
+            yield measured(label, workload, model_config, run, setting)
+        except Exception as error:  # that transformers cannot run is a result
+            yield {"table": MODELS, **label, "workload": workload.name, "why not": reason_of(error)}
 
 
 def _generate(model: Any, setting: Setting) -> RunRequests:
     def run(requests: Sequence[BenchRequest]) -> list[Timeline]:
-        (request,) = requests
-        config = GenerationConfig(max_new_tokens=request.max_tokens, do_sample=False, pad_token_id=0)
-        ids = torch.tensor([request.prompt_token_ids], device=setting.device)
-        timeline = Timeline(time.perf_counter())
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        count = len(out[0].tolist()) - ids.shape[1]  # which waits for the GPU
-        timeline.arrivals.append((time.perf_counter(), count))
-        return [_whole(timeline, request)]
+        return [Timeline(0.0, line) for line in generate_batch(model, [vars(request) for request in requests])]
 
     return run
 
@@ -68,12 +64,9 @@ def _continuous_batching(model: Any, setting: Setting) -> RunRequests:
         manager.warmup()
         manager.start()
         try:
-            start = time.perf_counter()
-            timelines = {
-                manager.add_request(r.prompt_token_ids, max_new_tokens=r.max_tokens): Timeline(start) for r in requests
-            }
-            unfinished = set(timelines)
-            while unfinished:
+            start, ended = time.perf_counter(), dict[str, Timeline]()
+            by_id = {manager.add_request(r.prompt_token_ids, max_new_tokens=r.max_tokens): r for r in requests}
+            while len(ended) < len(by_id):
                 result = manager.get_result(timeout=1)
                 if result is None:
                     if not manager.is_running():
@@ -81,23 +74,13 @@ def _continuous_batching(model: Any, setting: Setting) -> RunRequests:
                 elif result.is_finished():
                     if result.error is not None:
                         raise RuntimeError(result.error)
-                    unfinished.remove(result.request_id)
-                    count = len(result.generated_tokens)
-                    timelines[result.request_id].arrivals.append((time.perf_counter(), count))
-            return list(map(_whole, timelines.values(), requests))
+                    count, request = len(result.generated_tokens), by_id[result.request_id]
+                    if count != request.max_tokens:  # then its time may not be compared
+                        raise RuntimeError(f"{count} tokens came where {request.max_tokens} were asked for")
+                    ended[result.request_id] = Timeline(start, [(time.perf_counter(), count)])
+            return [ended[request_id] for request_id in by_id]
         finally:
             manager.stop(block=True, timeout=5)
             manager.destroy()
 
     return run
-
-
-def _whole(timeline: Timeline, request: BenchRequest) -> Timeline:
-    """The timeline, if the request got all its tokens.
-
-    Raises:
-        RuntimeError: it got fewer: then its time may not be compared.
-    """
-    if timeline.num_tokens != request.max_tokens:
-        raise RuntimeError(f"{timeline.num_tokens} tokens came where {request.max_tokens} were asked for")
-    return timeline

@@ -1,7 +1,7 @@
 """Engines under measurement, each in a process of its own, asked by token ids: no tokenizer, and no HTTP.
 
-They run the loop of a server's engine. What it reports carries the time at which the step ended, so that it does not matter how
-soon somebody reads it here.
+They run the loop of a server's engine. A report carries the time at which its step ended, so it does not matter when this
+process reads it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.lab.bench.engines import START_SECONDS, STOP_SECONDS, EngineFailed
-from nanovllm.lab.bench.machine import python_environment, usable_cores
+from nanovllm.lab.bench.engines import START_SECONDS, STOP_SECONDS, EngineFailed, end_of_log
+from nanovllm.lab.bench.machine import usable_cores
 from nanovllm.lab.bench.metrics import Timeline
+from nanovllm.lab.processes import python_environment
 
 ANSWER_SECONDS = 120.0
 _PROGRAM = "from nanovllm.lab.bench.kv.engines import main; main()"
@@ -53,12 +54,12 @@ class EngineSpec:
 
 @dataclass(eq=False)
 class Answer:
-    """What became of a request.
+    """A request and its output so far.
 
     Attributes:
-        timeline: since it was sent; of what came from the engine that answers it.
-        num_cached: prompt tokens that were not computed there.
-        prefilled: when the other engine had the prompt, if there was one that was asked first.
+        timeline: of the engine that answers it, since it was sent.
+        num_cached: prompt tokens that this engine did not compute.
+        prefilled: when another engine had computed the prompt, if one was asked first.
     """
 
     timeline: Timeline
@@ -90,19 +91,18 @@ class _Engine:
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 words,
-                stdin=subprocess.PIPE,  # the engine ends when it is closed, however this process ends
+                stdin=subprocess.PIPE,  # the engine ends when it is closed, also if this process is killed
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for this process, which then ends the engine
+                start_new_session=True,  # Ctrl-C is for this process, which ends the engine
             )
 
     def tell(self, command: Command) -> None:
         self.commands.send(msgspec.msgpack.encode(command))
 
     def failed(self, what: str) -> EngineFailed:
-        lines = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
-        return EngineFailed(f"engine {self.name!r} {what}" + (f": {lines[-1][:300]}" if lines else ""))
+        return EngineFailed(f"engine {self.name!r} {what}{end_of_log(self._log)}")
 
 
 class Engines:
@@ -112,7 +112,7 @@ class Engines:
         specs: how to start each.
 
     Attributes:
-        addresses: where the engines that have KV for others can be asked, as `prefill_addresses` wants it.
+        addresses: of the engines that have KV for other engines, in the format of `prefill_addresses`.
     """
 
     def __init__(self, specs: Mapping[str, EngineSpec]) -> None:
@@ -166,10 +166,10 @@ class Engines:
         params: dict[str, Any] | None = None,
         answer: Answer | None = None,
     ) -> Answer:
-        """Send a request, greedy and without an end of text; returns at once what will be filled in by `wait`.
+        """Send a greedy request that ignores the end of text; returns at once an answer that `wait` fills in.
 
         Args:
-            params: what it says of its KV.
+            params: its `kv_transfer_params`.
             answer: one that another engine has begun.
         """
         request_id, engine = next(self._ids), self._engines[name]
@@ -180,7 +180,7 @@ class Engines:
         return answer
 
     def ask_both(self, prefill: str, decode: str, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
-        """Prefill first: send a request to one engine, and what that says of its KV to the other."""
+        """Prefill first: send a request to one engine, and then with that engine's `kv_transfer_params` to the other."""
         answer = Answer(Timeline(time.monotonic()))
 
         def go_on(first: Answer) -> None:
@@ -197,7 +197,7 @@ class Engines:
         return answer
 
     def abort(self, answers: Sequence[Answer]) -> None:
-        """End requests, wherever they are. Nothing more is heard of them."""
+        """End requests in all engines; later outputs of them are ignored."""
         for answer in answers:
             answer.finished = True
         ids = [request_id for request_id, answer in self._answers.items() if answer in answers]
@@ -207,17 +207,17 @@ class Engines:
             del self._answers[request_id]
 
     def reset_prefix_cache(self, name: str) -> None:
-        """Let an engine forget what is in its pool."""
+        """Empty an engine's prefix cache."""
         self._engines[name].tell(Command(order="reset_prefix_cache"))
 
     def wait(self, until: Callable[[], bool], seconds: float, on_time: Callable[[], float] | None = None) -> None:
-        """Take what comes until something holds.
+        """Take reports until a condition holds.
 
         Args:
-            on_time: called again and again; does what is due, and returns in how many seconds there will be more.
+            on_time: called before each wait; does what is due, and returns the seconds until there is more to do.
 
         Raises:
-            EngineFailed: an engine has ended, refuses a request, or nothing comes of it in so many seconds.
+            EngineFailed: an engine has ended, refuses a request, or the condition does not hold in time.
         """
         end = time.monotonic() + seconds
         while not until():
@@ -228,9 +228,7 @@ class Engines:
                 if engine.process.poll() is not None:
                     raise engine.failed(f"has ended with exit code {engine.process.returncode}")
             if time.monotonic() > end:
-                raise EngineFailed(
-                    f"one of the engines {', '.join(self._engines)} has not done its work in {seconds:g} s"
-                )
+                raise EngineFailed(f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s")
 
     def _take(self, engine: _Engine, report: Report) -> None:
         if report.fatal:
@@ -264,6 +262,6 @@ def draw(length: int, vocab_size: int, *name: object) -> list[int]:
 
 
 def main() -> None:
-    """Be an engine; arguments: its settings as JSON, and its two addresses."""
+    """Run an engine; arguments: its settings as JSON, and its two addresses."""
     options, commands, reports = sys.argv[1:]
     run_engine(EngineConfig(**json.loads(options)), commands, reports, parent_sentinel=os.dup(0))

@@ -1,18 +1,16 @@
-"""When the first token comes if prefill is somewhere else: prefill first, decode first, pull and push, and not at all."""
+"""The time to the first token if prefill is in another engine: prefill first, decode first, pull and push, and not at all."""
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from nanovllm.lab.bench.kv import transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
-from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
-from nanovllm.lab.bench.parallel.setting import Setting
-from nanovllm.lab.bench.report import Table
-from nanovllm.lab.bench.watch import Estimate
+from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, estimate, goal, paired
 
 ONE, PREFILL_FIRST = "one engine", "prefill first, pull"
 PULL, PUSH = "decode first, pull", "decode first, push"
@@ -25,9 +23,9 @@ class Case:
     """Prompts of one length.
 
     Attributes:
-        cached: who has seen the first half of each before.
+        cached: which engines have seen the first half of each prompt before.
         seconds: to the first token, by way.
-        prefilled: prefill first: when the producer had done its part.
+        prefilled: prefill first: seconds until the producer has done its part.
     """
 
     length: int
@@ -35,42 +33,9 @@ class Case:
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     prefilled: list[float] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """For a reader."""
-        return f"{self.length} tokens{self.cached}"
-
-
-@dataclass
-class FirstTokens:
-    """Everything that was measured.
-
-    Attributes:
-        again: seconds to the first token of a prompt that an engine has in its cache, by its length: a step that computes
-            next to nothing.
-        bytes_per_token: of KV.
-        bytes_per_second: of a transfer.
-    """
-
-    cases: list[Case]
-    again: dict[int, float]
-    bytes_per_token: int
-    bytes_per_second: float
-
-    def predict(self, case: Case, way: str) -> float:
-        """Seconds to the first token: the producer computes, the bytes travel, and the consumer makes a step in which there is
-        next to nothing to compute. A push has gone on while the producer computed."""
-        if way == ONE:
-            return statistics.median(case.seconds[ONE])
-        alike = [other for other in self.cases if other.length == case.length]
-        computed = case if case.cached == BOTH else next(other for other in alike if not other.cached)
-        tokens = case.length - (case.length // 2 if case.cached else 0)
-        moved = 0.0 if way == PUSH else tokens * self.bytes_per_token / self.bytes_per_second
-        return statistics.median(computed.seconds[ONE]) + moved + self.again[case.length]
-
 
 def ask(engines: Engines, way: str, prompt: Sequence[int]) -> Answer:
-    """Ask for the one token."""
+    """Ask for one token."""
     if way == ONE:
         return engines.complete(engines.ask("one", prompt))
     if way == PREFILL_FIRST:
@@ -80,26 +45,18 @@ def ask(engines: Engines, way: str, prompt: Sequence[int]) -> Answer:
     return engines.complete(engines.ask("decode", prompt, params=params))
 
 
-def warm(engines: Engines, way: str, prompt: Sequence[int], case: Case) -> None:
-    """Let those see the first half who have seen it."""
-    half = prompt[: case.length // 2]
-    names = ["one"] if way == ONE else ["decode", *["prefill"] * (case.cached == BOTH)]
-    for name in names if case.cached else ():
-        engines.complete(engines.ask(name, half))
-
-
 def measure(engines: Engines, cases: list[Case], rounds: int, vocab_size: int) -> None:
-    """All ways in turn, each with prompts of its own; the first round does not count."""
+    """All ways in turn, each with prompts of its own; the first round is to warm up."""
     for turn in range(rounds + 1):
         for case in cases:
             for way in in_turn(WAYS, turn):
-                prompt = draw(case.length, vocab_size, case.name, way, turn)
-                warm(engines, way, prompt, case)
+                prompt = draw(case.length, vocab_size, case.length, case.cached, way, turn)
+                warmed = ["one"] if way == ONE else ["decode", *["prefill"] * (case.cached == BOTH)]
+                for name in warmed if case.cached else ():
+                    engines.complete(engines.ask(name, prompt[: case.length // 2]))
                 answer = ask(engines, way, prompt)
                 if way != ONE and answer.num_cached < case.length - 1:
-                    raise RuntimeError(
-                        f"{way}: the decode engine got KV of {answer.num_cached} of {case.length} tokens"
-                    )
+                    raise RuntimeError(f"{way}: decode has KV of {answer.num_cached} of {case.length} tokens")
                 if turn:
                     case.seconds[way].append(answer.ttft)
                     if answer.prefilled is not None:
@@ -112,47 +69,62 @@ def measure_again(engines: Engines, length: int, vocab_size: int, rounds: int) -
     return statistics.median([engines.complete(engines.ask("decode", prompt)).ttft for _ in range(rounds + 1)][1:])
 
 
-def first_token(setting: Setting) -> Found:
+def first_token(setting: Setting) -> Iterator[Row]:
     """Every engine has all cores: only one of them computes at a time, as if each had a machine of its own."""
     lengths, half, rounds = ((20, 60), 60, 1) if setting.dry_run else ((100, 300, 900), 900, 2 * setting.repeats)
     cases = [*map(Case, lengths), Case(half, CONSUMER), Case(half, BOTH)]
     num_bytes, seconds = transport.measure(setting, rounds=1 if setting.dry_run else 5)
-    options = {"model": str(setting.folder)}
-    options |= setting.options(max_model_len=max(lengths) + 16, enable_prefix_caching=True)
+    options = setting.options(max_model_len=max(lengths) + 16, enable_prefix_caching=True)
     roles = {"one": {}, "prefill": {"kv_role": "producer"}, "decode": {"kv_role": "consumer"}}
-    specs = {name: EngineSpec(options | role, setting.threads) for name, role in roles.items()}
     vocab_size = setting.model.vocab_size
-    with Engines(specs) as engines:
+    with Engines({name: EngineSpec(options | role, setting.threads) for name, role in roles.items()}) as engines:
         measure(engines, cases, rounds, vocab_size)
         again = {length: measure_again(engines, length, vocab_size, rounds) for length in lengths}
     layout = transport.cache_layout(setting)
     bytes_per_token = layout.block_bytes * layout.num_layers // layout.block_size
-    rate = num_bytes / statistics.median(seconds[transport.READ])
-    return report_first_tokens(FirstTokens(cases, again, bytes_per_token, rate))
+    yield from compare(cases, again, bytes_per_token * statistics.median(seconds[transport.READ]) / num_bytes)
 
 
-def report_first_tokens(measured: FirstTokens) -> Found:
-    """What the times say. A pull should add the bytes' way, and the step of an engine that has nearly all in its cache; a push
-    has gone on while the prompt was computed."""
-    found, rows = Found(data=dataclasses.asdict(measured)), []
-    longest = max(case.length for case in measured.cases)
-    for case in measured.cases:
-        for way in WAYS:
-            pairs = list(zip(case.seconds[ONE], case.seconds[way], strict=True))
-            ratio = paired(*zip(*pairs, strict=True))
-            more = Estimate.of([divided - one for one, divided in pairs])
-            cells = [1e3 * statistics.median(case.seconds[way]), 1e3 * measured.predict(case, way)]
-            rows.append([case.name, way, *map(number, cells), estimate(more, 1e3), estimate(ratio)])
+def predict(case: Case, cases: Sequence[Case], way: str, again: float, seconds_per_token: float) -> float:
+    """Predict the seconds to the first token: the producer computes, the bytes travel, and the consumer makes a step with
+    nearly nothing to compute. A push travels while the producer computes."""
+    if way == ONE:
+        return statistics.median(case.seconds[ONE])
+    cold = next(other for other in cases if other.length == case.length and not other.cached)
+    computed = case if case.cached == BOTH else cold
+    tokens = case.length - (case.length // 2 if case.cached else 0)
+    moved = 0.0 if way == PUSH else tokens * seconds_per_token
+    return statistics.median(computed.seconds[ONE]) + moved + again
+
+
+def compare(cases: Sequence[Case], again: dict[int, float], seconds_per_token: float) -> Iterator[Row]:
+    """Compare the ways round by round, and each with its prediction.
+
+    Args:
+        again: seconds to the first token of a prompt that is in the engine's cache, by its length.
+        seconds_per_token: that a transfer of its KV takes.
+    """
+    longest = max(case.length for case in cases)
+    for case in cases:
+        name, one = f"{case.length} tokens{case.cached}", case.seconds[ONE]
+        for way, times in case.seconds.items():
+            ratio = paired(one, times)
+            predicted = predict(case, cases, way, again[case.length], seconds_per_token)
+            yield {
+                "table": f"Time to first token, medians of {len(one)}, 95 % intervals",
+                "prompt": name,
+                "way": way,
+                "TTFT, ms": [1e3 * seconds for seconds in times],
+                "predicted": 1e3 * predicted,
+                "more than one engine, ms": estimate([1e3 * (b - a) for a, b in zip(one, times, strict=True)]),
+                "of one engine": ratio,
+            }
             if case.length == longest and case.cached != BOTH and way != ONE:
-                figure = f"time to first token, {case.name}, {way}: of one engine"
-                found.findings.append(Finding(figure, ratio.ratio, " ×"))
-    columns = ["prompt", "way", "TTFT, ms", "predicted", "more than one engine, ms", "of one engine"]
-    title = f"Time to first token, medians of {len(pairs)}, 95 % intervals"
-    found.tables.append(Table(title, columns, rows))
-    producer = []
-    for case in measured.cases:
-        parts = (*(statistics.median(t) for t in (case.seconds[ONE], case.prefilled)), measured.again[case.length])
-        producer.append([case.name, *(number(1e3 * seconds) for seconds in parts)])
-    columns = ["prompt", "one engine, ms", "prefill first: the producer's part", "a prompt that is cached"]
-    found.tables.append(Table("Where it goes", columns, producer, num_labels=1))
-    return found
+                yield goal(f"time to first token, {name}, {way}: of one engine", ratio["median"], "×")
+        yield {
+            "table": "Where the time goes",
+            "prompt": name,
+            "one engine, ms": [1e3 * seconds for seconds in one],
+            "prefill first: the producer's part": [1e3 * seconds for seconds in case.prefilled],
+            "a prompt that is cached": 1e3 * again[case.length],
+        }

@@ -1,8 +1,8 @@
-"""The places beyond the pool in which prefixes are kept, with the servers that some of them need, on loopback."""
+"""The places beyond the pool that keep prefixes, with the servers that some of them need, on loopback."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
@@ -19,12 +19,13 @@ from typing import Any
 from nanovllm.kv_transfer.stores.folder import FolderStore
 from nanovllm.kv_transfer.stores.redis import RedisStore
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.lab.processes import free_port
 
 SERVER_SECONDS = 30.0
 GIB = 1 << 30
 HOST, HOST_AND_DISK = "host memory", "host memory, then disk"
 DISK, SHARED_MEMORY = "folder on a disk", "folder in /dev/shm"
-# Mooncake's client listens on all interfaces: it gets a network of its own, which has nothing but a loopback.
+# Mooncake's client listens on all interfaces, so it runs in a network namespace that has only a loopback.
 _ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 _MOONCAKE = """
 ip link set lo up
@@ -41,8 +42,8 @@ class Place:
     Attributes:
         options: of the engine.
         make_store: opens a store of the same kind, to measure it without an engine; None where that is not possible.
-        wrapper: a command that the engine's is appended to.
-        forget: lets the operating system forget what it has of it in memory.
+        wrapper: a command that the engine's command is appended to.
+        forget: drops the store's files from the operating system's memory.
     """
 
     name: str
@@ -52,86 +53,68 @@ class Place:
     forget: Callable[[], None] = lambda: None
 
 
-@dataclass
-class Sizes:
-    """How large the places are.
-
-    Attributes:
-        entry_bytes: of a block.
-        host_blocks: in host memory.
-        blocks: everywhere else.
-    """
-
-    entry_bytes: int
-    host_blocks: int
-    blocks: int
-
-    @property
-    def gib(self) -> float:
-        """Of everywhere else, twice what is put there."""
-        return 2 * self.blocks * self.entry_bytes / GIB
-
-
 @contextmanager
-def places(sizes: Sizes) -> Iterator[tuple[list[Place], dict[str, str]]]:
-    """All that this machine has; and what it lacks, with the reason."""
+def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tuple[list[Place], dict[str, str]]]:
+    """All places that this machine has; and those that it lacks, with the reason.
+
+    Args:
+        entry_bytes: of a block.
+        host_blocks: blocks that fit into host memory.
+        num_blocks: blocks that are put into every other place, which is twice as large.
+    """
+    gib, host_bytes = 2 * num_blocks * entry_bytes / GIB, host_blocks * entry_bytes
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        folders = [
+        disk, memory = (
             pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-", dir=where)))
             for where in (None, "/dev/shm" if os.path.isdir("/dev/shm") else None)
+        )
+
+        def host(extra: dict[str, Any]) -> dict[str, Any]:
+            config = {"kv_connector": "offloading", "kv_connector_extra_config": extra}
+            # Half a block more, because sizes are rounded down.
+            return {"kv_transfer_config": config, "kv_offloading_size": (host_bytes + entry_bytes // 2) / GIB}
+
+        found = [
+            Place(HOST, host({}), lambda: HostStore(host_bytes, entry_bytes)),
+            Place(HOST_AND_DISK, host({"disk_path": str(disk / "tier"), "disk_gib": gib})),
         ]
-        found = [_host(sizes), _host(sizes, folders[0] / "tier"), _disk(sizes, folders[0] / "disk")]
-        found.append(_folder(sizes, folders[1] / "pool"))
+        for name, path in ((DISK, disk / "disk"), (SHARED_MEMORY, memory / "pool")):
+            place = Place(
+                name,
+                _pool({"store": "folder", "path": str(path), "gib": gib}),
+                functools.partial(FolderStore, path, int(gib * GIB)),
+            )
+            if name == DISK:
+                place.forget = functools.partial(_drop_from_memory, path)
+            found.append(place)
         for name, start in (("redis", _redis), ("mooncake", _mooncake)):
-            place = stack.enter_context(start(sizes, folders[0]))
-            if isinstance(place, Place):
-                found.append(place)
+            server = stack.enter_context(start(gib, disk))
+            if isinstance(server, Place):
+                found.append(server)
             else:
-                missing[name] = place
+                missing[name] = server
         yield found, missing
 
 
-def _host(sizes: Sizes, disk: pathlib.Path | None = None) -> Place:
-    size, entry = sizes.host_blocks * sizes.entry_bytes, sizes.entry_bytes
-    extra = {"disk_path": str(disk), "disk_gib": sizes.gib} if disk is not None else {}
-    options = {
-        "kv_transfer_config": {"kv_connector": "offloading", "kv_connector_extra_config": extra},
-        "kv_offloading_size": (size + entry // 2) / GIB,  # half a block more, since sizes are rounded down
-    }
-    return Place(HOST, options, lambda: HostStore(size, entry)) if disk is None else Place(HOST_AND_DISK, options)
-
-
-def _disk(sizes: Sizes, path: pathlib.Path) -> Place:
-    """A pool on a disk, which has to be read from there."""
-
-    def forget() -> None:
-        for file in path.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())  # what is not written yet is not forgotten
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    place = _folder(sizes, path)
-    return dataclasses.replace(place, name=DISK, forget=forget)
-
-
-def _folder(sizes: Sizes, path: pathlib.Path) -> Place:
-    options = _pool({"store": "folder", "path": str(path), "gib": sizes.gib})
-    return Place(SHARED_MEMORY, options, lambda: FolderStore(path, int(sizes.gib * GIB)))
+def _drop_from_memory(path: pathlib.Path) -> None:
+    """Let the operating system forget the files of a folder, so that they are read from the disk."""
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())  # a page that is not written yet cannot be dropped
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @contextmanager
-def _redis(sizes: Sizes, folder: pathlib.Path) -> Iterator[Place | str]:
+def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     program = shutil.which("redis-server")
     if program is None or importlib.util.find_spec("redis") is None:
         yield "there is no redis-server, or no client: pip install 'nanovllm[redis]'"
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]
-    command += ["--maxmemory", str((64 << 20) + int(sizes.gib * GIB)), "--maxmemory-policy", "allkeys-lru"]
-    # It ends with its standard input, which is closed however this process ends.
+    command += ["--maxmemory", str((64 << 20) + int(gib * GIB)), "--maxmemory-policy", "allkeys-lru"]
+    # It ends when its standard input is closed, which also happens if this process is killed.
     words = ["sh", "-c", '"$@" & read end; kill -9 $!; wait', "sh", *command]
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -147,7 +130,7 @@ def _redis(sizes: Sizes, folder: pathlib.Path) -> Iterator[Place | str]:
 
 
 @contextmanager
-def _mooncake(sizes: Sizes, folder: pathlib.Path) -> Iterator[Place | str]:
+def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     try:
         import mooncake.store
     except ImportError as error:
@@ -160,7 +143,7 @@ def _mooncake(sizes: Sizes, folder: pathlib.Path) -> Iterator[Place | str]:
         yield "its client listens on all interfaces, and a network of its own cannot be had here"
         return
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
-    segment = max(64 << 20, int(sizes.gib * GIB))
+    segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}
     yield Place("mooncake", _pool(extra), wrapper=(*_ALONE, "sh", "-c", _MOONCAKE, str(master), str(folder)))
 

@@ -1,32 +1,30 @@
-"""Prefixes that are kept beyond the pool, against computing them again: from which length on, and on documents that many ask of."""
+"""Prefixes that are kept beyond the pool, against computing them again: by their length, and with questions about documents."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import random
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from nanovllm.distributed.cost_model import Link, fit
+from nanovllm.distributed.cost_model import fit
 from nanovllm.kv.connector import IDLE_SECONDS
 from nanovllm.kv_transfer.stores.store import KEY_BYTES, KVStore
 from nanovllm.lab.bench.kv import transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
-from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, Sizes, places
-from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
-from nanovllm.lab.bench.parallel.setting import Setting
-from nanovllm.lab.bench.report import Table
+from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, places
+from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, goal, paired
 
 POOL, AGAIN = "pool of the device", "computed again"
 PLAIN = "no other place"
-#: So often a prefix is asked for until it has arrived where it is kept.
+#: Requests for a prefix until its KV has arrived in the place that keeps it.
 MAX_TRIES = 50
 
 
@@ -52,7 +50,7 @@ class Plan:
     host_documents: int = 10
 
     def questions(self) -> list[int]:
-        """The number of the document that each is about: Zipf's law, as for most things that people choose from."""
+        """The document that each question is about, drawn by Zipf's law."""
         weights = [1 / (1 + i) for i in range(self.num_documents)]
         return random.Random(0).choices(range(self.num_documents), weights, k=self.num_questions)
 
@@ -63,9 +61,9 @@ class Tiers:
 
     Attributes:
         bytes_per_token: of KV.
-        block_size: tokens a block.
+        block_size: tokens per block.
         ttfts: seconds to the first token, by place and by length of the prefix; rounds make pairs.
-        stores: without an engine: seconds that a store takes to give out so many bytes.
+        stores: without an engine: seconds that a store takes to read so many bytes.
         documents: by place, of each question: seconds to the first token, and the share of its prompt that was not computed.
     """
 
@@ -75,11 +73,6 @@ class Tiers:
     ttfts: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     stores: dict[str, dict[int, float]] = field(default_factory=dict)
     documents: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def link(self, place: str) -> Link:
-        """A store's latency and bandwidth."""
-        return fit(place, list(self.stores[place]), list(self.stores[place].values()))
 
 
 # ---------------------------------------------------------------- measuring
@@ -88,7 +81,7 @@ class Tiers:
 def time_store(
     store: KVStore, forget: Callable[[], None], entry_bytes: int, counts: Sequence[int], rounds: int = 5
 ) -> dict[int, float]:
-    """Seconds that a store takes to give out entries, by how many bytes they have together."""
+    """Seconds that a store takes to read entries, by their bytes together."""
     entries = np.random.default_rng(0).integers(0, 256, (max(counts), entry_bytes), dtype=np.uint8)
     keys = [i.to_bytes(KEY_BYTES, "little") for i in range(len(entries))]
     rows, found = [memoryview(row) for row in entries], [memoryview(row) for row in np.zeros_like(entries)]
@@ -100,7 +93,7 @@ def time_store(
             forget()
             start = time.perf_counter()
             if not all(store.get(keys[:count], found[:count])):
-                raise RuntimeError("a store lacks what it has just been given")
+                raise RuntimeError("a store lacks an entry that has just been put into it")
             times.append(time.perf_counter() - start)
         seconds[count * entry_bytes] = statistics.median(times[1:])
     store.remove(keys)
@@ -117,7 +110,7 @@ def ask_again(engines: Engines, place: str, prompt: Sequence[int], forgetting: P
 
 
 def fill(engines: Engines, place: str, prompt: Sequence[int]) -> None:
-    """Ask until what was computed has arrived where it is kept."""
+    """Ask until the KV has arrived in the place that keeps it."""
     for _ in range(MAX_TRIES):
         if ask_again(engines, place, prompt).num_cached == len(prompt) - 1:
             return
@@ -125,7 +118,7 @@ def fill(engines: Engines, place: str, prompt: Sequence[int]) -> None:
 
 
 def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, vocab_size: int) -> None:
-    """A prefix of each length, and a token more: kept in each place, and computed again; they take turns."""
+    """A prefix of each length and one more token: kept in each place, and computed again; they take turns."""
     prompts = {length: draw(length + 1, vocab_size, "prefix", length) for length in tiers.plan.lengths}
     for place in found:
         for prompt in prompts.values():
@@ -138,7 +131,7 @@ def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, voca
             for name in in_turn(names, turn):
                 engine = PLAIN if name == AGAIN else name
                 took = {name: ask_again(engines, engine, prompt, by_name.get(name))}
-                if name == AGAIN:  # now it is there
+                if name == AGAIN:  # now it is in the pool
                     took[POOL] = engines.complete(engines.ask(PLAIN, prompt))
                 for way, answer in took.items():
                     expected = 0 if way == AGAIN else length
@@ -149,7 +142,7 @@ def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, voca
 
 
 def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
-    """Questions about documents, one after another, to an engine with each place, in turn. All begin with nothing of them."""
+    """Questions about documents, one after another, to an engine with each place, in turn. All caches are empty at first."""
     plan, names = tiers.plan, list(engines.specs)
     documents = [draw(plan.document_len, vocab_size, "document", i) for i in range(plan.num_documents)]
     tiers.documents = {name: [] for name in names}
@@ -162,27 +155,19 @@ def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
             tiers.documents[name].append((answer.ttft, answer.num_cached / len(prompt)))
 
 
-def plan_of(setting: Setting) -> Plan:
-    """What is asked of this model."""
-    if setting.dry_run:
-        return Plan((32, 64), 1, 4, 64, 15, 6, 2, 3)
-    return Plan(rounds=3 * setting.repeats)
-
-
-def tiers(setting: Setting) -> Found:
+def tiers(setting: Setting) -> Iterator[Row]:
     """Every engine has a small pool and all cores; only one of them computes at a time."""
-    plan, layout = plan_of(setting), transport.cache_layout(setting)
+    plan = Plan((32, 64), 1, 4, 64, 15, 6, 2, 3) if setting.dry_run else Plan(rounds=3 * setting.repeats)
+    layout = transport.cache_layout(setting)
     size, entry_bytes = layout.block_size, layout.block_bytes * layout.num_layers
     document = -(-plan.document_len // size)
     blocks = plan.num_documents * document + sum(-(-length // size) for length in plan.lengths)
     pool_blocks = max(plan.pool_documents * document, -(-max(plan.lengths) // size)) + 2
     longest = max(*plan.lengths, plan.document_len + plan.question_len) + 8
-    options: dict[str, Any] = {"model": str(setting.folder)}
-    options |= setting.options(max_model_len=longest, enable_prefix_caching=True, num_kv_blocks=pool_blocks)
+    options = setting.options(max_model_len=longest, enable_prefix_caching=True, num_kv_blocks=pool_blocks)
     del options["kv_cache_memory"]
-    sizes = Sizes(entry_bytes, plan.host_documents * document, blocks)
     measured = Tiers(plan, entry_bytes // size, size)
-    with places(sizes) as (found, measured.missing):
+    with places(entry_bytes, plan.host_documents * document, blocks) as (found, missing):
         counts = sorted({max(1, length // size) for length in plan.lengths})
         for place in found:
             if place.make_store is not None:
@@ -193,40 +178,43 @@ def tiers(setting: Setting) -> Found:
             specs[place.name] = EngineSpec(options | place.options, setting.threads, place.wrapper)
         with Engines(specs) as engines:
             vocab_size = setting.model.vocab_size
-            # What is found in host memory says nothing of the disk behind it.
+            # A hit in host memory says nothing about the disk behind it.
             single = [place for place in found if place.name != HOST_AND_DISK]
             measure_lengths(engines, single, measured, vocab_size)
             measure_documents(engines, measured, vocab_size)
-    return report_tiers(measured)
+    yield from compare_lengths(measured)
+    yield from compare_documents(measured)
+    for name, why in missing.items():
+        yield {"table": "Places that this machine lacks", "place": name, "why": why}
 
 
-# ---------------------------------------------------------------- what it says
+# ---------------------------------------------------------------- comparisons
 
 
 def crossing(tiers: Tiers, place: str) -> float:
-    """From how many tokens on it should be faster to fetch than to compute: where `latency + tokens * bytes / bandwidth` is below
-    `tokens / speed`, but no less than a block. The step that makes the first token is needed in any case; and who waits looks
-    now and then whether it has come."""
+    """Predict from how many tokens on fetching is faster than computing: where `latency + tokens * bytes / bandwidth` is below
+    `tokens / speed`, but at least a block. The step that samples the first token is needed in both cases; and the engine polls
+    for the end of a fetch."""
     longest = max(tiers.plan.lengths)
     step, again = (statistics.median(tiers.ttfts[name][longest]) for name in (POOL, AGAIN))
-    link = tiers.link(place)
+    link = fit(place, list(tiers.stores[place]), list(tiers.stores[place].values()))
     gain = (again - step) / longest - tiers.bytes_per_token / link.bandwidth
     blocks = (link.latency + IDLE_SECONDS) / gain / tiers.block_size if gain > 0 else math.inf
     return tiers.block_size * max(1.0, blocks)
 
 
 def measured_crossing(tiers: Tiers, place: str) -> float:
-    """From which of the lengths on it is faster, and for all longer ones."""
+    """The length from which on fetching is faster, for all longer ones too."""
     winning = math.inf
     for length in sorted(tiers.plan.lengths, reverse=True):
-        if paired(tiers.ttfts[AGAIN][length], tiers.ttfts[place][length]).ratio >= 1:
+        if paired(tiers.ttfts[AGAIN][length], tiers.ttfts[place][length])["median"] >= 1:
             break
         winning = length
     return winning
 
 
 def lru_share(questions: Sequence[int], room: int) -> float:
-    """The share of questions whose document is there, if so many fit and the one that was not used for longest gives way."""
+    """The share of questions whose document is cached, if `room` documents fit and the least recently used one is evicted."""
     there: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for document in questions:
@@ -238,70 +226,55 @@ def lru_share(questions: Sequence[int], room: int) -> float:
     return hits / len(questions)
 
 
-def report_tiers(measured: Tiers) -> Found:
-    """What was measured; see `Tiers`."""
-    found = Found(data=dataclasses.asdict(measured))
-    _report_lengths(found, measured)
-    _report_documents(found, measured)
-    if measured.missing:
-        rows = [[place, why] for place, why in measured.missing.items()]
-        found.tables.append(Table("Places that this machine lacks", ["place", "why"], rows))
-    return found
-
-
-def _report_lengths(found: Found, measured: Tiers) -> None:
-    rows, again, lengths = [], measured.ttfts[AGAIN], measured.plan.lengths
+def compare_lengths(measured: Tiers) -> Iterator[Row]:
+    """Compare each place with computing again; the goal is to be faster from the predicted length on, or from the next length
+    that was measured."""
+    again, lengths = measured.ttfts[AGAIN], measured.plan.lengths
     for name, by_length in measured.ttfts.items():
-        times = [number(1e3 * statistics.median(by_length[length])) for length in lengths]
-        ratio = paired(again[lengths[-1]], by_length[lengths[-1]])
-        cells = ["–", "–", "–"]
+        row: Row = {
+            "table": f"Time to first token of a prefix that is kept, medians of {len(again[lengths[0]])}",
+            "prefix": name,
+        }
+        row |= {f"{length} tokens, ms": [1e3 * seconds for seconds in by_length[length]] for length in lengths}
+        row["longest, of computing"] = paired(again[lengths[-1]], by_length[lengths[-1]])
+        row |= dict.fromkeys(("bare store, GB/s", "faster from, predicted", "measured"))
         if name not in (POOL, AGAIN):
-            cells[2] = _tokens(measured_crossing(measured, name))
+            row["measured"] = _tokens(measured_crossing(measured, name))
         if name in measured.stores:
             size, seconds = max(measured.stores[name].items())
-            predicted = crossing(measured, name)
-            cells[:2] = number(size / seconds / 1e9), _tokens(predicted)
-            _judge(found, measured, name, predicted)
-        rows.append([name, *times, estimate(ratio), *cells])
-    columns = ["prefix", *(f"{length} tokens, ms" for length in lengths), "longest, of computing"]
-    columns += ["bare store, GB/s", "faster from, predicted", "measured"]
-    title = f"Time to first token of a prefix that is kept, medians of {len(again[lengths[0]])}"
-    found.tables.append(Table(title, columns, rows, num_labels=1))
-
-
-def _judge(found: Found, measured: Tiers, place: str, predicted: float) -> None:
-    """Whether it is faster from the predicted length on: that is one of those that were measured, or the next one."""
-    figure = f"prefix in {place}: faster than computing it from"
-    reached = [length for length in measured.plan.lengths if length >= predicted]
-    actual = measured_crossing(measured, place)
-    if not reached or actual == math.inf:
-        found.findings.append(Finding(f"{figure} (never, of these lengths)", 0.0, " tokens", "a length", False))
-        return
-    goal = f"≤ {reached[0]} tokens, predicted {_tokens(predicted)}"
-    found.findings.append(Finding(figure, actual, " tokens", goal, actual <= reached[0]))
+            predicted, actual = crossing(measured, name), measured_crossing(measured, name)
+            row |= {"bare store, GB/s": size / seconds / 1e9, "faster from, predicted": _tokens(predicted)}
+            figure = f"prefix in {name}: faster than computing it from (predicted {_tokens(predicted)})"
+            reached = next((length for length in lengths if length >= predicted), None)
+            found = None if actual == math.inf else actual
+            yield goal(figure, found, "tokens", at_most=reached) | {
+                "reached": found is not None and reached is not None and found <= reached
+            }
+        yield row
 
 
 def _tokens(count: float) -> str:
     return "never" if count == math.inf else f"{count:.0f}"
 
 
-def _report_documents(found: Found, measured: Tiers) -> None:
-    plan, rows = measured.plan, []
-    base = [seconds for seconds, _ in measured.documents[PLAIN]]
+def compare_documents(measured: Tiers) -> Iterator[Row]:
+    """Compare the questions' times and hits in each place with the pool alone, and hits with those of an LRU list."""
+    plan, base = measured.plan, statistics.mean(seconds for seconds, _ in measured.documents[PLAIN])
     share = plan.document_len / (plan.document_len + plan.question_len)
     for name, questions in measured.documents.items():
         room = {PLAIN: plan.pool_documents, HOST: plan.host_documents}.get(name, plan.num_documents)
-        hits, times = statistics.mean(hit for _, hit in questions), [seconds for seconds, _ in questions]
-        predicted = share * lru_share(plan.questions(), room)
-        mean, middle, late = statistics.mean(times), *np.percentile(times, [50, 90])
-        cells = [100 * hits, 100 * predicted, *(1e3 * float(value) for value in (mean, middle, late))]
-        rows.append([name, *map(number, cells), number(mean / statistics.mean(base))])
+        times = [1e3 * seconds for seconds, _ in questions]
+        ratio = statistics.mean(times) / base / 1e3
+        yield {
+            "table": f"{plan.num_questions} questions about {plan.num_documents} documents of {plan.document_len} tokens; "
+            f"the pool holds {plan.pool_documents}, host memory {plan.host_documents}, other places all",
+            "kept in": name,
+            "hits, % of tokens": 100 * statistics.mean(hit for _, hit in questions),
+            "predicted": 100 * share * lru_share(plan.questions(), room),
+            "TTFT mean, ms": statistics.mean(times),
+            "p50": times,
+            "p90": float(np.percentile(times, 90)),
+            "mean, of the first": ratio,
+        }
         if name != PLAIN:
-            figure = f"{plan.num_documents} documents, {name}: mean time to first token, of {PLAIN}"
-            found.findings.append(Finding(figure, mean / statistics.mean(base), " ×"))
-    columns = ["kept in", "hits, % of tokens", "predicted", "TTFT mean, ms", "p50", "p90", "mean, of the first"]
-    title = (
-        f"{plan.num_questions} questions about {plan.num_documents} documents of {plan.document_len} tokens; the pool holds "
-        f"{plan.pool_documents}, host memory {plan.host_documents}, other places all"
-    )
-    found.tables.append(Table(title, columns, rows, num_labels=1))
+            yield goal(f"{plan.num_documents} documents, {name}: mean time to first token, of {PLAIN}", ratio, "×")

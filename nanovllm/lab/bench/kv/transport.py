@@ -1,4 +1,4 @@
-"""How fast KV blocks get from one rank's cache into another's, beside a plain copy of the same bytes."""
+"""The speed of KV transfers from one rank's cache into another's, beside a plain copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import ctypes
 import importlib.util
 import mmap
 import random
-import statistics
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,10 +17,10 @@ from nanovllm.distributed.groups import Grid, get_world_group
 from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
-from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
-from nanovllm.lab.bench.parallel.setting import Setting
-from nanovllm.lab.bench.ranks import run_ranks
-from nanovllm.lab.bench.report import Table
+from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, goal, number, paired
+from nanovllm.lab.processes import run_ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_dtype
 
@@ -35,7 +33,7 @@ Seconds = dict[str, list[float]]
 
 
 def layout_of(model: ModelConfig, dtype: torch.dtype, num_bytes: int) -> KVLayout:
-    """The cache of a rank that has the whole model, in which blocks of so many bytes are half of all."""
+    """The cache of a rank that has the whole model, with room for twice `num_bytes`."""
     is_latent = bool(model.kv_lora_rank)
     block = KVLayout(
         num_layers=model.num_layers,
@@ -51,13 +49,15 @@ def layout_of(model: ModelConfig, dtype: torch.dtype, num_bytes: int) -> KVLayou
     return KVLayout(**vars(block) | {"num_blocks": 2 * count})
 
 
-def transports() -> dict[str, Callable[..., Transport]]:
+class TcpTransport(LocalTransport):
+    """TCP on one machine, too."""
+
+    share_memory = False
+
+
+def transports() -> dict[str, type[Transport]]:
     """Those that this machine has, by the way that is measured with them."""
-    found: dict[str, Callable[..., Transport]] = {
-        READ: LocalTransport,
-        WRITE: LocalTransport,
-        TCP: partial(LocalTransport, share_memory=False),
-    }
+    found: dict[str, type[Transport]] = {READ: LocalTransport, WRITE: LocalTransport, TCP: TcpTransport}
     if importlib.util.find_spec("nixl_cu12") is not None:
         from nanovllm.kv_transfer.transport.nixl import NixlTransport
 
@@ -66,8 +66,8 @@ def transports() -> dict[str, Callable[..., Transport]]:
 
 
 def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
-    """On each of two ranks: half of the blocks of one, into blocks in other places of the other. Seconds, on the second rank:
-    from the call until it is told that all is there. The ways take turns, and a plain copy of as many bytes with them."""
+    """On each of two ranks: transfers half of the blocks of one rank into other places of the other's cache. Returns, on the
+    second rank, seconds from the call until the transport reports the end. The ways take turns, also with a plain copy."""
     world, ids = get_world_group(), list(range(layout.num_blocks))
     random.Random(0).shuffle(ids)
     here, there = ids[: len(ids) // 2], ids[len(ids) // 2 :]
@@ -84,7 +84,7 @@ def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
                 else:
                     took = ways[name].read(f"{name} {turn}", here, there)
                 world.barrier()
-                if turn:  # the first one is to warm up: memory that nobody has touched is slow
+                if turn:  # the first round is to warm up: memory is slow when it is touched for the first time
                     seconds[name].append(took)
     finally:
         for way in ways.values():
@@ -95,10 +95,9 @@ def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
 class _Way:
     """A transport, with a cache of its own, on each of two ranks."""
 
-    def __init__(self, kind: Callable[..., Transport], layout: KVLayout) -> None:
+    def __init__(self, kind: type[Transport], layout: KVLayout) -> None:
         self.world, dtype = get_world_group(), getattr(torch, layout.dtype)
-        make: Callable[..., torch.Tensor] = getattr(kind, "func", kind).empty_cache  # type: ignore[union-attr]
-        self.caches = {layer: make(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
+        self.caches = {layer: kind.empty_cache(layout.cache_shape, dtype, "cpu") for layer in layout.layers}
         for cache in self.caches.values():
             cache.fill_(self.world.rank + 1)
         self.transport = kind(layout, self.caches, "127.0.0.1", _SECRET)
@@ -139,16 +138,14 @@ class _Way:
 
 
 def _plain_copy(layout: KVLayout, num_blocks: int) -> Callable[[], None]:
-    """What no way can beat: as many bytes of each layer, in one piece, from one mapping of shared memory into another."""
+    """An upper bound of the speed: copies as many bytes of each layer in one piece between two mappings of shared memory."""
     size = num_blocks * layout.block_bytes
-    maps = [[mmap.mmap(-1, size) for _ in layout.layers] for _ in range(2)]
-    pairs = [[ctypes.addressof(ctypes.c_char.from_buffer(m)) for m in pair] for pair in zip(*maps, strict=True)]
+    pairs = [[torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for _ in range(2)] for _ in layout.layers]
 
     def copy() -> None:
-        for to, source in pairs:
-            ctypes.memmove(to, source, size)
+        for target, source in pairs:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 
-    copy.maps = maps  # type: ignore[attr-defined]  # they live as long as the function
     return copy
 
 
@@ -166,30 +163,29 @@ def cache_layout(setting: Setting) -> KVLayout:
 
 
 def measure(setting: Setting, rounds: int) -> tuple[int, Seconds]:
-    """Bytes that are moved, and the seconds of each way, see `time_transfers`."""
+    """The bytes that are moved, and the seconds of each way; see `time_transfers`."""
     layout = cache_layout(setting)
     seconds = run_ranks(time_transfers, Grid(data=2), layout, rounds)[1]
     return layout.num_blocks // 2 * layout.block_bytes * layout.num_layers, seconds
 
 
-def transport(setting: Setting) -> Found:
-    """The same blocks by every way that there is."""
-    return report_transfers(*measure(setting, 2 if setting.dry_run else 7 * setting.repeats))
+def transport(setting: Setting) -> Iterator[Row]:
+    """The same blocks by every way that this machine has."""
+    yield from compare(*measure(setting, 2 if setting.dry_run else 7 * setting.repeats))
 
 
-def report_transfers(num_bytes: int, seconds: Seconds) -> Found:
-    """What the times say; see `time_transfers`."""
-    found, rows = Found(data={"bytes": num_bytes, "seconds": seconds}), []
-    for way, times in seconds.items():
-        speed = paired(times, seconds[COPY])  # how much faster the copy is the other way round
-        figure = f"{way}: bytes/s, of a plain copy in shared memory"
-        if way in (READ, WRITE):
-            found.findings.append(Finding.at_least(figure, speed.ratio, " ×", GOAL))
-        elif way != COPY:
-            found.findings.append(Finding(figure, speed.ratio, " ×"))
-        took = statistics.median(times)
-        rows.append([way, number(num_bytes / took / 1e9), number(1e3 * took), estimate(speed)])
+def compare(num_bytes: int, seconds: Seconds) -> Iterator[Row]:
+    """Compare each way with a plain copy, round by round; see `time_transfers`."""
     title = f"{number(num_bytes / 2**20)} MiB of KV blocks in random places from one process to another, medians of {len(seconds[COPY])}"
-    columns = ["way", "GB/s", "ms", "of a plain copy"]
-    found.tables.append(Table(title, columns, rows, num_labels=1))
-    return found
+    for way, times in seconds.items():
+        speed = paired(times, seconds[COPY])  # the speeds' ratio is the inverse of the times'
+        if way != COPY:
+            wanted = GOAL if way in (READ, WRITE) else None
+            yield goal(f"{way}: bytes/s, of a plain copy in shared memory", speed["median"], "×", at_least=wanted)
+        yield {
+            "table": title,
+            "way": way,
+            "GB/s": [num_bytes / took / 1e9 for took in times],
+            "ms": [1e3 * took for took in times],
+            "of a plain copy": speed,
+        }

@@ -1,5 +1,5 @@
 """`nanovllm bench parallel`: what it costs that several processes compute together, part by part.
 
-On a machine whose cores are all busy anyway, more ranks make nothing faster. So what is measured are ratios within one run,
-and how close each way of dividing comes to what theory says that it must cost.
+On a machine whose cores are all busy, more ranks make nothing faster. The parts measure ratios within one run, and how close
+each way of dividing an engine comes to its cost in theory.
 """

@@ -1,4 +1,4 @@
-"""Whole engines: what an executor costs a step, what a rank loads, and what divided engines make of the same cores."""
+"""Whole engines: what an executor adds to a step, what a rank loads, and the speed of divided engines on the same cores."""
 
 from __future__ import annotations
 
@@ -6,53 +6,49 @@ import pathlib
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.engine.core import EngineCore, create_core
-from nanovllm.lab.bench.gpu.engine import add_requests, run_requests, start_engine
-from nanovllm.lab.bench.gpu.shapes import TINY, write_config
-from nanovllm.lab.bench.parallel.findings import Finding, Found, estimate, in_turn, number, paired
+from nanovllm.engine.core import EngineCore
+from nanovllm.lab.bench.local import TINY, add_requests, run_requests, start_engine, write_config
+from nanovllm.lab.bench.metrics import in_turn
 from nanovllm.lab.bench.parallel.pipeline import Stopwatch
-from nanovllm.lab.bench.parallel.setting import Setting
-from nanovllm.lab.bench.ranks import run_alone, run_ranks
-from nanovllm.lab.bench.report import Table
-from nanovllm.lab.bench.watch import Estimate
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, estimate, goal, paired
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
+from nanovllm.lab.processes import run_ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import checkpoint_tensors, load_model
 from nanovllm.ops.device import choose_dtype
 
+BACKENDS, BATCHES = ("uni", "mp"), (1, 16)
+
 # ---------------------------------------------------------------- executors
 
-BACKENDS = ("uni", "mp")
-BATCHES = (1, 16)
 
-
-def time_steps(folder: str, options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
+def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
     """Seconds of a decode step, the median of each round, by the number of requests and by executor; they take turns."""
     length = 32 + steps * (rounds + 2)
     options = options | {"max_model_len": length, "max_num_seqs": max(BATCHES)}
-    cores = {name: start_engine(folder, distributed_executor_backend=name, **options) for name in BACKENDS}
+    cores = {name: start_engine(distributed_executor_backend=name, **options) for name in BACKENDS}
     found: dict[int, dict[str, list[float]]] = {}
     try:
         for batch in BATCHES:
-            times: dict[str, list[float]] = {name: [] for name in BACKENDS}
+            found[batch] = {name: [] for name in BACKENDS}
             for core in cores.values():
                 add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
                 core.step()  # the prompts
             for turn in range(rounds + 1):
                 for name in in_turn(BACKENDS, turn):
                     seconds = _median_step(cores[name], steps)
-                    if turn:  # the first one is to warm up
-                        times[name].append(seconds)
+                    if turn:  # the first round is to warm up
+                        found[batch][name].append(seconds)
             for core in cores.values():
                 for index in range(batch):
                     core.abort_request(str(index))
-            found[batch] = times
     finally:
         for core in cores.values():
             core.close()
@@ -68,39 +64,38 @@ def _median_step(core: EngineCore, steps: int) -> float:
     return statistics.median(times)
 
 
-def executor(setting: Setting) -> Found:
+def executor(setting: Setting) -> Iterator[Row]:
     """The same engine with its only rank in its own process, and in another one."""
     steps, rounds = (2, 1) if setting.dry_run else (10, 6 * setting.repeats)
     with tempfile.TemporaryDirectory() as tiny:
         write_config(pathlib.Path(tiny), TINY)
         models = {
-            # A step so short that nothing hides what is added to it; it has no use for a second core.
-            "tiny model": (1, tiny, setting.options(load_format="dummy")),
-            setting.folder.name: (setting.threads, str(setting.folder), setting.options()),
+            # A step so short that it hides nothing that is added to it; it has no use for a second core.
+            "tiny model": (1, setting.options(load_format="dummy", model=tiny)),
+            pathlib.Path(setting.folder).name: (setting.threads, setting.options()),
         }
-        times = {
-            name: run_alone(time_steps, *arguments, steps, rounds, threads=threads)
-            for name, (threads, *arguments) in models.items()
-        }
-    return report_executors(times)
+        for name, (threads, options) in models.items():
+            yield from compare_executors(
+                name, run_ranks(time_steps, Grid(), options, steps, rounds, threads=threads)[0]
+            )
 
 
-def report_executors(times: dict[str, dict[int, dict[str, list[float]]]]) -> Found:
-    """What steps of the two executors say, in pairs; see `time_steps`."""
-    found, rows = Found(data={"seconds": times}), []
-    for model, by_batch in times.items():
-        for batch, both in by_batch.items():
-            pairs = list(zip(both["uni"], both["mp"], strict=True))
-            more, ratio = Estimate.of([mp - uni for uni, mp in pairs]), paired(both["uni"], both["mp"])
-            step = 1e3 * statistics.median(both["uni"])
-            where = f"executor mp against uni, {model}, {batch} request{'s' * (batch > 1)}"
-            found.findings.append(Finding(f"{where}: added to a step", 1e6 * more.ratio, " µs"))
-            found.findings.append(Finding(f"{where}: step time", ratio.ratio, " ×"))
-            rows.append([model, str(batch), number(step), estimate(more, 1e6), estimate(ratio)])
-    columns = ["model", "requests", "uni, ms a step", "mp, µs more", "mp / uni"]
-    title = "One rank in a process of its own (mp) against in-process (uni): decode steps, 95 % intervals"
-    found.tables.append(Table(title, columns, rows))
-    return found
+def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> Iterator[Row]:
+    """Compare the steps of the two executors, round by round; see `time_steps`."""
+    for batch, both in times.items():
+        more = estimate([1e6 * (mp - uni) for uni, mp in zip(both["uni"], both["mp"], strict=True)])
+        ratio = paired(both["uni"], both["mp"])
+        where = f"executor mp against uni, {model}, {batch} request{'s' * (batch > 1)}"
+        yield goal(f"{where}: added to a step", more["median"], "µs")
+        yield goal(f"{where}: step time", ratio["median"], "×")
+        yield {
+            "table": "One rank in a process of its own (mp) against in-process (uni): decode steps, 95 % intervals",
+            "model": model,
+            "requests": batch,
+            "uni, ms per step": [1e3 * seconds for seconds in both["uni"]],
+            "mp, µs more": more,
+            "mp / uni": ratio,
+        }
 
 
 # ---------------------------------------------------------------- weights
@@ -115,139 +110,111 @@ def load_share(folder: str, dtype: str) -> tuple[int, int]:
     return sum(held.values()), sum(tensor[place.source].nbytes for place, tensor in places if place is not None)
 
 
-def weights(setting: Setting) -> Found:
-    """What each of several ranks loads of the model."""
+def weights(setting: Setting) -> Iterator[Row]:
+    """The weights that each of several ranks loads."""
     size = setting.tensor_size()
     if size is None:
-        raise ValueError(f"the layers of {setting.folder.name} cannot be divided among 2, 3 or 4 ranks")
-    arguments = str(setting.folder), setting.dtype
-    shares = {n: run_ranks(load_share, Grid(tensor=n), *arguments) for n in (1, size)}
-    return report_weights(shares)
+        raise ValueError(f"the layers of {setting.folder} cannot be divided among 2, 3 or 4 ranks")
+    yield from compare_weights(
+        {n: run_ranks(load_share, Grid(tensor=n), setting.folder, setting.dtype) for n in (1, size)}
+    )
 
 
-def report_weights(shares: dict[int, list[tuple[int, int]]]) -> Found:
-    """What the ranks hold and read says; see `load_share`. By the number of ranks, of which one is 1."""
-    found, rows = Found(data={"bytes": shares}), []
+def compare_weights(shares: dict[int, list[tuple[int, int]]]) -> Iterator[Row]:
+    """Compare what ranks hold and read with one rank; `shares` by the number of ranks, see `load_share`."""
     (whole,) = shares[1]
     for size, ranks in shares.items():
         for rank, share in enumerate(ranks):
-            cells = [f"{size}", str(rank)]
-            for part, total in zip(share, whole, strict=True):
-                cells += [number(part / 2**20), number(part / total)]
-            rows.append(cells)
-        if size > 1:
-            for index, what in enumerate(("held", "read")):
-                most = max(share[index] for share in ranks) / whole[index]
-                figure = f"weights {what} by a rank of {size}, of those of one rank"
-                # Norms are on all ranks, and rows of padding on the last ones.
-                found.findings.append(Finding.near(figure, 100 * most, " %", 100 / size, tolerance=0.02))
-    columns = ["ranks", "rank", "held MiB", "of all", "read MiB", "of all"]
-    found.tables.append(Table("Weights of a rank, tensor parallel", columns, rows, num_labels=0))
-    return found
+            row: Row = {"table": "Weights of a rank, tensor parallel", "ranks": size, "rank": rank}
+            for what, part, total in zip(("held", "read"), share, whole, strict=True):
+                row |= {f"{what} MiB": part / 2**20, f"{what}, of all": part / total}
+            yield row
+        for index, what in enumerate(("held", "read")) if size > 1 else ():
+            most = max(share[index] for share in ranks) / whole[index]
+            # Norms are on all ranks, and rows of padding on the last ones.
+            figure = f"weights {what} by a rank of {size}, of those of one rank"
+            yield goal(figure, 100 * most, "%", near=100 / size, tolerance=0.02)
 
 
-# ---------------------------------------------------------------- tokens a second
-
-
-def load_of(setting: Setting) -> Workload:
-    """Requests that keep a small batch busy."""
-    count, lengths = (2, (4, 4)) if setting.dry_run else (16, (32, 32))
-    return Workload("", "throughput", "", count, lengths, lengths)
-
-
-def grids(setting: Setting) -> dict[str, dict[str, int]]:
-    """What one rank with all cores is compared with: settings, by name."""
-    size = setting.tensor_size()
-    found = {f"tensor parallel {size}": {"tensor_parallel_size": size}} if size else {}
-    return found | {"pipeline parallel 2": {"pipeline_parallel_size": 2}, "data parallel 2": {"data_parallel_size": 2}}
+# ---------------------------------------------------------------- tokens per second
 
 
 def time_grids(
-    folder: str, options: dict[str, Any], work: Workload, grids: dict[str, dict[str, int]], repeats: int
+    options: dict[str, Any], work: Workload, grids: dict[str, dict[str, int]], repeats: int
 ) -> dict[str, list[tuple[float, float]]]:
-    """For each grid: seconds of the workload on one rank, and on the grid, in turn."""
-    base, found = start_engine(folder, **options), {}
-    vocabulary = base.model_config.vocab_size
+    """For each grid: seconds of the workload on one rank and on the grid, in turn."""
+    base, found = start_engine(**options), dict[str, list[tuple[float, float]]]()
     for name, sizes in grids.items():
-        core = create_core(EngineConfig(model=folder, **(options | sizes)))
+        core = start_engine(**options | sizes)
         try:
-            pairs = []
+            found[name] = pairs = []
             for repeat in range(repeats + 1):
-                requests = work.requests(vocabulary, repeat=repeat)
-                both = {}
-                for engine in in_turn(("base", "grid"), repeat):
+                requests = work.requests(base.model_config.vocab_size, repeat=repeat)
+                both = [0.0, 0.0]
+                for index in in_turn((0, 1), repeat):
                     start = time.perf_counter()
-                    run_requests(core if engine == "grid" else base, requests)
-                    both[engine] = time.perf_counter() - start
-                if repeat:  # the first one is to warm up
-                    pairs.append((both["base"], both["grid"]))
-            found[name] = pairs
+                    run_requests((base, core)[index], requests)
+                    both[index] = time.perf_counter() - start
+                if repeat:  # the first round is to warm up
+                    pairs.append((both[0], both[1]))
         finally:
             core.close()
     return found
 
 
-def count_collectives(folder: str, options: dict[str, Any], batch: int, steps: int) -> dict[str, float]:
-    """On each rank: decode steps, how long they take, and how much of that goes to collectives.
+def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[str, float]:
+    """On each rank: the time of decode steps and of the collectives in it.
 
-    Every rank has an engine of its own, and all come to the same plans.
+    Every rank has an engine of its own, and all make the same plans.
     """
-    core, group = start_engine(folder, **options), get_tp_group()
+    core, group = start_engine(**options), get_tp_group()
     add_requests(core, [BenchRequest([3 + i] * 16, steps + 4) for i in range(batch)])
     for _ in range(3):
         core.step()
     watches = [Stopwatch(group, name) for name in ("all_reduce", "all_gather")]
-    group.calls.clear()
     group.bytes_sent.clear()
     start = time.perf_counter()
     for _ in range(steps):
         core.step()
     seconds = (time.perf_counter() - start) / steps
     config = core.model_config
-    formula = (2 * config.num_layers + 1) * batch * config.hidden_size * core.runner.dtype.itemsize
     return {
         "step_seconds": seconds,
         "collective_seconds": sum(watch.seconds for watch in watches) / steps,
-        "calls": sum(group.calls.values()) / steps,
-        "all_reduced_bytes": group.bytes_sent["all_reduce"] / steps,
-        "all_reduced_formula": formula,
+        "bytes": group.bytes_sent["all_reduce"] / steps,
+        "formula": (2 * config.num_layers + 1) * batch * config.hidden_size * core.runner.dtype.itemsize,
     }
 
 
-def throughput(setting: Setting) -> Found:
+def throughput(setting: Setting) -> Iterator[Row]:
     """The same requests on divided engines, with no more cores than one rank has."""
-    work, found = load_of(setting), Found()
+    count, length = (2, 4) if setting.dry_run else (16, 32)
+    work, size = Workload("", "throughput", "", count, (length, length), (length, length)), setting.tensor_size()
     options = setting.options(max_num_seqs=32)
-    arguments = str(setting.folder), options, work, grids(setting), setting.repeats
-    pairs = run_alone(time_grids, *arguments, threads=setting.threads)
-    found.data["seconds"], rows = pairs, []
-    tokens = sum(request.max_tokens for request in work.requests(setting.model.vocab_size))
-    for name, both in pairs.items():
+    grids = {f"tensor parallel {size}": {"tensor_parallel_size": size}} if size else {}
+    grids |= {"pipeline parallel 2": {"pipeline_parallel_size": 2}, "data parallel 2": {"data_parallel_size": 2}}
+    arguments = options, work, grids, setting.repeats
+    for name, both in run_ranks(time_grids, Grid(), *arguments, threads=setting.threads)[0].items():
         one, grid = ([pair[i] for pair in both] for i in (0, 1))
         ratio = paired(grid, one)
-        found.findings.append(Finding(f"{name}: tokens/s, of one rank with all cores", ratio.ratio, " ×"))
-        speeds = [number(tokens / statistics.median(times)) for times in (one, grid)]
-        rows.append([name, *speeds, estimate(ratio), " ".join(number(a / b) for a, b in both)])
-    columns = ["grid", "one rank, tokens/s", "the grid, tokens/s", "ratio", "pairs"]
-    title = (
-        f"{work.num_prompts} requests of {work.input_len[0]} + {work.output_len[0]} tokens on {setting.threads} cores"
-    )
-    found.tables.append(Table(title, columns, rows, num_labels=1))
-    if (size := setting.tensor_size()) is not None:
-        _add_collectives(found, setting, size)
-    return found
+        yield goal(f"{name}: tokens/s, of one rank with all cores", ratio["median"], "×")
+        yield {
+            "table": f"{count} requests of {length} + {length} tokens on {setting.threads} cores",
+            "grid": name,
+            "one rank, tokens/s": [count * length / seconds for seconds in one],
+            "the grid, tokens/s": [count * length / seconds for seconds in grid],
+            "ratio": ratio,
+        }
+    if size is not None:
+        yield from _collectives(options, size, max(1, setting.threads // size), setting.dry_run)
 
 
-def _add_collectives(found: Found, setting: Setting, size: int) -> None:
+def _collectives(options: dict[str, Any], size: int, threads: int, dry_run: bool) -> Iterator[Row]:
     """Where the time of a tensor-parallel step goes."""
-    batch, steps = (2, 2) if setting.dry_run else (16, 20)
-    arguments = str(setting.folder), setting.options(max_num_seqs=32), batch, steps
-    threads = max(1, setting.threads // size)
-    ranks = run_ranks(count_collectives, Grid(tensor=size), *arguments, threads=threads)
-    found.data["collectives"] = ranks
+    batch, steps = (2, 2) if dry_run else (16, 20)
+    ranks = run_ranks(count_collectives, Grid(tensor=size), options, batch, steps, threads=threads)
     step, inside = (statistics.median(rank[name] for rank in ranks) for name in ("step_seconds", "collective_seconds"))
     where = f"tensor parallel {size}, {batch} requests decode"
-    found.findings.append(Finding(f"{where}: in collectives, waiting included", 1e3 * inside, " ms a step"))
-    found.findings.append(Finding(f"{where}: a step", 1e3 * step, " ms"))
-    counted, formula = ranks[0]["all_reduced_bytes"], ranks[0]["all_reduced_formula"]
-    found.findings.append(Finding.near(f"{where}: bytes all-reduced a step", counted, "", formula, tolerance=0))
+    yield goal(f"{where}: in collectives, waiting included", 1e3 * inside, "ms per step")
+    yield goal(f"{where}: a step", 1e3 * step, "ms")
+    yield goal(f"{where}: bytes all-reduced per step", ranks[0]["bytes"], near=ranks[0]["formula"])

@@ -1,8 +1,9 @@
-"""Tokens on their way to experts of other ranks and back: the bytes that move, and the time."""
+"""Tokens on their way to experts on other ranks and back: the bytes that move, and the time."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,35 +11,35 @@ from torch import Tensor
 
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_ep_group
-from nanovllm.lab.bench.parallel.findings import Finding, Found, in_turn, microseconds, number, paired, slowest
-from nanovllm.lab.bench.parallel.setting import Setting
-from nanovllm.lab.bench.ranks import run_ranks
-from nanovllm.lab.bench.report import Table
+from nanovllm.lab.bench.metrics import in_turn, slowest
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, goal, paired
+from nanovllm.lab.processes import run_ranks
 
 SHUFFLE, BARE, COPY = "dispatch and combine", "bare all-to-all", "copy"
 
 
 def routing(num_tokens: int, num_experts: int, top_k: int, rank: int) -> Tensor:
-    """Random choices of a rank's tokens, `[num_tokens, top_k]` int64, no expert twice for a token."""
+    """Random choices of a rank's tokens, `[num_tokens, top_k]` int64, all different for a token."""
     generator = torch.Generator().manual_seed(rank)
     return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
 
 
 def rows_to(topk_ids: Tensor, placement: ExpertPlacement) -> list[int]:
-    """How many rows a rank has to send to each, if every token goes once to each rank that has an expert of it."""
+    """The number of rows that a rank sends to each rank: every token goes once to each rank that has an expert of it."""
     home = {expert: rank for rank, slots in enumerate(placement.slots) for expert in slots}
     goals = [{home[expert] for expert in choices} for choices in topk_ids.tolist()]
     return [sum(rank in goal for goal in goals) for rank in range(len(placement.slots))]
 
 
 def shuffle_bytes(sent: int, received: int, hidden: int, itemsize: int, top_k: int) -> int:
-    """What rows need: all that is sent, hidden states with their choices (a slot and a weight, 4 bytes each); all that was
-    received, on its way back, hidden states alone."""
+    """Bytes that rows need: sent ones are hidden states with their choices (a slot and a weight, 4 bytes each), received ones
+    go back as hidden states alone."""
     return sent * (hidden * itemsize + 8 * top_k) + received * hidden * itemsize
 
 
 def shuffle(num_tokens: int, num_experts: int, top_k: int, hidden: int, rounds: int) -> dict[str, Any]:
-    """On each rank: tokens go to experts and come back, and the same bytes without all that is around it."""
+    """On each rank: tokens go to experts and come back; and the same bytes by a bare all-to-all, and by a copy."""
     group = get_ep_group()
     placement = ExpertPlacement.initial(num_experts, group.world_size)
     dispatcher = ExpertDispatcher(placement)
@@ -69,36 +70,32 @@ def shuffle(num_tokens: int, num_experts: int, top_k: int, hidden: int, rounds: 
     times: dict[str, list[float]] = {way: [] for way in works}
     for turn in range(rounds):
         for way in in_turn(list(works), turn):
-            group.all_reduce(torch.zeros(1))  # nobody begins much earlier than the others
+            group.all_reduce(torch.zeros(1))  # the ranks begin together
             start = time.perf_counter()
             works[way]()
             times[way].append(time.perf_counter() - start)
-    # Everybody is told, too, how many rows will come: a number of 8 bytes for each rank.
+    # Each rank is also told how many rows will come: 8 bytes for each rank.
     sizes = hidden, x.element_size(), top_k
     formula = 8 * group.world_size + shuffle_bytes(sum(sent), sum(received), *sizes)
     own = 8 + shuffle_bytes(sent[group.rank_in_group], received[group.rank_in_group], *sizes)
     return {"bytes": counted, "formula": formula, "to_others": formula - own, "seconds": times}
 
 
-def experts(setting: Setting) -> Found:
+def experts(setting: Setting) -> Iterator[Row]:
     """Two ranks with half of the experts each."""
     num_experts, top_k, hidden = (4, 2, 32) if setting.dry_run else (32, 4, 1024)
     rounds = 2 if setting.dry_run else 20 * setting.repeats
-    found, rows = Found(), []
     for num_tokens in (4,) if setting.dry_run else (16, 512):
         ranks = run_ranks(shuffle, Grid(data=2), num_tokens, num_experts, top_k, hidden, rounds)
-        counted, formula = (sum(rank[name] for rank in ranks) for name in ("bytes", "formula"))
-        where = f"expert shuffle, {num_tokens} tokens a rank"
-        found.findings.append(Finding.near(f"{where}: bytes moved", counted, "", formula, tolerance=0))
+        counted, formula, to_others = (sum(rank[name] for rank in ranks) for name in ("bytes", "formula", "to_others"))
+        where = f"expert shuffle, {num_tokens} tokens per rank"
+        yield goal(f"{where}: bytes moved", counted, near=formula)
         times = {way: slowest([rank["seconds"][way] for rank in ranks]) for way in ranks[0]["seconds"]}
         for way in (BARE, COPY):
-            ratio = paired(times[way], times[SHUFFLE]).ratio
-            found.findings.append(Finding(f"{where}: time over {way} of the same rows", ratio, " ×"))
-        to_others = sum(rank["to_others"] for rank in ranks)
-        cells = [str(num_tokens), number(counted / 1024), number(to_others / 1024)]
-        rows.append([*cells, *(microseconds(times[way]) for way in (SHUFFLE, BARE, COPY))])
-        found.data[str(num_tokens)] = ranks
-    columns = ["tokens a rank", "KB handed over", "of it to others", *(f"{w}, µs" for w in (SHUFFLE, BARE, COPY))]
-    title = f"Tokens of {hidden} bf16 numbers to {top_k} of {num_experts} experts on 2 ranks and back, medians"
-    found.tables.append(Table(title, columns, rows, num_labels=0))
-    return found
+            yield goal(f"{where}: time over {way} of the same rows", paired(times[way], times[SHUFFLE])["median"], "×")
+        yield {
+            "table": f"Tokens of {hidden} bf16 numbers to {top_k} of {num_experts} experts on 2 ranks and back, medians",
+            "tokens per rank": num_tokens,
+            "KB handed over": counted / 1024,
+            "of it to others": to_others / 1024,
+        } | {f"{way}, µs": [1e6 * seconds for seconds in times[way]] for way in (SHUFFLE, BARE, COPY)}

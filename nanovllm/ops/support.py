@@ -1,26 +1,31 @@
-"""Whether Triton kernels can run here. Imports nothing of Triton unless it is there and about to be used."""
+"""Whether Triton kernels can run here. Imports nothing of Triton."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import shutil
 
 import torch
 
-# cp.async and bfloat16 products begin with Ampere; what is older has other limits than the tiles were chosen for.
+PACKAGE = pathlib.Path(__file__).parents[1]
+KERNELS = ("ops/triton.py", "ops/triton_interpreter.py", "attention/triton.py", "attention/triton_kernels.py")
+# cp.async and bfloat16 products begin with Ampere; the tiles were not chosen for older GPUs.
 LEAST_CAPABILITY = (8, 0)
 LARGEST_HEAD = 256
 
 
 def is_interpreted() -> bool:
-    """True if kernels run in Triton's interpreter: slow, in NumPy, without a GPU. Triton reads the variable when a
+    """True if kernels run in Triton's interpreter: slowly, in NumPy, without a GPU. Triton reads the variable when a
     kernel is defined, so it has to be set before the first import."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def why_no_triton(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
-    """What stands in the way of Triton kernels for a model on a device; None if nothing does."""
+    """Why Triton kernels cannot serve a model on a device; None if they can."""
+    if missing := [name for name in KERNELS if not (PACKAGE / name).is_file()]:
+        return f"this copy of nanovllm does not have {', '.join(missing)}"
     if importlib.util.find_spec("triton") is None:
         return "the package 'triton' is not installed (there is none for macOS and Windows)"
     if device.type == "cpu" and not is_interpreted():

@@ -1,7 +1,8 @@
-"""How long work takes on a GPU, and the two ceilings that the results are compared with."""
+"""The time of work on a GPU, and the two ceilings that results are compared with."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -13,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-import nanovllm
-from nanovllm.lab.bench.gpu.setting import Row, Setting
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row
 
-PACKAGES = ("torch", "triton", "transformers", "numpy")
+PACKAGES = ("nanovllm", "torch", "triton", "transformers", "numpy")
 _SMI_FIELDS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,clocks.sm,power.limit,temperature.gpu"
 # More than the L2 cache of any GPU there is.
 _FLUSH_BYTES = 2**28
@@ -26,8 +27,8 @@ _WARM_UP = 3
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
     """The median time of some work, each time with a cold L2 cache.
 
-    On a GPU the work is queued while the GPU still overwrites its cache, for at least as long as queueing takes:
-    events before and after then see the GPU's time alone, not Python's. On a CPU, which is a dry run, the host's clock.
+    On a GPU the work is queued while the GPU still overwrites its cache, which takes at least as long as queueing: the events
+    before and after the work then measure the GPU's time alone, not Python's. On a CPU (a dry run) it is the host's clock.
     """
     if device.type == "cpu":
         work()
@@ -70,28 +71,32 @@ def _event_seconds(works: list[Callable[[], object]]) -> float:
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes a second of a copy within the device's memory, read and written ones together."""
+    """Bytes per second of a copy within the device's memory, counting read and written ones."""
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / median_seconds(lambda: target.copy_(source), device)
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype, size: int) -> float:
-    """FLOPs a second of a product of two square matrices of random numbers (zeros would be faster)."""
+    """FLOPs per second of a product of two square matrices of random numbers (zeros would be faster)."""
     first, second = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / median_seconds(lambda: first @ second, device)
 
 
 def machine(setting: Setting) -> Iterator[Row]:
-    """What was found, and the ceilings of this very run."""
+    """Facts about the machine, and the ceilings of this run."""
     device = setting.device
     for name, value in _facts(device):
-        yield {"table": "facts", "name": name, "value": value}
+        yield {"table": "The machine", "what": name, "value": value}
     sizes = (2**24, 256) if setting.dry_run else (2**32, 8192)
     if device.type == "cuda":  # two buffers, and half of the memory left over
         sizes = (min(sizes[0], torch.cuda.mem_get_info()[0] // 4), sizes[1])
-    yield {"table": "limits", "name": "bytes_per_second", "value": copy_bandwidth(device, sizes[0])}
-    yield {"table": "limits", "name": "flops_per_second", "value": matrix_peak(device, torch.bfloat16, sizes[1])}
+    ceilings = {
+        "bytes_per_second": ("GB/s of copying (read and written)", 1e9, copy_bandwidth(device, sizes[0])),
+        "flops_per_second": ("TFLOP/s in bfloat16", 1e12, matrix_peak(device, torch.bfloat16, sizes[1])),
+    }
+    for limit, (unit, factor, rate) in ceilings.items():
+        yield {"table": "Measured ceilings", "limit": limit, "value": rate, "that is": rate / factor, "unit": unit}
 
 
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
@@ -108,9 +113,6 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
             values = answer.stdout.splitlines()[0].split(", ") if answer.stdout else []
             yield from zip(_SMI_FIELDS.split(","), values, strict=False)
     yield "python", platform.python_version()
-    yield "nanovllm", nanovllm.__version__
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            yield name, "not installed"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm.attention.base import get_backend
-from nanovllm.ops.triton_support import why_no_triton
+from nanovllm.ops.support import why_no_triton
 
 pytest.importorskip("triton")
 GPU = torch.device("cuda")

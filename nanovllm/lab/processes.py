@@ -1,28 +1,43 @@
-"""Real processes for a measurement: a function of the package runs on every rank of a grid, with the groups made.
-
-(`nanovllm.lab.course.ranks` does the same for lectures, whose functions have to be sent by value.)
-"""
+"""Processes for a benchmark, a lecture or a test: a function on every rank of a grid, in real processes with the groups made."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pathlib
 import signal
+import socket
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.distributed.groups import Grid
+if TYPE_CHECKING:
+    from nanovllm.distributed.groups import Grid
 
-#: Nothing that is measured takes so long.
-LIMIT_SECONDS = 600.0
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_CPU_AFFINITY")
 
 
 class RankFailed(RuntimeError):
-    """A rank raised an error, died, or did not end in time; the message says which one and why."""
+    """A rank raised an error, died, or did not end in time; the message says which rank and why."""
+
+
+def python_environment() -> dict[str, str]:
+    """Environment variables under which another Python finds this package, even in a checkout without installation, and
+    chooses its number of threads itself."""
+    found = {name: value for name, value in os.environ.items() if name not in _THREAD_VARIABLES}
+    package_home = str(pathlib.Path(__file__).parents[2])
+    paths = [package_home, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return found | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A port on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def run_ranks(
@@ -31,28 +46,26 @@ def run_ranks(
     *arguments: Any,
     threads: int = 1,
     device: str = "cpu",
-    gloo_only: bool = False,
-    timeout: float = LIMIT_SECONDS,
+    timeout: float = 600.0,
+    collective_timeout: float = 120.0,
+    disable_custom_all_reduce: bool = False,
 ) -> list[Any]:
-    """Run `function(*arguments)` on each rank of the grid, in processes of their own; what each returned, by rank.
+    """Run `function(*arguments)` on each rank of the grid, in processes of their own; returns the results by rank.
 
     Args:
-        function: of a module, since it is sent by its name; arguments and results are pickled.
+        function: of a module, because it is pickled by its name; arguments and results are pickled too.
         threads: of torch, in each process.
-        device: "cpu", or "cuda" for a GPU a rank.
-        gloo_only: sum by gloo, not in shared memory.
+        device: "cpu", or "cuda" for a GPU per rank.
+        timeout: seconds after which all ranks are killed.
+        collective_timeout, disable_custom_all_reduce: of the groups, see `initialize_groups`.
 
     Raises:
-        RankFailed: one did; all others have been ended.
+        RankFailed: a rank failed; all others have been killed.
     """
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="nanovllm-bench-") as folder:
-        settings = {
-            "grid": grid,
-            "init_method": f"file://{pathlib.Path(folder) / 'rendezvous'}",
-            "disable_custom_all_reduce": gloo_only,
-            "timeout": min(timeout, 120.0),
-        }
+    settings = {"grid": grid, "timeout": collective_timeout, "disable_custom_all_reduce": disable_custom_all_reduce}
+    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder:
+        settings["init_method"] = f"file://{pathlib.Path(folder) / 'rendezvous'}"
         answers, processes = [], []
         try:
             for rank in range(grid.world_size):
@@ -67,11 +80,6 @@ def run_ranks(
             for process in processes:
                 process.kill()
                 process.join()
-
-
-def run_alone(function: Callable[..., Any], *arguments: Any, threads: int = 1) -> Any:
-    """The same in one process: what it computes with, and leaves behind, is gone afterwards."""
-    return run_ranks(function, Grid(), *arguments, threads=threads)[0]
 
 
 def _collect(answers: list[Connection], timeout: float) -> list[Any]:
@@ -105,8 +113,8 @@ def _run_rank(
     arguments: tuple[Any, ...],
     answer: Connection,
 ) -> None:
-    """What each process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends all
+    """The main function of each process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends all ranks
     import torch
 
     from nanovllm.distributed.groups import destroy_groups, initialize_groups

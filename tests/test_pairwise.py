@@ -1,0 +1,29 @@
+"""The sets of features cover every pair that fits, hold no other, and are few."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from tests.pairwise import covering_sets, possible_pairs
+
+
+@pytest.mark.parametrize("conflicts", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
+def test_every_pair_that_fits_is_covered_and_no_other(count: int, conflicts: float) -> None:
+    draw = random.Random(count)
+    features = [f"feature {number}" for number in range(count)]
+    refused = {pair for pair in itertools.combinations(features, 2) if draw.random() < conflicts}
+    sets = covering_sets(features, lambda a, b: (a, b) not in refused)
+    covered = {pair for chosen in sets for pair in itertools.combinations(chosen, 2)}
+    assert covered == set(possible_pairs(features, lambda a, b: (a, b) not in refused))
+    assert covered.isdisjoint(refused)
+    assert all(2 <= len(chosen) <= 4 for chosen in sets)
+
+
+def test_sets_are_few() -> None:
+    features = [f"feature {number}" for number in range(18)]
+    assert len(covering_sets(features, lambda a, b: True)) < 40  # of 153 pairs
+    assert len(covering_sets(features, lambda a, b: True, size=18)) == 1
