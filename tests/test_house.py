@@ -18,9 +18,7 @@ CLIMBING: set[tuple[str, str]] = {
     ("router.fleet", "cli.main"),
     ("router.run", "cli.main"),
 }
-CIRCLES: set[frozenset[str]] = {
-    frozenset(("cli.main", "router.app", "router.config", "router.fleet", "router.run")),
-}
+CIRCLES: set[frozenset[str]] = {frozenset(("cli.main", "router.app", "router.config", "router.fleet", "router.run"))}
 
 
 def module_files() -> dict[str, pathlib.Path]:

@@ -1,4 +1,4 @@
-"""What a collective should cost: messages take latency + bytes / bandwidth, and an algorithm is so many of them.
+"""Predicts the cost of collectives: a message takes latency + bytes / bandwidth, and an algorithm is a number of messages.
 
 The model is that of R. Hockney (1994), used for collectives by R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of
 Collective Communication Operations in MPICH" (2005).
@@ -17,12 +17,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two ranks.
+    """A connection between two ranks.
 
     Attributes:
-        latency: seconds until the first byte of a message is there.
-        bandwidth: bytes a second, one direction.
-        source: who says so.
+        latency: seconds until the first byte of a message arrives.
+        bandwidth: bytes per second, in one direction.
+        source: where the numbers come from.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Link:
 
 
 _NCCL = "latency: NCCL src/graph/tuning.cc, ring, LL protocol"
-# Peak bandwidths of data sheets, one direction: programs reach about 80 % of them.
+# Peak bandwidths from data sheets, in one direction. Programs reach about 80 % of them.
 LINKS = {
     link.name: link
     for link in (
@@ -54,37 +54,37 @@ LINKS = {
 
 
 def ring_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
-    """Reduce-scatter, then all-gather, around a ring: 2 (n - 1) steps of an n-th each. The least bytes, many steps."""
+    """Reduce-scatter, then all-gather, around a ring: 2 (n - 1) steps with 1/n of the bytes each. Fewest bytes, many steps."""
     return 2 * (world_size - 1) * link.message(num_bytes / world_size)
 
 
 def tree_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
-    """Up a binary tree and down again, everything in each step: few steps, more bytes in a row."""
+    """Up a binary tree and down again, with all bytes in each step: few steps, more bytes."""
     return 2 * math.ceil(math.log2(world_size)) * link.message(num_bytes)
 
 
 def one_shot_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
-    """Everybody reads everything from all others, in one step: the fewest steps, the most bytes."""
+    """Every rank reads the data of all others in one step: fewest steps, most bytes."""
     return link.message((world_size - 1) * num_bytes) if world_size > 1 else 0.0
 
 
 def two_shot_all_reduce(link: Link, world_size: int, num_bytes: float) -> float:
-    """Everybody sums one part of all others' data, then reads the other sums: two steps."""
+    """Every rank sums one part of all data, then reads the other sums: two steps."""
     return 2 * link.message((world_size - 1) / world_size * num_bytes) if world_size > 1 else 0.0
 
 
 def ring_all_gather(link: Link, world_size: int, num_bytes: float) -> float:
-    """Each rank's `num_bytes` go around a ring: n - 1 steps. A reduce-scatter takes as long for `world_size * num_bytes`."""
+    """Each rank's `num_bytes` go around a ring in n - 1 steps. A reduce-scatter of `world_size * num_bytes` takes as long."""
     return (world_size - 1) * link.message(num_bytes)
 
 
 def broadcast(link: Link, world_size: int, num_bytes: float) -> float:
-    """Whoever has it passes it on: the number of those who have it doubles with each step."""
+    """Every rank that has the data sends it on, so that their number doubles with each step."""
     return math.ceil(math.log2(world_size)) * link.message(num_bytes)
 
 
 def all_to_all(link: Link, world_size: int, num_bytes: float) -> float:
-    """Each rank sends an n-th of its `num_bytes` to each of the others, one after another."""
+    """Each rank sends 1/n of its `num_bytes` to each other rank, one after another."""
     return (world_size - 1) * link.message(num_bytes / world_size)
 
 
@@ -97,18 +97,18 @@ ALL_REDUCES: dict[str, Callable[[Link, int, float], float]] = {
 
 
 def best_all_reduce(link: Link, world_size: int, num_bytes: float) -> tuple[str, float]:
-    """The name of the fastest algorithm, and its seconds."""
+    """The name of the fastest algorithm, and its time in seconds."""
     return min(
         ((name, cost(link, world_size, num_bytes)) for name, cost in ALL_REDUCES.items()), key=lambda pair: pair[1]
     )
 
 
 def wire_bytes(operation: str, world_size: int, num_bytes: float) -> float:
-    """The bytes that a rank cannot help sending.
+    """The least number of bytes that a rank must send.
 
     Args:
         operation: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
-        num_bytes: of the tensor that the rank hands in.
+        num_bytes: of the rank's tensor.
     """
     share = (world_size - 1) / world_size
     factors = {"all_reduce": 2 * share, "all_gather": world_size - 1.0, "reduce_scatter": share, "all_to_all": share}
@@ -116,13 +116,13 @@ def wire_bytes(operation: str, world_size: int, num_bytes: float) -> float:
 
 
 def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The latency and bandwidth with which `latency + size / bandwidth` comes closest to measured times.
+    """Fit latency and bandwidth of `latency + size / bandwidth` to measured times.
 
-    Errors count relative to the time, else only the largest sizes would matter.
+    Errors are relative to the time; otherwise only the largest sizes would matter.
 
     Args:
         sizes: in bytes; at least two different ones.
-        seconds: what each took.
+        seconds: the measured time of each size.
     """
     times = np.asarray(seconds, dtype=float)
     rows = np.stack((np.ones(len(times)), np.asarray(sizes, dtype=float)), axis=1) / times[:, None]

@@ -1,4 +1,4 @@
-"""Whole experts on different ranks: which rank holds which, and how tokens get there (dispatch) and back (combine).
+"""Expert parallelism: which rank holds which experts, and how tokens get there (dispatch) and back (combine).
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -16,9 +16,9 @@ from nanovllm.distributed.groups import GroupCoordinator, get_ep_group
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """Which expert stands in which slot of which rank.
+    """Which expert is in which slot of which rank.
 
-    An expert of the model is a *logical* expert; a slot of a rank holds a *physical* one, its number is
+    An expert of the model is a *logical* expert; a slot of a rank holds a *physical* expert, whose number is
     `rank * num_slots + slot`. A logical expert with several physical ones has replicas.
 
     Args:
@@ -26,7 +26,7 @@ class ExpertPlacement:
         slots: for each rank, the logical expert in each of its slots.
 
     Raises:
-        ValueError: an expert has no slot, or one rank has it twice, or ranks have different numbers of slots.
+        ValueError: an expert has no slot, a rank holds it twice, or ranks have different numbers of slots.
     """
 
     num_experts: int
@@ -42,7 +42,7 @@ class ExpertPlacement:
 
     @classmethod
     def initial(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
-        """Experts in order, and then again from the first for as many slots as are redundant.
+        """Place the experts in order, then again from the first one on in the redundant slots.
 
         Raises:
             ValueError: the slots cannot be divided evenly, or are more than experts times ranks.
@@ -62,12 +62,12 @@ class ExpertPlacement:
 
     @property
     def num_slots(self) -> int:
-        """Of each rank."""
+        """Slots per rank."""
         return len(self.slots[0])
 
     @property
     def replicas(self) -> list[list[int]]:
-        """For each logical expert, its physical ones in order."""
+        """For each logical expert, its physical experts in order."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, slots in enumerate(self.slots):
             for slot, expert in enumerate(slots):
@@ -75,14 +75,14 @@ class ExpertPlacement:
         return found
 
     def rank_loads(self, loads: Sequence[int]) -> list[float]:
-        """Tokens a rank computes if its experts get `loads` tokens each, divided evenly among replicas."""
+        """Tokens per rank if the experts get `loads` tokens each, divided evenly among replicas."""
         share = [load / len(replicas) for load, replicas in zip(loads, self.replicas, strict=True)]
         return [sum(share[expert] for expert in slots) for slots in self.slots]
 
 
 @dataclass(frozen=True)
 class DispatchHandle:
-    """What `combine` has to know of a `dispatch`: who got what.
+    """What `combine` needs to know about a `dispatch`.
 
     Attributes:
         tokens: for each row sent, the number of its token, `[sum(sent)]` int64.
@@ -97,11 +97,11 @@ class DispatchHandle:
 
 
 class ExpertDispatcher:
-    """Sends each token to the ranks that hold its experts, and sums what comes back.
+    """Sends each token to the ranks that hold its experts, and sums their results.
 
-    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once* to each rank
-    that has experts of it, however many those are, and the rank adds their results up before it answers.
-    Ranks may have different numbers of tokens, or none; what they must have is the same number of calls.
+    The interface is DeepEP's (github.com/deepseek-ai/DeepEP), over any backend: a token goes *once* to each rank that holds any of
+    its experts, and the rank sums their results before it sends them back. Ranks may have different numbers of tokens, or none,
+    but must make the same number of calls.
 
     Args:
         placement: see `place`.
@@ -115,7 +115,7 @@ class ExpertDispatcher:
         self.place(placement)
 
     def place(self, placement: ExpertPlacement) -> None:
-        """From the next dispatch on, experts are where `placement` says. All ranks have to change at the same step."""
+        """Use `placement` from the next dispatch on. All ranks must change it at the same step."""
         self.placement = placement
         replicas = placement.replicas
         self._num_replicas = torch.tensor([len(found) for found in replicas], device="cpu")
@@ -123,7 +123,7 @@ class ExpertDispatcher:
         self._replicas = torch.tensor([found + [-1] * (most - len(found)) for found in replicas], device="cpu")
 
     def physical(self, topk_ids: Tensor) -> Tensor:
-        """A replica for each choice: tokens take turns, and ranks begin at different ones.
+        """Choose a replica for each expert of each token: tokens take turns, and ranks begin at different replicas.
 
         Args:
             topk_ids: `[num_tokens, top_k]` int64, logical experts.
@@ -141,7 +141,7 @@ class ExpertDispatcher:
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
-        """Every rank of the group calls this; each gets the tokens that its own experts are to see.
+        """Exchange tokens: every rank of the group calls this, and gets the tokens for its experts.
 
         Args:
             x: `[num_tokens, hidden_size]`, this rank's tokens; there may be none.
@@ -149,21 +149,21 @@ class ExpertDispatcher:
             topk_weights: `[num_tokens, top_k]` float32.
 
         Returns:
-            (rows `[num_received, hidden_size]`; the slots of this rank that each shall visit `[num_received, top_k]`
-            int64, -1 where the expert is elsewhere; their weights; a handle for `combine`).
+            (rows `[num_received, hidden_size]`; the slots of this rank that each row visits, `[num_received, top_k]` int64, -1 for
+            experts on other ranks; their weights; a handle for `combine`).
         """
         size, ranks = self.placement.num_slots, self.group.world_size
         physical = self.physical(topk_ids)
         target = physical // size
         goes = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device).scatter_(1, target, True)
         rank, tokens = goes.T.nonzero(as_tuple=True)  # by rank, then by token
-        # Nobody can make room for rows that it does not know of: the numbers go first.
+        # A rank must know how many rows to receive: exchange the counts first.
         counts = goes.sum(0)
         sent = counts.tolist()
         received = self.group.all_to_all(counts, [1] * ranks, [1] * ranks).tolist()
         rows = self.group.all_to_all(x[tokens], sent, received)
         slots = torch.where(target[tokens] == rank[:, None], physical[tokens] % size, -1)
-        # One message for both: a slot travels as the bits of an int32 in a float32's place.
+        # One message for both: a slot travels as the bits of an int32 in place of a float32.
         routing = torch.cat([slots.int().view(torch.float32), topk_weights[tokens].float()], dim=1)
         routing = self.group.all_to_all(routing, sent, received)
         slots, weights = routing.chunk(2, dim=1)
@@ -171,7 +171,7 @@ class ExpertDispatcher:
         return rows, slots.contiguous().view(torch.int32).long(), weights, handle
 
     def combine(self, y: Tensor, handle: DispatchHandle) -> Tensor:
-        """The way back.
+        """Send the results back and sum them.
 
         Args:
             y: `[num_received, hidden_size]`: for each row received, the weighted sum over this rank's experts.
@@ -180,7 +180,7 @@ class ExpertDispatcher:
         """
         back = self.group.all_to_all(y, handle.received, handle.sent)
         out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)
-        # Rank by rank, since a token comes once from each: in one go, a GPU would add in whatever order threads come.
+        # Rank by rank, each of which returns a token once: in a single call, the order of a GPU's additions would be random.
         for tokens, rows in zip(handle.tokens.split(handle.sent), back.split(handle.sent), strict=True):
             out[tokens] += rows.float()
         return out.to(y.dtype)

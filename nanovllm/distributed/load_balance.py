@@ -1,4 +1,4 @@
-"""Expert parallel load balancing (EPLB): busy experts get replicas, and replicas go where there is room.
+"""Expert-parallel load balancing (EPLB): busy experts get replicas, on ranks that are less busy.
 
 Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """How many replicas each expert gets: every one has one, and each slot that is left goes to the expert whose
-    replicas are the busiest (the greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB).
+    """The number of replicas of each expert: one, and each remaining slot goes to the expert whose replicas are the busiest (the
+    greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB).
 
     Args:
         loads: tokens of each logical expert.
         num_slots: of all ranks together.
-        num_ranks: no expert gets more replicas than that.
+        num_ranks: the maximum number of replicas of an expert.
     """
     counts = [1] * len(loads)
     for _ in range(num_slots - len(loads)):
@@ -39,10 +39,10 @@ def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list
 
 
 def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -> list[set[int]]:
-    """Which experts go together on a rank: the heaviest replicas first, each onto the ranks that have least so far.
+    """Group the experts into one set per rank: the heaviest replicas first, each in the sets with the lowest load so far.
 
-    All ranks get equally many, and none gets an expert twice. Should that greedy choice leave some replica without a
-    rank, the ranks with the most free slots come first instead, which always ends well (Gale and Ryser, 1957).
+    All sets have the same size, and none has an expert twice. If that greedy choice leaves a replica without a set, the sets with the
+    most free slots come first instead, which always succeeds (Gale and Ryser, 1957).
     """
     size = sum(counts) // num_ranks
     order = sorted(range(len(loads)), key=lambda expert: -loads[expert] / counts[expert])
@@ -61,7 +61,7 @@ def pack_replicas(loads: Sequence[int], counts: Sequence[int], num_ranks: int) -
 
 
 def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
-    """Packs have no rank yet: give each to the rank that holds most of it already, and leave what stays in its slot."""
+    """Assign each pack to the rank that already holds most of it, and keep experts that stay in their slots."""
     open_ranks, chosen = set(range(len(packs))), {}
     pairs = [(len(pack & set(slots)), i, rank) for i, pack in enumerate(packs) for rank, slots in enumerate(old.slots)]
     for _, i, rank in sorted(pairs, key=lambda pair: (-pair[0], pair[1:])):
@@ -76,7 +76,7 @@ def settle(packs: list[set[int]], old: ExpertPlacement) -> ExpertPlacement:
 
 
 def balance(loads: Sequence[int], old: ExpertPlacement) -> ExpertPlacement:
-    """A placement for these loads: `old` itself if the greedy one would not lower the load of the busiest rank."""
+    """A placement for these loads: `old` itself if the greedy one does not lower the load of the busiest rank."""
     ranks = len(old.slots)
     counts = count_replicas(loads, ranks * old.num_slots, ranks)
     new = settle(pack_replicas(loads, counts, ranks), old)
@@ -93,7 +93,7 @@ class Move(NamedTuple):
 
 
 def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """What has to be sent so that `new` holds; senders take turns. Every rank computes the same list."""
+    """The moves from `old` to `new`; ranks with the same expert take turns to send. Every rank computes the same list."""
     moves, sent = [], [0] * len(old.slots)
     replicas = old.replicas
     for target, slots in enumerate(new.slots):
@@ -109,12 +109,12 @@ def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
 
 
 def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoordinator) -> int:
-    """Carry the moves out with one uneven all-to-all.
+    """Move experts with one uneven all-to-all.
 
     Args:
         weights: tensors `[num_slots, ...]` of this rank; an expert is one row of each.
 
-    Returns: bytes that all ranks together have sent.
+    Returns: bytes that all ranks have sent in total.
     """
     rank = group.rank_in_group
     leaving = sorted((move for move in moves if move.source == rank), key=lambda move: move.target)
@@ -135,14 +135,14 @@ def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoord
 
 @dataclass(frozen=True)
 class EPLBConfig:
-    """When to balance, and with how much room; names and defaults are those of vLLM's `--eplb-config`.
+    """When to balance, and with how many slots; names and defaults are those of vLLM's `--eplb-config`.
 
     Attributes:
         window_size: steps whose loads count.
         step_interval: steps from one balancing to the next.
-        num_redundant_experts: slots beyond one for each expert, over all ranks.
-        log_balancedness: log mean over maximum of the ranks' loads each time.
-        shared_as_routed: place a model's shared experts as ones that every token is routed to (not in vLLM).
+        num_redundant_experts: slots beyond one per expert, over all ranks.
+        log_balancedness: log the mean over the maximum of the ranks' loads each time.
+        shared_as_routed: place shared experts like routed ones that every token visits (not in vLLM).
     """
 
     window_size: int = 1000
@@ -157,10 +157,10 @@ class EPLBConfig:
 
     @classmethod
     def from_json(cls, text: str) -> EPLBConfig:
-        """Parse what the command line gives.
+        """Parse the value of the command line.
 
         Raises:
-            ValueError: no JSON object, or a key that does not exist.
+            ValueError: not a JSON object, or an unknown key.
         """
         names = [field.name for field in fields(cls)]
         try:
@@ -173,7 +173,7 @@ class EPLBConfig:
 
 
 class BalancedLayer(Protocol):
-    """What the balancer needs of a layer with experts (`models.moe.MoE`)."""
+    """The part of a layer with experts (`models.moe.MoE`) that the balancer uses."""
 
     load: Tensor
     dispatcher: ExpertDispatcher
@@ -183,19 +183,19 @@ class BalancedLayer(Protocol):
 
 
 class LoadBalancer:
-    """Watches how many tokens each expert gets, and rearranges the experts from time to time.
+    """Counts the tokens of each expert, and rearranges the experts from time to time.
 
-    Every rank of the expert parallel group has one and calls `after_step` after every forward of the model; so all
-    come to the same decision, from the same numbers, between the same two steps.
+    Every rank of the expert-parallel group has a balancer and calls `after_step` after every forward pass. All ranks therefore make
+    the same decision, from the same numbers, between the same two steps.
 
     Args:
         layers: the layers with experts, in order.
-        config: when.
+        config: when to balance.
         group: default: the expert parallel group.
 
     Attributes:
-        num_rebalanced: how often anything moved.
-        bytes_moved: of weights, by all ranks together.
+        num_rebalanced: how often experts have moved.
+        bytes_moved: of weights, over all ranks.
         balancedness: mean over maximum of the ranks' loads in the last window, before and after: 1 is perfect.
     """
 
@@ -205,7 +205,7 @@ class LoadBalancer:
         self.layers, self.config, self.group = layers, config, group or get_ep_group()
         self.step = self.num_rebalanced = self.bytes_moved = 0
         self.balancedness = (1.0, 1.0)
-        # Steps count when their loads can still matter: a window is a part of the interval, or several whole ones.
+        # A window is a part of the interval, or several whole intervals.
         self._past: deque[Tensor] = deque(maxlen=max(1, config.window_size // config.step_interval))
         self._known = [torch.zeros_like(layer.load) for layer in layers]  # loads after the last step that counted
 
@@ -214,11 +214,11 @@ class LoadBalancer:
         """Count a step, and balance if it is time.
 
         Args:
-            was_dummy: this rank had no request in the step: what its padding visited does not count.
+            was_dummy: this rank had no request in the step, so its padding tokens do not count.
 
         Returns: whether experts have moved.
         """
-        if not self.layers:  # a stage of a pipeline that has none, all of whose ranks have none
+        if not self.layers:  # no rank of this pipeline stage has experts
             return False
         for layer, known in zip(self.layers, self._known, strict=True):
             if was_dummy:
@@ -233,10 +233,10 @@ class LoadBalancer:
             self._take_loads()
         return False
 
-    # Weights and counters were made in inference mode, and only there they may be written.
+    # Weights and counters were created in inference mode, and can only be written there.
     @torch.inference_mode()
     def _take_loads(self) -> Tensor:
-        """What was counted since the last call, `[num_layers, num_experts]` int64."""
+        """The counts since the last call, `[num_layers, num_experts]` int64."""
         counted = torch.stack([layer.load for layer in self.layers])
         for layer, known in zip(self.layers, self._known, strict=True):
             layer.load.zero_()
