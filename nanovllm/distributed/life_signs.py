@@ -48,6 +48,10 @@ STEP_SECONDS = 300.0
 BLAME_SECONDS = 0.5
 
 
+class PeerLost(ConnectionError):
+    """The process at the other end has died or left; the message says which."""
+
+
 @dataclass
 class Complaint:
     """The reason why a process ends; its last message.

@@ -20,13 +20,10 @@ from functools import cache
 from pathlib import Path
 
 import nanovllm.distributed
+from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
-
-
-class PeerLost(ConnectionError):
-    """The process at the other end has died or left; the message says which."""
 
 
 @cache

@@ -14,8 +14,8 @@ import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import SILENCE_SECONDS
-from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
+from nanovllm.distributed.life_signs import SILENCE_SECONDS, PeerLost
+from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.remote import (
     ORDER_SECONDS,
     RemoteExecutor,

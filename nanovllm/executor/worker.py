@@ -26,11 +26,12 @@ from nanovllm.distributed.life_signs import (
     TRANSFER_ENDED,
     Complaint,
     Mouth,
+    PeerLost,
     activity_of_this_thread,
     at_rest,
     in_step,
 )
-from nanovllm.distributed.shared_memory import MessageQueue, PeerLost, QueueHandle
+from nanovllm.distributed.shared_memory import MessageQueue, QueueHandle
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
 

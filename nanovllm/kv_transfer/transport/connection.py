@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from nanovllm.distributed.shared_memory import PeerLost
+from nanovllm.distributed.life_signs import PeerLost
 
 MAX_MESSAGE = 16 << 20  # bytes
 _MAGIC = b"nvkv"

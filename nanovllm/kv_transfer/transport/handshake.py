@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from nanovllm.distributed.shared_memory import PeerLost
+from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.pieces import check_same
 
