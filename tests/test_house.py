@@ -22,9 +22,7 @@ CLIMBING: set[tuple[str, str]] = {
 }
 CIRCLES: set[frozenset[str]] = {
     frozenset(("cli.main", "router.app", "router.config", "router.fleet", "router.run")),
-    frozenset(("engine.data_rank", "engine.group", "engine.process")),
     frozenset(("kv_transfer.transport.base", "kv_transfer.transport.visit")),
-    frozenset(("trace.perfetto", "trace.trace")),
 }
 
 

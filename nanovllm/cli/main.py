@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import nanovllm
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
+from nanovllm.data.parts import load
 from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, add_access_arguments, api_keys
 from nanovllm.server.listen import is_loopback
 
@@ -257,11 +258,9 @@ def keys_of(arguments: argparse.Namespace, given: Sequence[str]) -> list[str]:
         return arguments.parser.error(str(error))
 
 
-def _follow(config: EngineConfig) -> NoReturn:
-    from nanovllm.executor.torchrun import follow_to_the_end
-
+def _follow(config: EngineConfig) -> None:
     try:
-        follow_to_the_end(config)
+        load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -1,38 +1,39 @@
-"""Who computes with whom: the grid of ranks, its groups, and what the ranks of a group say to one another.
+"""The grid of ranks, its groups, and the collectives of a group.
 
 Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.data.parts import load
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
-from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
-from nanovllm.distributed.standstill import CallCounter
+from nanovllm.distributed.standstill import CallCounter, CollectiveError
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.shared_collectives import SharedCollectives
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How many ranks there are in each direction: data, pipeline, tensor. The last one changes fastest."""
+    """The number of ranks in each direction: data, pipeline, tensor. The tensor rank changes fastest."""
 
     data: int = 1
     pipeline: int = 1
@@ -44,7 +45,7 @@ class Grid:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """The number of all ranks."""
         return self.data * self.pipeline * self.tensor
 
     def groups(self, kind: str) -> list[list[int]]:
@@ -60,19 +61,16 @@ class Grid:
         return rows[kind].tolist()
 
 
-_HEADER_BYTES = 1024  # of the first message of send_tensors: mostly all that has to be said, in one message
-
-
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as a row of bytes: what is only moved may have any dtype."""
+    """A contiguous tensor as a row of bytes. Backends move bytes of dtypes that they cannot compute with."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class GroupCoordinator:
-    """Some ranks that compute together, as one of them sees it. A group of one is a real group: its collectives return
-    what they are given and cost nothing.
+    """A group of ranks that compute together, as one of them sees it. A group of one is a real group: its collectives return their
+    arguments and cost nothing.
 
-    Every rank of the group has to call the same collectives in the same order, with tensors of the same shape.
+    Every rank of the group must call the same collectives in the same order, with tensors of the same shape.
 
     Args:
         name: "tp", "pp", ...
@@ -83,8 +81,8 @@ class GroupCoordinator:
         cpu_group: torch's group for tensors and objects in host memory (gloo); None in a group of one.
 
     Attributes:
-        shared: sums and gathers in memory that all ranks share; None if they do not share any.
-        calls, bytes_sent: how often each collective was called, and the bytes of the tensors that were handed to it.
+        shared: all-reduce and all-gather in memory that all ranks share; None if they share none.
+        calls, bytes_sent: for each collective, the number of calls and the bytes of this rank's tensors.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class GroupCoordinator:
         return f"<group {self.name} of ranks {self.ranks}: rank {self.rank} is {self.rank_in_group}>"
 
     def transfers(self, sender: int, receiver: int) -> CallCounter:
-        """Counts what a rank of the group sends to another one, given by their global ranks."""
+        """Counts the messages from one rank of the group to another, given by their global ranks."""
         if (sender, receiver) not in self._transfers:
             name = f"{self.name} from rank {sender} to rank {receiver}"
             self._transfers[sender, receiver] = CallCounter(name, (sender, receiver))
@@ -128,7 +126,7 @@ class GroupCoordinator:
 
     @contextmanager
     def _collective(self, name: str, *tensors: Tensor, counter: CallCounter | None = None) -> Iterator[None]:
-        """Count a call, and say in an error's message where it happened and who is not there any more."""
+        """Count a call. An error names the collective and the ranks that are gone."""
         self.calls[name] += 1
         self.bytes_sent[name] += sum(tensor.nbytes for tensor in tensors)
         try:
@@ -142,7 +140,7 @@ class GroupCoordinator:
             raise CollectiveError(f"{where}: {lost or error}") from error
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over the group, on every rank; written into x. All ranks get the same bits."""
+        """Replace x by its sum over the group. All ranks get the same bits."""
         if self.world_size == 1:
             return x
         with self._collective("all_reduce", x):
@@ -156,7 +154,7 @@ class GroupCoordinator:
         return x
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """The ranks' tensors, which all have the same shape, one after another along `dim`."""
+        """Concatenate the tensors of all ranks, which have the same shape, along `dim`."""
         if self.world_size == 1:
             return x
         with self._collective("all_gather", x):
@@ -168,13 +166,13 @@ class GroupCoordinator:
             return torch.cat(list(parts), dim=dim)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The sum over the group, of which each rank gets its equal part along `dim`."""
+        """Sum x over the group; each rank gets its equal part of the sum along `dim`."""
         if self.world_size == 1:
             return x
         if x.shape[dim] % self.world_size:
             raise ValueError(f"{x.shape[dim]} rows cannot be scattered equally over {self.world_size} ranks")
         with self._collective("reduce_scatter", x):
-            if x.is_cpu:  # gloo has no algorithm of its own for it, and also sums everything everywhere
+            if x.is_cpu:  # gloo has no reduce-scatter of its own: sum everything on every rank
                 total = x.clone(memory_format=torch.contiguous_format)
                 if self.shared and self.shared.can_sum(x.dtype):
                     self.shared.all_reduce(total)
@@ -187,7 +185,7 @@ class GroupCoordinator:
             return out
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """The tensor of the rank that has the number `source` in the group; written into x."""
+        """Replace x by the tensor of the rank with the number `source` in the group."""
         if self.world_size == 1:
             return x
         with self._collective("broadcast", x):
@@ -198,10 +196,10 @@ class GroupCoordinator:
         return x
 
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """Rows for everybody: the first `send_counts[0]` rows of x go to the first rank of the group, and so on.
+        """Exchange rows: the first `send_counts[0]` rows of x go to the first rank of the group, and so on.
 
         Returns:
-            What the others had for this rank, `[sum(receive_counts), ...]`, by sender.
+            The rows for this rank, `[sum(receive_counts), ...]`, by sender.
         """
         if len(send_counts) != self.world_size or sum(send_counts) != len(x):
             raise ValueError(f"send_counts {send_counts} do not divide {len(x)} rows over {self.world_size} ranks")
@@ -215,7 +213,7 @@ class GroupCoordinator:
             return out
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Any picklable value of one rank, on every rank."""
+        """Send any picklable value of one rank to every rank."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -224,7 +222,7 @@ class GroupCoordinator:
         return box[0]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Everybody's value, in the order of the group."""
+        """Every rank's value, in the order of the group."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -233,28 +231,18 @@ class GroupCoordinator:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank of the group has come here. The first rank's error names those that have not."""
+        """Wait until every rank of the group is here. On a timeout, the first rank's error names the missing ranks."""
         if self.world_size > 1:
             with self._collective("barrier"):
                 dist.monitored_barrier(group=self.cpu_group, wait_all_ranks=True)
 
     def send_tensors(self, tensors: dict[str, Tensor], target: int | None = None) -> None:
-        """Send named tensors of any shapes and dtypes, to the next rank of the group unless told otherwise."""
+        """Send named tensors of any shapes and dtypes, by default to the next rank of the group."""
         target = self._other(target, 1)
-        layout = [(name, list(t.shape), str(t.dtype)[6:], t.is_cpu) for name, t in tensors.items()]
-        header = json.dumps(layout).encode()
-        header = len(header).to_bytes(4, "little") + header
+        layout = [(name, t.shape, t.dtype, t.is_cpu) for name, t in tensors.items()]
         with self._collective("send", *tensors.values(), counter=self.transfers(self.rank, target)):
-            for part in (header[:_HEADER_BYTES].ljust(_HEADER_BYTES), header[_HEADER_BYTES:]):
-                if part:
-                    dist.send(torch.frombuffer(bytearray(part), dtype=torch.uint8), target, group=self.cpu_group)
-            data = [(_as_bytes(t.contiguous()), self._group_of(t)) for t in tensors.values() if t.numel()]
-            works = [dist.isend(tensor, target, group=group) for tensor, group in data]
-            for work in filter(None, works):
-                work.wait()
-
-    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        return self.cpu_group if tensor.is_cpu else self.device_group
+            dist.send_object_list([layout], target, group=self.cpu_group)
+            self._wait_for_all(dist.isend, [t.contiguous() for t in tensors.values()], target)
 
     def _other(self, number: int | None, step: int) -> int:
         """The global rank of a number in the group, or of the neighbour."""
@@ -263,60 +251,62 @@ class GroupCoordinator:
             raise ValueError(f"rank {self.rank} is the only one of group {self.name} it could talk to")
         return self.ranks[number]
 
+    def _wait_for_all(self, move: Callable[..., Any], tensors: list[Tensor], other: int) -> None:
+        """Start to send or to receive all tensors before waiting for the first one."""
+        works = [
+            move(_as_bytes(t), other, group=self.cpu_group if t.is_cpu else self.device_group)
+            for t in tensors
+            if t.numel()
+        ]
+        for work in works:
+            work.wait()
+
     def receive_tensors(self, device: torch.device | str, source: int | None = None) -> dict[str, Tensor]:
-        """What `send_tensors` of the rank before this one (or of `source`) sends; tensors that were not in host memory
+        """The tensors that `send_tensors` of the rank before this one (or of `source`) sends. Tensors that were not in host memory
         arrive on `device`."""
         source = self._other(source, -1)
         with self._collective("receive", counter=self.transfers(source, self.rank)):
-            first = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-            dist.recv(first, source, group=self.cpu_group)
-            size = int.from_bytes(first[:4].numpy().tobytes(), "little")
-            header = first[4 : 4 + size]
-            if size > len(header):
-                rest = torch.empty(size - len(header), dtype=torch.uint8)
-                dist.recv(rest, source, group=self.cpu_group)
-                header = torch.cat((header, rest))
-            tensors = {}
-            for name, shape, dtype, is_cpu in json.loads(header.numpy().tobytes()):
-                where = "cpu" if is_cpu else device
-                tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=where)
-            data = [(_as_bytes(t), self._group_of(t)) for t in tensors.values() if t.numel()]
-            works = [dist.irecv(tensor, source, group=group) for tensor, group in data]
-            for work in filter(None, works):
-                work.wait()
+            box: list[Any] = [None]
+            dist.recv_object_list(box, source, group=self.cpu_group)
+            tensors = {
+                name: torch.empty(shape, dtype=dtype, device="cpu" if is_cpu else device)
+                for name, shape, dtype, is_cpu in box[0]
+            }
+            self._wait_for_all(dist.irecv, list(tensors.values()), source)
         return tensors
 
     def share_memory(self, timeout: float = 300.0, part_bytes: int = 1 << 17) -> None:
-        """Let all-reduce and all-gather of CPU tensors go through shared memory, if that works on every rank.
+        """Have all-reduce and all-gather of CPU tensors use shared memory, if every rank can.
 
-        Every rank of the group calls this. Where one of them cannot (no compiler, another machine), none does.
+        Every rank of the group calls this. If one of them cannot (no compiler, another machine), none does.
 
         Args:
-            timeout: seconds after which a collective that somebody did not join fails.
-            part_bytes: longer tensors go part by part; a multiple of 64.
+            timeout: seconds after which a collective fails that a rank has not joined.
+            part_bytes: tensors are processed in parts of this size; a multiple of 64.
         """
         if self.world_size == 1:
             return
-        segment, problem = None, "" if load_shared_memory_library() else "its functions are not compiled"
-        try:
-            if self.is_first and not problem:
-                segment = Segment.create(self.world_size, 2 * self.world_size * part_bytes)
-        except OSError as error:
-            problem = str(error)
+        open_segment = load("nanovllm.distributed.shared_collectives:open_segment", "several processes")
+
+        def attempt(handle: Any) -> tuple[Any, str]:
+            try:
+                return open_segment(handle, self.rank_in_group, self.world_size, part_bytes), ""
+            except OSError as error:
+                return None, str(error)
+
+        segment, problem = attempt(None) if self.is_first else (None, "")
         handle = self.broadcast_object(segment and segment.handle)
-        try:
-            if handle and not self.is_first and not problem:
-                segment = Segment(handle, self.rank_in_group)
-        except OSError as error:
-            problem = str(error)
+        if handle and not self.is_first:
+            segment, problem = attempt(handle)
         problems = self.all_gather_object(problem)
         if segment and not any(problems):
             segment.wait_until_joined(timeout)
-            self.shared = SharedCollectives(segment, self.ranks, self.name, timeout, part_bytes)
+            shared_collectives = load("nanovllm.distributed.shared_collectives:SharedCollectives", "several processes")
+            self.shared = shared_collectives(segment, self.ranks, self.name, timeout, part_bytes)
         elif self.is_first:
             reasons = "; ".join(f"rank {r}: {p}" for r, p in zip(self.ranks, problems, strict=True) if p)
             logger.info("group %s sums with gloo, not in shared memory: %s", self.name, reasons)
-        self.calls.clear()  # what it took to agree is no part of the work
+        self.calls.clear()  # do not count the calls above
 
 
 def _alone(name: str) -> GroupCoordinator:
@@ -325,7 +315,6 @@ def _alone(name: str) -> GroupCoordinator:
 
 KINDS = ("world", "tp", "pp", "dp", "ep")
 _groups: dict[str, GroupCoordinator] = {name: _alone(name) for name in KINDS}
-_grid = Grid()
 
 
 def initialize_groups(
@@ -337,22 +326,20 @@ def initialize_groups(
     timeout: float = 300.0,
     disable_custom_all_reduce: bool = False,
 ) -> None:
-    """Join the other ranks of the grid; every one of them calls this, and returns when all have.
+    """Join the other ranks of the grid. Every rank calls this; it returns when all have.
 
     Args:
         rank, local_rank: of this process, in the grid and on this machine.
-        init_method: where the ranks find one another: a `file://` or `tcp://` address, or `env://` (torchrun). If it
-            is one of this machine only, gloo listens on the loopback interface only, unless `GLOO_SOCKET_IFNAME` says
-            otherwise.
-        device: what this rank computes on.
-        timeout: seconds after which a collective that somebody did not join fails.
-        disable_custom_all_reduce: leave all-reduce to gloo where shared memory would do.
+        init_method: where the ranks meet: a `file://` or `tcp://` address, or `env://` (torchrun). If only this machine can reach
+            it, gloo listens on the loopback interface only, unless `GLOO_SOCKET_IFNAME` names another.
+        device: this rank computes on it.
+        timeout: seconds after which a collective fails that a rank has not joined.
+        disable_custom_all_reduce: use gloo instead of shared memory for all-reduce.
 
     Raises:
         RuntimeError: the groups were made before.
         ValueError: the rank is not in the grid.
     """
-    global _grid
     if _groups["world"].world_size > 1:
         raise RuntimeError("the groups of this process exist already; destroy_groups() first")
     if not 0 <= rank < grid.world_size:
@@ -365,7 +352,6 @@ def initialize_groups(
             torch.cuda.set_device(device)
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit)
-    _grid = grid
     for kind in KINDS:
         _groups[kind] = _make_group(grid, kind, rank, local_rank, device, timeout)
     if device.type == "cpu" and not disable_custom_all_reduce:
@@ -376,7 +362,7 @@ def initialize_groups(
 def _make_group(
     grid: Grid, kind: str, rank: int, local_rank: int, device: torch.device, timeout: float
 ) -> GroupCoordinator:
-    """This rank's group of a kind. Every rank has to take part in making every group, its own or not."""
+    """This rank's group of a kind. Every rank must take part in making every group, not only its own."""
     own, limit = GroupCoordinator(kind, [rank], rank, local_rank), timedelta(seconds=timeout)
     for ranks in grid.groups(kind):
         if len(ranks) == 1:
@@ -400,20 +386,13 @@ def _is_local(init_method: str) -> bool:
 
 
 def destroy_groups() -> None:
-    """Leave all groups: from now on this process is alone."""
-    global _grid
+    """Leave all groups: from now on, each group of this process has one rank."""
     for group in _groups.values():
         if group.shared:
             group.shared.segment.close()
     if _groups["world"].world_size > 1:
         dist.destroy_process_group()
-    _grid = Grid()
     _groups.update({name: _alone(name) for name in KINDS})
-
-
-def get_grid() -> Grid:
-    """The grid of ranks that this process belongs to."""
-    return _grid
 
 
 def get_world_group() -> GroupCoordinator:

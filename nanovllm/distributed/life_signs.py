@@ -1,14 +1,12 @@
-"""Signs of life: how a process shows that all is well, and how whoever has started it finds out which one is to blame
-when something is not.
+"""Heartbeats: how a process shows that it works, and how its parent finds out which process is to blame for a failure.
 
-A rank can be lost in three ways. One that has died leaves a closed connection. One that is stopped, or keeps the interpreter
-to itself, falls silent. And one whose thread waits for something that never comes goes on beating its heart: that one tells on
-itself, for only there can it be seen that a thread is in the middle of a step, waits for nobody else, and yet uses no processor
-time, and where it stands.
+A rank can be lost in three ways. If it has died, its connection is closed. If it is stopped, or a library holds the interpreter's
+lock, its heartbeats stop. If its thread waits for something that never comes, it still sends heartbeats, so it must detect its own
+hang: its thread is in the middle of a step, waits for no other process, and uses no processor time.
 
-A rank that loops for ever is only found by the length of its step, after STEP_SECONDS. An engine by itself has no such limit: the
-length of a step does not tell a loop from a slow machine. Ranks that wait for one another in collectives are found by whoever
-hears them all: see `standstill`.
+A rank that loops for ever is found by the length of its step, after STEP_SECONDS. An engine without ranks in lock-step has no such
+limit, because a long step may be due to a slow machine. The parent, which hears all ranks, finds those that wait for one another
+in collectives: see `standstill`.
 """
 
 from __future__ import annotations
@@ -33,32 +31,32 @@ from nanovllm.distributed.standstill import Activity, StandstillDetector, latest
 
 logger = logging.getLogger(__name__)
 
-# A process says so often that it lives, ...
+# Time between two heartbeats.
 HEARTBEAT_SECONDS = 1.0
-# ... and one that has not for so long is taken to hang. So is one that has rested for so long in mid-step, ...
+# A process hangs that has sent nothing for this long, or whose thread has used no processor time in a step for this long.
 SILENCE_SECONDS = 4.0
-# ... which its heart looks for so often.
+# Time between two looks for hangs.
 LOOK_SECONDS = 0.25
 # A thread that uses no more processor time than this rests, ...
 REST_SECONDS = 0.001
-# ... unless others compute for it, as those of OpenMP do: then the process uses a core for more than this share of the time.
-# (Hearts and the threads of gloo use 1 to 2 %.)
+# ... unless other threads (of OpenMP, for example) compute for it: then the process uses more than this share of a core.
+# (Heartbeats and the threads of gloo use 1 to 2 %.)
 COMPUTING_SHARE = 0.1
-# A step of a rank that lasts for so long, and not because of others, does not end.
+# A rank's step hangs if it lasts this long without waiting for other processes.
 STEP_SECONDS = 300.0
-# Who loses a peer reports it, too: for so long, look for who was first.
+# Processes that lose a peer report that, too: how long to look for the first failure.
 BLAME_SECONDS = 0.5
 
 
 @dataclass
 class Complaint:
-    """Last words.
+    """The reason why a process ends; its last message.
 
     Attributes:
-        is_users: the user has asked for what cannot be; else something has failed.
-        text: what it is; unless it is the user's, what can follow the name of who says it.
-        time: seconds of the clock that machines share: who was first is to blame, for the others only miss it.
-        is_certain: it is not because of others, whatever they say and whoever was first.
+        is_users: the user has asked for something impossible; otherwise something has failed.
+        text: the reason; unless it is the user's, the rest of a sentence that begins with the process's name.
+        time: on the wall clock, which machines share: the first complaint counts, since later ones may result from it.
+        is_certain: the reason is in this process, even if another complaint was earlier.
     """
 
     is_users: bool
@@ -68,11 +66,11 @@ class Complaint:
 
     @classmethod
     def of_error(cls) -> Complaint:
-        """That the exception at hand has put an end to everything."""
+        """A complaint about the exception that is being handled."""
         return cls(False, f"failed:\n{traceback.format_exc()}")
 
 
-# What a rank says, unasked, when one of its KV transfers has ended.
+# The message with which a rank notifies the executor that one of its KV transfers has ended.
 TRANSFER_ENDED = "a KV transfer has ended"
 
 
@@ -80,7 +78,7 @@ TRANSFER_ENDED = "a KV transfer has ended"
 
 
 class Block:
-    """A context manager: whether a thread is in the middle of something (`depth` above 0), and when it last began."""
+    """A context manager that notes whether a thread is inside (`depth` above 0), and when it last entered."""
 
     depth, since = 0, 0.0
 
@@ -93,7 +91,7 @@ class Block:
 
 
 class _Here(threading.local):
-    """The blocks of the thread that asks."""
+    """The blocks of the calling thread."""
 
     def __init__(self) -> None:
         self.step, self.wait, self.rest = Block(), Block(), Block()
@@ -103,13 +101,12 @@ _here = _Here()
 
 
 def in_step() -> Block:
-    """`with in_step():` this thread is expected to move: see `HangDetector`. Costs less than a microsecond."""
+    """`with in_step():` this thread must make progress; see `HangDetector`. Costs less than a microsecond."""
     return _here.step
 
 
 def waiting_for_others() -> Block:
-    """`with waiting_for_others():` another process, or a disk, may be the reason if nothing moves here. Costs less than a
-    microsecond."""
+    """`with waiting_for_others():` this thread waits for another process or a disk. Costs less than a microsecond."""
     return _here.wait
 
 
@@ -119,38 +116,38 @@ def at_rest() -> Block:
 
 
 def activity_of_this_thread(rank: int) -> Callable[[], dict[int, Activity]]:
-    """A function that tells any thread what the calling thread does, which is that of a rank."""
+    """A function with which any thread can ask what the calling thread, that of a rank, does."""
     step, rest = _here.step, _here.rest
     return lambda: {rank: Activity(rest.depth > 0, step.since, latest_calls())}
 
 
-# What the ranks do that this process watches.
+# What the ranks that this process watches do.
 _heard: dict[int, Activity] = {}
 
 
 def heard_activities() -> dict[int, Activity]:
-    """What the ranks do that this process watches, for whoever watches this process."""
+    """What the ranks that this process watches do: this process reports it to its own parent."""
     return dict(_heard)
 
 
 class HangDetector:
-    """Tells whether the thread that makes it hangs: it is in a step, waits for no other process, not even for a compiler
-    that it has started in this step, and has used no processor time for SILENCE_SECONDS; the process's other threads have used
-    next to none. Slow computing is no hang. Only Linux tells what a thread uses; elsewhere it never complains.
+    """Detects that the thread that creates it hangs: the thread is in a step, waits for no other process, not even for a compiler
+    that it has started in this step, and has used no processor time for SILENCE_SECONDS, and the process's other threads have
+    used almost none. Slow computation is no hang. Only Linux reports a thread's time; elsewhere no hang is detected.
 
     Args:
-        step_seconds: a thread whose step lasts for longer hangs, too, even if it computes.
+        step_seconds: a step that lasts longer counts as a hang, too, even if the thread computes.
     """
 
     def __init__(self, step_seconds: float = math.inf) -> None:
         self._step_seconds = step_seconds
         self._step, self._wait, self._thread = _here.step, _here.wait, threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
-        self._state: tuple[float, ...] = ()  # as of when it was last seen to move
+        self._state: tuple[float, ...] = ()  # when the thread last made progress
         self._used = self._used_by_all = self._moved = self._looked = 0.0
 
     def look(self) -> str:
-        """To be called every LOOK_SECONDS, by another thread. How long it has hung, and where; "" if it does not."""
+        """How long the thread has hung, and where; "" if it does not. Another thread calls this every LOOK_SECONDS."""
         now, before = time.monotonic(), self._looked
         self._looked = now
         if self._clock is None or not self._step.depth or self._wait.depth:
@@ -159,7 +156,7 @@ class HangDetector:
         state = self._step.since, self._wait.since
         used, used_by_all = time.clock_gettime(self._clock), time.process_time()
         is_helped = used_by_all - self._used_by_all > COMPUTING_SHARE * SILENCE_SECONDS
-        # If nobody has looked for a while, the whole process was stopped, and the thread could not move.
+        # If the last look is long ago, the whole process was stopped.
         was_stopped = now - before > HEARTBEAT_SECONDS
         if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
             self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
@@ -168,15 +165,15 @@ class HangDetector:
         if now - self._moved < SILENCE_SECONDS:
             return ""
         if has_children_since(now - self._step.since):
-            self._moved = now  # when the child has ended, the thread has as much time again
+            self._moved = now  # after the child's end, the thread has as much time again
             return ""
         if (self._step.since, self._wait.since) != state or time.clock_gettime(self._clock) > used:
-            return ""  # it has moved meanwhile: it had waited for a child that has just ended
+            return ""  # it has made progress meanwhile: a child for which it waited has just ended
         return f"for {SILENCE_SECONDS:g} seconds it has been at {self._place()}"
 
     def _place(self) -> str:
         frame = sys._current_frames().get(self._thread)
-        # The innermost frames: of a library, mostly, and who has called it.
+        # The innermost frames: mostly those of a library, and of its caller.
         stack = itertools.islice(traceback.walk_stack(frame), 4) if frame is not None else ()
         return ", called from ".join(
             f"{'/'.join(pathlib.Path(frame.f_code.co_filename).parts[-2:])}:{line} in {frame.f_code.co_name}"
@@ -184,17 +181,16 @@ class HangDetector:
         )
 
 
-# ---------------------------------------------------------------- who speaks
+# ---------------------------------------------------------------- the sender
 
 
 class Mouth(threading.Thread):
-    """Says what there is to say, in order (an answer is a pair of the order's number and a value), and besides, every second,
-    that this process lives, and what its ranks do: also while it waits for a GPU. When nobody listens any more, the process ends: it has lost
-    its parent.
+    """Sends a process's messages to its parent in order (an answer is a pair of the order's number and a value), and a heartbeat
+    every second, even while the next message waits for a GPU. If the parent is gone, the process ends.
 
     Args:
-        send: sends a message (a sign of life is a dict of what ranks do), or raises OSError.
-        on_lost: called once nobody listens.
+        send: sends a message (a heartbeat is a dict of what the ranks do), or raises OSError.
+        on_lost: called when the parent is gone.
     """
 
     def __init__(self, send: Callable[[Any], None], on_lost: Callable[[], None] = lambda: os._exit(1)) -> None:
@@ -208,15 +204,15 @@ class Mouth(threading.Thread):
     def watch_this_thread(
         self, activities: Callable[[], dict[int, Activity]] = dict, step_seconds: float = math.inf
     ) -> None:
-        """From now on, tell if the calling thread hangs (see `HangDetector`); and with every sign of life, what ranks do."""
+        """From now on, report if the calling thread hangs (see `HangDetector`), and what ranks do in every heartbeat."""
         self._detector, self._activities = HangDetector(step_seconds), activities
 
     def say(self, message: Callable[[], Any]) -> None:
-        """Queue a message, which the function returns once it is there."""
+        """Queue a message; the function waits for it and returns it."""
         self._messages.put(message)
 
     def answer(self, order: int, wait: Callable[[], Any]) -> None:
-        """Queue the answer to an order, which `wait` returns once it is there."""
+        """Queue the answer to an order; `wait` waits for it and returns it."""
 
         def message() -> tuple[int, Any] | Complaint:
             try:
@@ -231,22 +227,22 @@ class Mouth(threading.Thread):
         self.say(lambda: complaint)
 
     def close(self) -> None:
-        """Say what is left, then end."""
+        """Send what is queued, then end."""
         self._messages.put(None)
         self.join()
 
     def run(self) -> None:
-        """The thread."""
+        """Send the queued messages."""
         heart = threading.Thread(target=self._beat, name="heart", daemon=True)
         heart.start()
         while (message := self._messages.get()) is not None:
             if not self._speak(message()):
                 break
         self._closed.set()
-        heart.join(SILENCE_SECONDS)  # the interpreter must not end while a thread of it is in a library
+        heart.join(SILENCE_SECONDS)  # the interpreter must not end while one of its threads is in a library
 
     def _beat(self) -> None:
-        """The thread that gives signs of life, and that cannot wait for what the mouth may wait for."""
+        """Send heartbeats, in a thread of its own: the next message may take long."""
         beaten, is_heard = time.monotonic(), True
         while is_heard and not self._closed.wait(LOOK_SECONDS):
             if hang := self._look():
@@ -259,13 +255,13 @@ class Mouth(threading.Thread):
     def _look(self) -> str:
         try:
             return self._detector.look() if self._detector is not None else ""
-        except Exception:  # a process that cannot look after its thread shall not be taken for dead
+        except Exception:  # a process that cannot watch its thread must still send heartbeats
             logger.exception("hangs will not be noticed")
             self._detector = None
             return ""
 
     def _speak(self, message: Any) -> bool:
-        """Send; False if nobody listens."""
+        """Send a message; False if the parent is gone."""
         try:
             with self._lock:
                 self._send(message)
@@ -275,19 +271,19 @@ class Mouth(threading.Thread):
             return False
 
 
-# ---------------------------------------------------------------- who listens
+# ---------------------------------------------------------------- the receiver
 
 
 class Peer:
-    """Another process, as whoever has started it knows it.
+    """Another process, as its parent knows it.
 
     Attributes:
         name, where: "rank 1" and "process 77", for messages.
-        complaint: its last words, if it had to say why it ends.
-        heard: when something came from it, in seconds of the monotonic clock.
-        activities: what the ranks in it do, as of its latest sign of life.
-        is_ready: it has loaded all that it needs.
-        is_gone: nothing will come any more.
+        complaint: the reason why it ends, if it has sent one.
+        heard: when its latest message arrived, in seconds of the monotonic clock.
+        activities: what the ranks in it do, as of its latest heartbeat.
+        is_ready: it has loaded everything.
+        is_gone: its connection is closed.
         pid: of its process, if that runs on this machine.
     """
 
@@ -318,25 +314,24 @@ class Peer:
             self.is_gone = True
 
     def expect_heartbeats(self) -> None:
-        """Count its silence from now on: it is ready. (While it loads, a library may keep the interpreter to itself for long, and
-        its last heartbeat may be old.)"""
+        """From now on, its silence counts: it is ready. (While it loads, a library may hold the interpreter's lock for long.)"""
         self.is_ready = True
         self.heard = time.monotonic()
 
     def excuse(self) -> None:
-        """Count its silence from now on. What its ranks did when they were last heard is out of date."""
+        """Excuse the silence so far, and forget what its ranks did before."""
         self.heard = time.monotonic()
         for rank in self.activities:
             _heard.pop(rank, None)
         self.activities = {}
 
     def end(self) -> str:
-        """How it ended, in words; "" if it lives as far as one knows."""
+        """How it ended, in words; "" while it seems to live."""
         return "has ended, or cannot be reached" if self.is_gone else ""
 
 
 class Watch:
-    """Looks after processes that belong together: the first that is in trouble is the end of all."""
+    """Watches processes that belong together: if one fails, all must end."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
@@ -346,18 +341,18 @@ class Watch:
     def look(
         self, listen: Callable[[float], None], timeout: float = 0.0, last_words: Callable[[float], None] | None = None
     ) -> Complaint | None:
-        """See how everybody is.
+        """Check all processes.
 
         Args:
-            listen: waits up to so many seconds for something, and notes who has given signs of life, complains or is gone.
-            timeout: seconds that this may take while all is well.
-            last_words: as `listen`, once all is over, when nothing but complaints matters any more.
+            listen: waits up to this many seconds for messages, and has the peers take them in.
+            timeout: for `listen`, while all is well.
+            last_words: used instead of `listen` after a failure, when only complaints matter.
 
         Returns:
-            Why all is over, with the name of who is to blame; None while all is well.
+            What has failed, with the name of the process that is to blame; None while all is well.
         """
         now = time.monotonic()
-        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # nobody was listening before
+        if now - self._looked > 2 * HEARTBEAT_SECONDS:  # the caller has not listened meanwhile
             self._standstill = StandstillDetector()
             for peer in self.peers:
                 peer.heard = now
@@ -366,18 +361,18 @@ class Watch:
         for peer in self.peers:
             if peer.complaint is not None or peer.is_gone:
                 return self._blame(peer, last_words or listen)
-            # Until it is ready, one may keep the interpreter to itself while it imports its libraries.
+            # Until it is ready, a process may hold the interpreter's lock while it imports libraries.
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):
                     peer.excuse()
                     continue
                 text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
                 return Complaint(False, f"{peer.name}, {peer.where}, {text}")
-        # Heartbeats come every second, while this is called in every step.
+        # Heartbeats arrive every second, while this is called in every step.
         return self._compare(now) if now - self._compared > LOOK_SECONDS else None
 
     def _compare(self, now: float) -> Complaint | None:
-        """Whether ranks wait for one another in vain."""
+        """Find ranks that wait for one another for ever."""
         self._compared = now
         peers = {rank: peer for peer in self.peers for rank in peer.activities}
         activities = {rank: peer.activities[rank] for rank, peer in peers.items()}
@@ -389,11 +384,11 @@ class Watch:
         return Complaint(False, waiting.describe(names, SILENCE_SECONDS))
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
-        """Something is wrong with this one, or with another that it works with: find out whose fault it is."""
+        """Find out which process has failed first: the suspect, or another one that it works with."""
         deadline = time.monotonic() + BLAME_SECONDS
         while time.monotonic() < deadline and not (self._fallen() or self._certain()):
             listen(0.01)
-        listen(0.01)  # what was said just before the end
+        listen(0.01)  # what was sent just before the end
         complaints = [(peer.complaint, peer) for peer in self.peers if peer.complaint is not None]
         for complaint, _ in complaints:
             if complaint.is_users:
@@ -406,7 +401,7 @@ class Watch:
         return Complaint(False, f"{suspect.name}, {suspect.where}, has closed its connection")
 
     def _fallen(self) -> Peer | None:
-        """One that was killed says nothing; all who speak may only miss it."""
+        """A process that has ended without a complaint, as when it was killed. The complaints of others may result from that."""
         return next((peer for peer in self.peers if peer.complaint is None and peer.end()), None)
 
     def _certain(self) -> bool:
@@ -414,6 +409,6 @@ class Watch:
 
 
 def _name_of(rank: int, peer: Peer) -> str:
-    """What to call a rank. The ranks of an engine are several."""
+    """A rank's name. An engine may have several ranks."""
     name = f"{peer.name}, {peer.where}"
     return name if len(peer.activities) == 1 else f"rank {rank} of {name}"

@@ -1,4 +1,4 @@
-"""A model in stages: each rank of a pipeline has some of its layers, and hands on what it has computed.
+"""Pipeline parallelism: each rank holds some of the layers, and sends its hidden states to the next rank.
 
 Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -19,7 +19,7 @@ from nanovllm.distributed.life_signs import waiting_for_others
 
 
 def check_pipeline_parallel(num_layers: int, stages: int) -> None:
-    """See whether a model can be cut into so many stages, before anything is loaded.
+    """Check that a model can be divided into so many stages, before anything is loaded.
 
     Raises:
         ValueError: it cannot; the message names the numbers that fit.
@@ -32,8 +32,8 @@ def check_pipeline_parallel(num_layers: int, stages: int) -> None:
 
 
 def layer_range(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of one stage. All have the same number, or one more: what is left over goes to the stages in the
-    middle, from the last but one backwards, since the first has the embedding besides and the last the output head.
+    """The layers of one stage. Remaining layers go to the stages in the middle, from the last but one backwards, because the first
+    stage also computes the embedding, and the last the output head.
 
     Raises:
         ValueError: there are more stages than layers.
@@ -46,28 +46,28 @@ def layer_range(num_layers: int, stages: int, stage: int) -> range:
 
 
 def layers_here(num_layers: int, group: GroupCoordinator | None = None) -> range:
-    """The layers of this rank's stage; of all layers, if it is alone."""
+    """The layers of this rank's stage; all layers in a group of one."""
     group = group or get_pp_group()
     return layer_range(num_layers, group.world_size, group.rank_in_group)
 
 
-# ---------------------------------------------------------------- what other stages have
+# ---------------------------------------------------------------- modules of other stages
 
 T = TypeVar("T", bound=nn.Module)
 
 
 class Elsewhere(nn.Module):
-    """Stands where a module would that another stage has. It keeps the names of the others as they are in the
-    checkpoint (layer 17 is `layers.17` on every stage), has no weights, and computes nothing."""
+    """A placeholder for a module of another stage, without weights. With it, the other modules keep their names of the checkpoint
+    (layer 17 is `layers.17` on every stage)."""
 
 
 def if_here(here: bool, build: Callable[..., T], *arguments: Any) -> T:
-    """The module `build(*arguments)`, or what stands for it if another stage has it."""
+    """The module `build(*arguments)`, or a placeholder if another stage has it."""
     return build(*arguments) if here else cast(T, Elsewhere())
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
-    """True for the name of a checkpoint's tensor that belongs to a module of another stage."""
+    """True if a tensor of the checkpoint belongs to a module of another stage."""
     module: object = model
     for part in name.split("."):
         module = getattr(module, part, None)
@@ -81,7 +81,7 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
 
 @dataclass
 class IntermediateTensors:
-    """What a stage hands to the next one: the residual stream, not added up yet.
+    """What a stage sends to the next one: the residual stream, not added up yet.
 
     Attributes:
         hidden: `[num_tokens, hidden_size]`, what the stage's last layer adds to the stream.
@@ -95,35 +95,35 @@ class IntermediateTensors:
     def zeros(
         cls, num_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> IntermediateTensors:
-        """For steps in which nobody sends anything."""
+        """For steps in which no stage sends anything."""
         return cls(*torch.zeros(2, num_tokens, hidden_size, dtype=dtype, device=device))
 
     def __getitem__(self, rows: slice) -> IntermediateTensors:
         return IntermediateTensors(self.hidden[rows], self.residual[rows])
 
     def copy_(self, other: IntermediateTensors) -> IntermediateTensors:
-        """Overwrite both; returns itself."""
+        """Overwrite both tensors; returns itself."""
         self.hidden.copy_(other.hidden)
         self.residual.copy_(other.residual)
         return self
 
     def clone(self) -> IntermediateTensors:
-        """Both in memory of their own."""
+        """A copy of both tensors."""
         return IntermediateTensors(self.hidden.clone(), self.residual.clone())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that go over the line."""
+        """Bytes to send."""
         return self.hidden.nbytes + self.residual.nbytes
 
 
 class StageLink:
-    """A rank's line to its counterparts in the stages before and after.
+    """A rank's connection to the same rank of the stages before and after.
 
-    Shapes need not be sent: who receives has the same plan of the step, and so knows the number of tokens.
+    It sends no shapes: the receiver has the same plan of the step, and therefore knows the number of tokens.
 
     Args:
-        hidden_size, dtype, device: of what goes over the line.
+        hidden_size, dtype, device: of the tensors.
         group: the ranks that share the model layer by layer; the pipeline group by default.
     """
 
@@ -139,28 +139,28 @@ class StageLink:
         self._in_flight: deque[tuple[dist.Work, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:
-        """Wait for what the stage before has computed for this step; None on the first stage."""
+        """Wait for the previous stage's tensors of this step; None on the first stage."""
         if self.group.is_first:
             return None
         received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         source, group = self.group.ranks[self.group.rank_in_group - 1], self.group.device_group
         with waiting_for_others(), self.group.transfers(source, self.group.rank).call("receive"):
-            # Both are asked for before the first one is waited for: one meeting of sender and receiver instead of two.
+            # Post both receives before waiting for the first: sender and receiver synchronise once instead of twice.
             for work in [dist.irecv(tensor, source, group=group) for tensor in received]:
                 assert work is not None, "both ranks are of the group"
                 work.wait()
         return IntermediateTensors(*received)
 
     def send(self, tensors: IntermediateTensors) -> None:
-        """Begin to send to the next stage, and do not wait: it takes them when it is done with the step before.
+        """Start to send to the next stage, without waiting until it has finished the previous step.
 
-        The memory must not be written to any more. It is kept until it has been sent.
+        The caller must not write to the tensors any more. They are kept until they have been sent.
         """
         target = self.group.ranks[self.group.rank_in_group + 1]
         transfer = self.group.transfers(self.group.rank, target).call("send")
         for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
-            # No more steps than stages are under way, so what was sent that long ago has arrived, and this is no wait.
-            # (gloo marks a send as completed only once somebody has waited for it.)
+            # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
+            # (gloo marks a send as completed only in `wait`.)
             if len(self._in_flight) >= 2 * self.group.world_size:
                 with waiting_for_others(), transfer:
                     self._in_flight.popleft()[0].wait()
@@ -172,17 +172,17 @@ class StageLink:
             self._in_flight.append((work, tensor))
 
     def flush(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until everything has arrived."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
 
     def blank(self, num_tokens: int) -> IntermediateTensors | None:
-        """What could have been received: for steps that a stage runs alone, to measure or to record them."""
+        """A substitute for received tensors, for steps that a stage runs alone to measure or to record them."""
         if self.group.is_first:
             return None
         return IntermediateTensors.zeros(num_tokens, self.hidden_size, self.dtype, self.device)
 
     def blank_output(self, num_tokens: int) -> Tensor | IntermediateTensors:
-        """Room for what this stage computes: hidden states if it is the last one."""
+        """A buffer for this stage's output: hidden states if it is the last one."""
         blank = IntermediateTensors.zeros(num_tokens, self.hidden_size, self.dtype, self.device)
         return blank.hidden if self.group.is_last else blank

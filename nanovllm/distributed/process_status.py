@@ -19,9 +19,9 @@ def is_debugged_or_dumps_core(pid: int) -> bool:
 
 
 def has_children_since(seconds: float) -> bool:
-    """Whether a process lives that this one has started in the last so many seconds. (The wall clock may be set, and
-    psutil goes by it; what /proc says is in ticks since the machine was started.)"""
-    # A child may end meanwhile; and some systems show nobody the processes of others.
+    """Whether this process has a living child that it has started in the last `seconds`. (psutil goes by the wall clock, which
+    can be set; /proc counts ticks since the machine was started.)"""
+    # A child may end meanwhile, and some systems hide the processes of other users.
     with contextlib.suppress(OSError, psutil.Error):
         for child in psutil.Process().children():
             fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()

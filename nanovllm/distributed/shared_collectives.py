@@ -1,7 +1,7 @@
 """All-reduce and all-gather through memory that all ranks of a group map.
 
-Over a socket each byte is copied into the kernel and out again, and two processes have to be woken a step. Here a rank
-writes its part where all can read it, counts one up, and waits until the others have.
+Over a socket each byte is copied into the kernel and out again, and two processes must be woken per step. Here a rank writes its
+part where all ranks can read it, increments its counter, and waits for the counters of the others.
 
 Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -15,27 +15,36 @@ import time
 import torch
 from torch import Tensor
 
-from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed: somebody has died, did not come, or is in another one. The message says who."""
-
+from nanovllm.distributed.shared_memory import Segment, SegmentHandle, load_shared_memory_library
+from nanovllm.distributed.standstill import CollectiveError
 
 # In the order of SUMS in shared_memory.cpp.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.float16)
 _OPERATIONS = ("all_reduce", "all_gather")
 
 
+def open_segment(handle: SegmentHandle | None, member: int, num_members: int, part_bytes: int) -> Segment:
+    """Create the segment of a group, or map the one that the group's first rank has created.
+
+    Raises:
+        OSError: this rank cannot use shared memory.
+    """
+    if load_shared_memory_library() is None:
+        raise OSError("its functions are not compiled")
+    if handle is None:
+        return Segment.create(num_members, 2 * num_members * part_bytes, member)
+    return Segment(handle, member)
+
+
 class SharedCollectives:
-    """What the ranks of a group do in a segment that all of them have mapped.
+    """Collectives of a group in a segment that all its ranks have mapped.
 
     Args:
-        segment: with a line for each rank, and room for two halves of `part_bytes` for each.
+        segment: has a line for each rank, and room for two halves of `part_bytes` for each.
         ranks: the global ranks of the group, for messages.
-        name: of the group, likewise.
+        name: of the group, for messages.
         timeout: seconds to wait for a rank.
-        part_bytes: longer tensors go part by part.
+        part_bytes: tensors are processed in parts of this size.
     """
 
     def __init__(self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int) -> None:
@@ -55,7 +64,7 @@ class SharedCollectives:
         self._sums = {dtype: index for index, dtype in enumerate(_DTYPES[: library.num_sums()])}
 
     def can_sum(self, dtype: torch.dtype) -> bool:
-        """Whether tensors of this dtype can be summed here; the same on all ranks, since all have the same library."""
+        """Whether tensors of this dtype can be summed here; the same on all ranks, which have the same library."""
         return dtype in self._sums
 
     def all_reduce(self, x: Tensor) -> None:
@@ -94,7 +103,7 @@ class SharedCollectives:
                 raise CollectiveError(problem)
 
     def _problem(self, operation: str, done: int, deadline: float) -> str:
-        """Why the collective will not come to its end; empty while it may."""
+        """Why the collective cannot finish; empty while it can."""
         number = self.segment.count(self.segment.member)
         what = f"{operation} of group {self.name}, rank {self.ranks[self.segment.member]}"
         if done < 0:

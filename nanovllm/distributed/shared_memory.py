@@ -1,4 +1,4 @@
-"""Memory that several processes of one machine share: a segment without a name, and a queue of messages in it.
+"""Memory that processes of one machine share: segments, and a queue of messages in a segment.
 
 Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class PeerLost(ConnectionError):
-    """A process at the other end has died or left; the message says which."""
+    """The process at the other end has died or left; the message says which."""
 
 
 @cache
 def load_shared_memory_library() -> ctypes.CDLL | None:
-    """The functions of shared_memory.cpp, or None, with the reason in the log, where they cannot be compiled."""
+    """The functions of shared_memory.cpp; None, with the reason in the log, if they cannot be compiled."""
     if os.environ.get("NANOVLLM_NATIVE") == "0":
         return None
     try:
@@ -52,12 +52,12 @@ def load_shared_memory_library() -> ctypes.CDLL | None:
 
 @dataclass(frozen=True)
 class SegmentHandle:
-    """What another process on this machine needs to map a segment."""
+    """What another process of this machine needs to map a segment."""
 
     path: str
     num_members: int
     num_bytes: int
-    token: bytes  # random: elsewhere the same path may be another file
+    token: bytes  # random: on another machine the same path may be a different file
 
 
 _LINE = 64  # bytes of a member's line at the beginning of a segment, as in shared_memory.cpp
@@ -72,7 +72,7 @@ def _open(handle: SegmentHandle) -> int:
     descriptor = os.open(handle.path, os.O_RDWR)
     if os.pread(descriptor, len(handle.token), _TOKEN) != handle.token:
         os.close(descriptor)
-        raise OSError(f"{handle.path} is not the segment that was meant: that one is on another machine, or gone")
+        raise OSError(f"{handle.path} is another file: the segment is on another machine, or gone")
     return descriptor
 
 
@@ -84,11 +84,10 @@ def _unlink(path: str) -> None:
 def _lock(descriptor: int, member: int, kind: int = fcntl.F_WRLCK) -> None:
     """Lock a member's byte of the file, or unlock it (F_UNLCK).
 
-    On Linux the lock belongs to this opening of the file; elsewhere to the process, which loses it when it closes the
-    file anywhere.
+    On Linux the lock belongs to this open file; elsewhere to the process, which loses it when it closes any descriptor of the file.
 
     Raises:
-        OSError: somebody else holds it.
+        OSError: another process holds the lock.
     """
     if hasattr(fcntl, "F_OFD_SETLK"):
         request = struct.pack("hhqqi4x", kind, os.SEEK_SET, member, 1, 0)  # struct flock of 64-bit Linux
@@ -99,23 +98,23 @@ def _lock(descriptor: int, member: int, kind: int = fcntl.F_WRLCK) -> None:
 
 
 class Segment:
-    """Memory mapped by several processes, each of which is a member and has a counter that the others can wait for.
+    """Memory mapped by several processes. Each is a member, and has a counter that the others can wait for.
 
-    On Linux it has no name (`memfd_create`): the kernel frees it with the last process that maps it, however that
-    dies. Elsewhere it is a temporary file that loses its name as soon as all members are there.
+    On Linux the memory has no name (`memfd_create`): the kernel frees it when the last process that maps it ends, however that
+    happens. Elsewhere it is a temporary file, which loses its name once all members have mapped it.
 
     Args:
         handle: which segment.
         member: which of its members this process is.
         descriptor: its open file, if this process has just made it.
-        is_lazy: take memory page by page, as they are first touched; else all of it now.
+        is_lazy: allocate each page when it is first touched; otherwise all pages now.
 
     Attributes:
-        payload: offset of the data in bytes; the members' lines come before it.
-        data: all of it, as bytes.
+        payload: offset of the data in bytes, after the members' lines.
+        data: the whole segment, as bytes.
 
     Raises:
-        OSError: it cannot be mapped: its creator is gone, or lives on another machine; or somebody else is this member.
+        OSError: its creator is gone or runs on another machine, or another process is this member.
     """
 
     def __init__(
@@ -125,16 +124,16 @@ class Segment:
             raise ValueError(f"member {member} of a segment that has {handle.num_members}")
         self.handle, self.member = handle, member
         self._descriptor = _open(handle) if descriptor is None else descriptor
-        # All pages at once: touched one by one in the middle of a message, each would cost a fault.
+        # All pages at once: otherwise each would cost a page fault in the middle of a message.
         flags = mmap.MAP_SHARED | (0 if is_lazy else getattr(mmap, "MAP_POPULATE", 0))
         try:
-            # The kernel takes this lock away when the process dies: that is how the others can know.
+            # The kernel releases this lock when the process dies, which shows the others that it has died.
             _lock(self._descriptor, member)
             self._map = mmap.mmap(self._descriptor, handle.num_bytes, flags)
         except OSError as error:
             os.close(self._descriptor)
             taken = isinstance(error, BlockingIOError | PermissionError)
-            raise OSError(f"member {member} of the segment is somebody else" if taken else str(error)) from error
+            raise OSError(f"another process is member {member} of the segment" if taken else str(error)) from error
         self._library = load_shared_memory_library()
         self._export = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._export)
@@ -158,7 +157,7 @@ class Segment:
             descriptor, path = tempfile.mkstemp(prefix="nanovllm-")
         try:
             os.ftruncate(descriptor, num_bytes)
-            if hasattr(os, "posix_fallocate") and not is_lazy:  # then a lack of memory is a bus error, later
+            if hasattr(os, "posix_fallocate") and not is_lazy:  # without this, a lack of memory is a bus error later
                 os.posix_fallocate(descriptor, 0, num_bytes)
             os.pwrite(descriptor, token, _TOKEN)
         except OSError:
@@ -170,11 +169,11 @@ class Segment:
     def count(self, member: int) -> int:
         """A member's counter, modulo 2**32."""
         value = self._words[member * _WORDS + _COUNT]
-        with _fence:  # what was written before the counter has to be read after it
+        with _fence:  # a memory barrier: read the data after the counter
             return value
 
     def count_to(self, count: int) -> None:
-        """Set this member's counter, and wake whoever waits for it."""
+        """Set this member's counter, and wake the processes that wait for it."""
         if self._library:
             self._library.count_to(self.address, self.member, count % _MODULUS)
             return
@@ -182,7 +181,7 @@ class Segment:
             self._words[self.member * _WORDS + _COUNT] = count % _MODULUS
 
     def reached(self, member: int, target: int) -> bool:
-        """Whether a member's counter has come to `target`; it may be ahead by less than 2**31."""
+        """Whether a member's counter has reached `target`; it may be ahead by less than 2**31."""
         return (self.count(member) - target) % _MODULUS < _MODULUS // 2
 
     def _wait_briefly(self, member: int, target: int) -> bool:
@@ -197,15 +196,15 @@ class Segment:
         return False
 
     def wait_for(self, member: int, target: int, deadline: float, describe: Callable[[], str]) -> None:
-        """Wait until a member's counter has come to `target`: spin, then yield the core, then sleep.
+        """Wait until a member's counter has reached `target`: spin, then yield the core, then sleep.
 
         Args:
             deadline: in seconds of `time.monotonic()`.
-            describe: says what did not happen, for the message of an error.
+            describe: what has not happened, for an error message.
 
         Raises:
-            TimeoutError: it has not come so far in time.
-            PeerLost: it never will.
+            TimeoutError: the counter has not reached it in time.
+            PeerLost: the member is gone.
         """
         while not self._wait_briefly(member, target):
             if (lost := self.why_lost(member)) and not self.reached(member, target):
@@ -214,11 +213,11 @@ class Segment:
                 raise TimeoutError(f"{describe()} in time")
 
     def joined(self, member: int) -> bool:
-        """Whether a member has been here."""
+        """Whether a member has ever mapped the segment."""
         return self._words[member * _WORDS + _PROCESS] != 0
 
     def why_lost(self, member: int) -> str:
-        """Why nothing more will come from a member; empty while it is there, or not here yet."""
+        """Why a member is gone; empty while it is there or has not joined yet."""
         if self._words[member * _WORDS + _LEFT]:
             return "it has left"
         process = self._words[member * _WORDS + _PROCESS]
@@ -232,7 +231,7 @@ class Segment:
         return f"process {process} has died"
 
     def wait_until_joined(self, timeout: float) -> list[int]:
-        """Wait until all members are here; returns those that are not in time. Then the segment loses its name."""
+        """Wait until all members have joined, and remove the segment's name. Returns the members that have not joined in time."""
         deadline = time.monotonic() + timeout
         while missing := [m for m in range(self.handle.num_members) if not self.joined(m)]:
             if time.monotonic() >= deadline:
@@ -242,7 +241,7 @@ class Segment:
         return missing
 
     def close(self) -> None:
-        """Tell the others that this member has left. The memory goes with the last object that maps it."""
+        """Tell the others that this member has left. The last object that maps the memory frees it."""
         if self._words[self.member * _WORDS + _LEFT]:
             return
         self._words[self.member * _WORDS + _LEFT] = 1
@@ -257,23 +256,23 @@ class Segment:
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """What a reader in another process needs to attach itself to a queue; it can be pickled."""
+    """What a reader in another process needs to attach to a queue; it can be pickled."""
 
     segment: SegmentHandle
     slot_bytes: int
     num_slots: int
 
 
-_LENGTH = 8  # bytes before a message that say how long it is
+_LENGTH = 8  # bytes before each message, which hold its length
 
 
 class MessageQueue:
     """A ring of slots in shared memory: one process writes, and every reader gets every message, in order.
 
-    A message that is longer than a slot takes several, and may be longer than the ring. The writer waits for the slowest
-    reader when the ring is full. Who waits spins for some microseconds, then yields its core, then sleeps in the kernel.
+    A message that is longer than a slot takes several slots, and may be longer than the ring. When the ring is full, the writer
+    waits for the slowest reader. A waiting process spins for some microseconds, then yields its core, then sleeps in the kernel.
 
-    Make one with `create` (the writer) or `attach` (a reader). One thread at a time may use an end.
+    The writer calls `create`, each reader calls `attach`. One thread at a time may use an end.
     """
 
     def __init__(self, segment: Segment, slot_bytes: int, num_slots: int) -> None:
@@ -283,22 +282,22 @@ class MessageQueue:
         self.handle = QueueHandle(segment.handle, slot_bytes, num_slots)
         self._ring = segment.data[segment.payload :]
         self._ring_bytes = slot_bytes * num_slots
-        # Slots a step of a long message: writer and readers work at the same time.
+        # A long message moves in batches of slots, so that writer and readers work at the same time.
         self._batch = max(1, num_slots // 2)
         self._count = 0  # slots that this end has written or read
-        self._parts: list[bytes] = []  # of a message that has not come to its end
+        self._parts: list[bytes] = []  # of a message that is not complete yet
         self._missing = 0
         self._broken = ""
         self._library = segment._library
         self._place = (segment.address, segment.payload, slot_bytes, num_slots)
-        self._slot = ctypes.create_string_buffer(slot_bytes * bool(segment.member))  # what a reader gets
+        self._slot = ctypes.create_string_buffer(slot_bytes * bool(segment.member))  # of a reader
 
     @classmethod
     def create(cls, num_readers: int, slot_bytes: int = 1 << 16, num_slots: int = 16) -> MessageQueue:
         """The writing end of a new queue.
 
         Args:
-            slot_bytes: more than 8; a message and its length, 8 bytes, should mostly fit.
+            slot_bytes: more than 8; most messages, with 8 bytes for their length, should fit.
         """
         if num_readers < 1 or num_slots < 1 or slot_bytes <= _LENGTH:
             raise ValueError(
@@ -312,15 +311,15 @@ class MessageQueue:
         """The reading end of a queue, in the process of a reader.
 
         Raises:
-            OSError: the writer is gone, or lives on another machine.
+            OSError: the writer is gone or runs on another machine.
         """
         return cls(Segment(handle.segment, 1 + reader_index), handle.slot_bytes, handle.num_slots)
 
     def wait_until_attached(self, timeout: float) -> None:
-        """Wait until every reader has attached itself.
+        """Wait until every reader has attached.
 
         Raises:
-            TimeoutError: some have not; names them.
+            TimeoutError: the message names the readers that have not.
         """
         if missing := self._segment.wait_until_joined(timeout):
             names = ", ".join(f"reader {member - 1}" for member in missing)
@@ -330,9 +329,8 @@ class MessageQueue:
         """Write a message; waits while the ring is full.
 
         Raises:
-            TimeoutError: a reader has not made room in time. Unless the message is longer than the ring, nothing of it
-                was written.
-            PeerLost: a reader that would have to make room has died or left.
+            TimeoutError: a reader has not made room in time. Nothing was written, unless the message is longer than the ring.
+            PeerLost: a reader that has to make room has died or left.
         """
         self._check(writer=True)
         if self._put_short(data):
@@ -357,7 +355,7 @@ class MessageQueue:
             self._segment.count_to(self._count)
 
     def _write(self, position: int, data: bytes | memoryview) -> None:
-        """Copy bytes to a position of the endless row of slots; the ring may end among them."""
+        """Copy bytes to a position in the endless sequence of slots; they may wrap around the end of the ring."""
         place = position % self._ring_bytes
         fitting = min(len(data), self._ring_bytes - place)
         self._ring[place : place + fitting] = data[:fitting]
@@ -370,7 +368,7 @@ class MessageQueue:
         return part + bytes(self._ring[: size - fitting]) if fitting < size else part
 
     def _wait_for_room(self, slots: int, deadline: float, begun: bool = False) -> None:
-        """Wait until every reader has read what lies in the next slots."""
+        """Wait until every reader has read the old content of the next slots."""
         for reader in range(1, 1 + self.num_readers):
 
             def describe(reader: int = reader) -> str:
@@ -380,14 +378,14 @@ class MessageQueue:
                 self._segment.wait_for(reader, self._count + slots - self.num_slots, deadline, describe)
             except Exception as error:
                 if begun:
-                    self._broken = f"half of a message cannot be taken back ({error})"
+                    self._broken = f"a message was written only in part ({error})"
                 raise
 
     def get(self, timeout: float = 60.0) -> bytes:
-        """The next message; waits until there is one.
+        """Wait for the next message.
 
         Raises:
-            TimeoutError: none has come in time. A message that has come in part is not lost: call again.
+            TimeoutError: none has arrived in time. A message that has arrived in part is not lost: call again.
             PeerLost: the writer has died or left, and all its messages have been read.
         """
         self._check(writer=False)
@@ -413,7 +411,7 @@ class MessageQueue:
                 return message
 
     def _put_short(self, data: bytes | bytearray | memoryview) -> bool:
-        """Write a message that fits into a slot, if there is room now: what nearly all are, in one call."""
+        """Write a message in one call if it fits into a slot, as nearly all do, and there is room now."""
         if not self._library or not isinstance(data, bytes) or len(data) > self.slot_bytes - _LENGTH:
             return False
         is_written = self._library.put_short(*self._place, self.num_readers, self._count, data, len(data))
@@ -421,7 +419,7 @@ class MessageQueue:
         return is_written
 
     def _get_short(self) -> bytes | None:
-        """The next message, if it comes soon and fits into a slot; it is taken out in one call."""
+        """Read the next message in one call if it arrives soon and fits into a slot."""
         if not self._library or self._parts:
             return None
         size = self._library.get_short(*self._place, self._segment.member, self._count, self._slot)
@@ -435,5 +433,5 @@ class MessageQueue:
             raise RuntimeError(f"this queue cannot be used any more: {self._broken}")
 
     def close(self) -> None:
-        """Leave: the others read what has been written, and then get `PeerLost`."""
+        """Leave: the others can read what has been written, then they get `PeerLost`."""
         self._segment.close()

@@ -1,7 +1,7 @@
-"""Finds ranks that wait for ever in collectives, because another rank is idle or waits in another collective.
+"""Finds ranks that wait for ever in a collective because another rank is idle or waits in a different collective.
 
 Each rank counts the collectives that it calls in each group, and its heartbeats carry the counts. The process that watches the
-ranks of a group compares them. A rank that computes may still come: `life_signs.HangDetector` judges that one.
+ranks compares them. A rank that computes may still come: `life_signs.HangDetector` watches it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# The two ends of a transfer count it as one call, with a name each.
+# Both ends of a transfer count it as one call; each has its own name for it.
 TRANSFER = {"send", "receive"}
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a rank has died, did not come, or is in another collective. The message says which."""
 
 
 class Call(NamedTuple):
     """A rank's latest collective in a group.
 
     Attributes:
-        ranks: those that have to call it.
+        ranks: all ranks that must call it.
         number: how many collectives this rank has called in the group.
         is_inside: the call has not returned.
     """
@@ -36,7 +40,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank does, as its heartbeats tell.
+    """What a rank does, as of its latest heartbeat.
 
     Attributes:
         is_idle: it waits for an order.
@@ -87,7 +91,7 @@ def latest_calls() -> tuple[Call, ...]:
 
 
 class Waiting(NamedTuple):
-    """A rank waits for another one in a collective. (Of the other one there may be no news here: None.)"""
+    """A rank waits for another one, `missed`, in a collective. `missed_activity` is None if this process does not watch it."""
 
     rank: int
     activity: Activity
@@ -96,11 +100,11 @@ class Waiting(NamedTuple):
     missed_activity: Activity | None
 
     def describe(self, names: Mapping[int, str], seconds: float) -> str:
-        """Who hangs, and why.
+        """Which rank hangs, and why.
 
         Args:
             names: of the ranks.
-            seconds: for how long.
+            seconds: how long it has waited.
         """
         rank, missed = names[self.rank], names[self.missed]
         other = self.missed_activity
@@ -115,18 +119,18 @@ class Waiting(NamedTuple):
 
 
 class StandstillDetector:
-    """Finds a rank that has waited in vain for too long. Forget it, and make a new one, when heartbeats have been missed."""
+    """Finds a rank that has waited too long. Use a new one after heartbeats have been missed."""
 
     def __init__(self) -> None:
         self._since: dict[Waiting, float] = {}
 
     def look(self, activities: Mapping[int, Activity], heard: Mapping[int, float], seconds: float) -> Waiting | None:
-        """To be called whenever heartbeats may have come.
+        """Compare the ranks. Call this whenever heartbeats may have arrived.
 
         Args:
             activities: the latest of each rank.
-            heard: when it came.
-            seconds: for so long the heartbeats of both ranks must have told the same.
+            heard: when it arrived.
+            seconds: how long the heartbeats of both ranks must have said the same.
         """
         age = {each: min(heard[each.rank], heard[each.missed]) for each in _in_vain(activities)}
         self._since = {each: self._since.get(each, last) for each, last in age.items()}
@@ -134,24 +138,21 @@ class StandstillDetector:
 
 
 def _in_vain(activities: Mapping[int, Activity]) -> list[Waiting]:
-    """Who waits for a rank that does not come: that one is idle, or waits in vain, too. The idle ones are first."""
+    """The ranks that wait for a rank that is idle, or that waits for ever itself. Those that wait for an idle rank come first."""
     waits = {rank: _waits_of(rank, activities) for rank in activities}
     moving = {rank for rank, activity in activities.items() if not activity.is_idle and not waits[rank]}
-    while True:
-        more = {
-            rank
-            for rank, missed in waits.items()
-            if any(each.missed in moving or each.missed_activity is None for each in missed)
+    size = -1
+    while size != len(moving):
+        size = len(moving)
+        moving |= {
+            r for r, missed in waits.items() if any(w.missed in moving or w.missed_activity is None for w in missed)
         }
-        if more <= moving:
-            break
-        moving |= more
     found = [each for rank, missed in waits.items() if rank not in moving for each in missed]
     return sorted(found, key=lambda each: not (each.missed_activity and each.missed_activity.is_idle))
 
 
 def _waits_of(rank: int, activities: Mapping[int, Activity]) -> list[Waiting]:
-    """For whom a rank waits."""
+    """The ranks for which a rank waits."""
     activity = activities[rank]
     return [
         Waiting(rank, activity, call, other, activities.get(other))
@@ -164,8 +165,8 @@ def _waits_of(rank: int, activities: Mapping[int, Activity]) -> list[Waiting]:
 def _misses(activity: Activity, call: Call, other: Activity | None) -> bool:
     """Whether a rank waits for another one in this collective.
 
-    On a GPU a call returns before the collective has come to its end, and the rank may be idle. It counts as waiting for a
-    rank that is idle, too, and has called fewer.
+    On a GPU a call returns before the collective has finished, so that the rank may be idle. It then waits for a rank that is idle,
+    too, and has called fewer collectives.
     """
     if other is None:
         return call.is_inside

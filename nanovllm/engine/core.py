@@ -1,4 +1,4 @@
-"""The engine: scheduler, memory and runner in one loop. It knows token ids, not text, and nothing of HTTP.
+"""The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, and knows neither text nor HTTP.
 
 Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -20,12 +20,10 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.executor.base import create_executor, with_expert_settings
+from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import IDLE_SECONDS, SchedulerConnector, patience
 from nanovllm.kv.manager import KVCacheManager
-from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import Waves
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.transfers import update_from_transfers
 from nanovllm.text.processor import EngineLimits
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepInFlight:
-    """A step that was launched: its plan, what waits for its results, its record if anybody watches, and its wave."""
+    """A step in flight: its plan, the function that waits for its result, its record if a sink watches, its start, and its wave."""
 
     plan: SchedulerOutput
     wait: Callable[[], ModelRunnerOutput]
@@ -48,11 +46,11 @@ class StepInFlight:
 
 
 class EngineCore:
-    """Owns one model and its memory, and moves all requests forward, a step at a time.
+    """Owns one model and its KV cache, and runs all requests, step by step.
 
     Args:
-        config: the settings; what they leave open is filled in here.
-        trace: where every step is recorded; by default a file if `config.trace` names one, else nowhere.
+        config: the settings; the engine fills in those that are left open.
+        trace: records every step; by default a file if `config.trace` names one.
 
     Attributes:
         waves: when to compute, if this engine is in lock-step with others; see `Waves`.
@@ -61,7 +59,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
         folder = resolve_model(config.model, config.revision)
-        self.model_config = with_expert_settings(ModelConfig.from_pretrained(folder), config)
+        self.model_config = read_model_config(config, folder)
         self.executor = create_executor(config, self.model_config, folder)
         try:
             num_blocks, num_host_blocks = self._allocate()
@@ -69,27 +67,25 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self.trace = trace
-        if trace is None and config.trace is not None:
-            self.trace = Trace(config.trace)
-        if self.trace is not None:
-            self.trace.settings["model"] = config.served_model_name or config.model
+        self.trace = Trace(config.trace) if trace is None and config.trace is not None else trace
         self._open_books(num_blocks, num_host_blocks)
-        self.waves = Waves()
+        self.waves = (
+            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if config.in_lock_step else None
+        )
         self._in_flight: deque[StepInFlight] = deque()
-        # Steps that may be under way when `step` returns: those that the next one has to be planned without.
+        # The number of steps that may be in flight when `step` returns: the next step is planned without their results.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
         self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
         if self.trace is not None:
-            self.trace.settings |= self.trace_settings
+            self.trace.settings |= {"model": config.served_model_name or config.model} | self.trace_settings
         self.num_steps = 0
-        self._num_idle_steps = 0  # since something was computed last
+        self._num_idle_steps = 0  # since the last step that computed something
         self._num_added = 0
         self._started = time.perf_counter()
-        self._last_results = 0.0  # when the last step's results came, in seconds since then
+        self._last_results = 0.0  # when the last step's results arrived, in seconds since then
 
     def _allocate(self) -> tuple[int, int]:
-        """Have the ranks make their caches; returns how many KV blocks there are on the device and in host memory."""
+        """Have the ranks allocate their caches; returns the number of KV blocks on the device and in host memory."""
         config, executor = self.config, self.executor
         num_blocks = executor.num_blocks_that_fit()
         config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
@@ -105,7 +101,7 @@ class EngineCore:
         return num_blocks, num_host_blocks
 
     def _connect(self, folder: pathlib.Path) -> SchedulerConnector:
-        """The scheduler's half of the connector; the ranks have theirs by now."""
+        """The scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
             return SchedulerConnector()
         if self.config.in_lock_step:
@@ -117,7 +113,7 @@ class EngineCore:
         return create(self.config, self.model_config, folder, self.executor.handshake_metadata())
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Start with empty queues and an empty pool."""
+        """Create empty queues and an empty block pool."""
         self.manager = KVCacheManager(
             num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
         )
@@ -125,16 +121,16 @@ class EngineCore:
 
     @property
     def runner(self) -> ModelRunner:
-        """The only rank's runner, if it is in this process.
+        """The runner of the only rank, if that is in this process.
 
         Raises:
-            AttributeError: the ranks run in other processes.
+            AttributeError: the ranks are in other processes.
         """
         return self.executor.runner  # type: ignore[attr-defined]
 
     @property
     def limits(self) -> EngineLimits:
-        """What a front end checks requests against."""
+        """The limits against which a front end checks requests."""
         config, model = self.config, self.model_config
         assert config.max_model_len is not None
         return EngineLimits(
@@ -160,7 +156,7 @@ class EngineCore:
             s.num_queried_tokens,
             s.num_hit_tokens,
             self.num_steps,
-            self.waves.ended,
+            self._num_waves,
             len(s.receiving),
             len(self.manager.held),
             s.num_external_queried_tokens,
@@ -168,47 +164,53 @@ class EngineCore:
         )
 
     @property
+    def _num_waves(self) -> int:
+        """Waves that have ended; also the number of the one that runs or comes next."""
+        return self.waves.ended if self.waves is not None else 0
+
+    @property
     def trace_settings(self) -> dict[str, Any]:
-        """What those need to know who draw the engine's steps: sizes and policies, and which of several engines it is."""
+        """The header of the engine's trace: sizes and policies, and which of several engines this is."""
         config = self.config
         several = {"data_rank": config.data_parallel_rank, "data_parallel_size": config.data_parallel_size}
         return trace_settings(self.scheduler) | (several if config.data_parallel_size > 1 else {})
 
     @property
     def engines(self) -> list[EngineCore]:
-        """The engines that one can `watch`: this one. See `DataParallelCore.engines`."""
+        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
         return [self]
 
     @property
     def has_unfinished(self) -> bool:
-        """True while some request has not ended."""
+        """True while a request has not ended."""
         return self.scheduler.has_unfinished
 
     @property
     def has_work(self) -> bool:
-        """True if there is a step to make: for requests of its own or, in lock-step, for those of any engine."""
-        if self.config.in_lock_step:
+        """True if there is a step to run: for its own requests or, in lock-step, for those of any engine."""
+        if self.waves is not None:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
 
     def start_wave(self, wave: int) -> None:
-        """In lock-step: make steps with the other engines until this wave has ended."""
+        """In lock-step: run steps with the other engines until this wave has ended."""
+        assert self.waves is not None, "only engines in lock-step have waves"
         self.waves.start(wave)
 
     @property
     def is_in_process(self) -> bool:
-        """True if there is no other process that could die."""
+        """True if all ranks are in this process."""
         return self.executor.is_in_process
 
     @property
     def sources(self) -> Sequence[Any]:
-        """Sockets on which something may come that `step` should see to."""
+        """Sockets that become readable when `step` has something to take in."""
         return [*self.connector.sources, *self.executor.sources]
 
     @property
     def is_idle(self) -> bool:
-        """True if the next step can wait for a request, for something on `sources`, or until `idle_seconds` have passed: it has
-        nothing to compute, at most transfers to wait for."""
+        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have passed: there is nothing to
+        compute, and at most transfers to wait for."""
         if not self.has_work or self.config.kv_transfer is None:
             return not self.has_work
         waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
@@ -216,21 +218,21 @@ class EngineCore:
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long an idle engine may sleep if nothing comes; None: as long as it takes."""
+        """How long an idle engine may sleep if nothing arrives; None: without limit."""
         if not self.has_work:
             return self.connector.idle_seconds
         return patience(self._num_idle_steps, bool(self.executor.sources))
 
     def check_health(self) -> None:
-        """See that every rank is alive.
+        """Check that every rank is alive.
 
         Raises:
-            ExecutorError: one is not.
+            ExecutorError: a rank is not.
         """
         self.executor.check_health()
 
     def add_request(self, source: EngineRequest) -> None:
-        """Queue a sequence.
+        """Queue a request.
 
         Raises:
             ValueError: it could never run here; see `Scheduler.add_request`.
@@ -249,7 +251,7 @@ class EngineCore:
             self._recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
-        """End a sequence between two steps and free its blocks. False if it has ended already."""
+        """End a request between two steps and free its blocks. False if it has ended already."""
         self.connector.revoke(request_id)
         aborted = self.scheduler.abort_request(request_id)
         if aborted and self._recorder is not None:
@@ -259,15 +261,15 @@ class EngineCore:
         return aborted
 
     def watch(self, sink: RecordSink) -> None:
-        """Hand `sink` a record of every step from now on; the first one carries a snapshot, and comes at once if there is
-        nothing to compute. A sink that watches already gets a fresh snapshot. Nothing is recorded while nobody looks."""
+        """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
+        to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
         if self._recorder is None:
             self._recorder = StepRecorder(None, self.scheduler)
         self._recorder.watch(sink)
         self._wind_up()
 
     def unwatch(self, sink: RecordSink) -> None:
-        """Hand `sink` no more records."""
+        """Pass no more records to `sink`."""
         if self._recorder is not None:
             self._recorder.unwatch(sink)
             if not self._recorder.has_readers:
@@ -276,13 +278,13 @@ class EngineCore:
                     step.record = None
 
     def step(self) -> list[EngineOutput]:
-        """Launch one step for the requests that the scheduler picks; returns the news. Without work: nothing.
+        """Launch one step for the requests that the scheduler picks; returns new outputs. Without work, it does nothing.
 
-        With `async_scheduling` the news are those of the step before: a GPU computes the new one meanwhile, and while the
-        caller deals with the news. A request that has ended may then be computed once more, for nothing.
+        With `async_scheduling`, the outputs are those of the previous step, and the GPU computes the new step while the caller
+        handles them. A request that has ended may then be computed once more in vain.
 
-        Whatever breaks a step off (an error, Ctrl-C) is raised. What the step had written by then is anybody's guess,
-        so all requests are lost and no cached prefix is trusted; new requests can be added as before.
+        An error or Ctrl-C that breaks a step off is raised. It is unknown what the step has written by then, so all requests end and
+        all cached prefixes are forgotten; new requests can be added as before.
         """
         if not self.has_work:
             self.executor.forget_ends()
@@ -311,16 +313,16 @@ class EngineCore:
                 self.executor.forget_ends()  # the ranks have no transfer in flight
                 with waiting_for_others():
                     time.sleep(IDLE_SECONDS)
-            return outputs + self._take_results()  # it is their turn, or they need what is under way
+            return outputs + self._take_results()  # steps in flight come first
         if plan.empty:
-            # The others cannot make this step without this engine: it launches a dummy, in which nothing is computed. Or there
-            # is nothing to compute, and something to move.
+            # In lock-step, the other engines need this one in the step: it launches a dummy, which computes nothing. Or there is
+            # nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         plan.unfinished = self.has_unfinished
         record = None
         if self._recorder is not None and (self.config.in_lock_step or not plan.empty):
             record = self._recorder.begin(plan, self.num_steps, start)
-        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, self.waves.ended))
+        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, self._num_waves))
         self.num_steps += self.config.in_lock_step or not plan.empty
         outputs += self._take_results(keep=self._steps_ahead)
         while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
@@ -352,7 +354,7 @@ class EngineCore:
         return round(time.perf_counter() - self._started, 6)
 
     def _wind_up(self) -> list[EngineOutput]:
-        """If there is nothing to do, no step may ever come, to take the results of the last one or to tell of the ends."""
+        """When idle, drain in-flight steps and flush the trace."""
         outputs = []
         if not self.has_work:
             while self._in_flight:
@@ -362,17 +364,17 @@ class EngineCore:
         return outputs
 
     def _take_results(self, keep: int | None = None) -> list[EngineOutput]:
-        """Wait for the oldest step under way, unless no more than `keep` are, and take over what it sampled."""
+        """Wait for the oldest step in flight, unless at most `keep` are in flight, and take over what it sampled."""
         if len(self._in_flight) <= (keep or 0):
             return []
         step = self._in_flight.popleft()
         result = step.wait()
         outputs = self.scheduler.update_from_output(step.plan, result)
-        if not result.anyone_unfinished:
+        if self.waves is not None and not result.anyone_unfinished:
             self.waves.end(step.wave)
         if self._recorder is not None:
-            # A step that was launched early began when the device was done with the one before it; in a pipeline, at once,
-            # as the first stage was free.
+            # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
+            # because the first stage is free.
             before = self._last_results if self.config.async_scheduling else 0.0
             start, self._last_results = max(step.start, before), self._now()
             if step.record is not None:
@@ -390,7 +392,7 @@ class EngineCore:
         self.connector.abandon(abandoned)
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
-        for transfer_id, block_ids in abandoned.items():  # peers may still write to these
+        for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks
             self.manager.pool.touch(block_ids)
             self.manager.held[transfer_id] = block_ids
         if self._recorder is not None:
@@ -404,10 +406,25 @@ class EngineCore:
             self._wind_up()
 
     def close(self) -> None:
-        """Finish the trace file, if there is one, and end the ranks that run in other processes."""
+        """Finish the trace file, if there is one, and end ranks in other processes."""
         self.connector.close()
         self.executor.close()
         if self._recorder is not None:
             self._recorder.flush(self.num_steps, self._now())
         if self.trace is not None:
             self.trace.close()
+
+
+def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
+    """The engine that the settings ask for; with `data_parallel_size`, several engines behind the same interface.
+
+    Args:
+        blocking: see `DataParallelCore`.
+
+    Raises:
+        ValueError: settings that do not fit.
+        ExecutorError: a process could not start.
+    """
+    if config.is_divided:
+        return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(config, trace, blocking)
+    return EngineCore(config, trace)

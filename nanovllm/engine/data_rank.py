@@ -1,7 +1,7 @@
-"""One engine of several: its process, and what the coordinator knows of it.
+"""One engine of several: its process, and what the coordinator knows about it.
 
-`DataRank` starts a process in which `main` runs, with the number of a socket to the coordinator. The first message on it says
-which engine this is; signs of life go back. Commands and reports go over sockets of their own, see `engine_process`.
+`DataRank` starts a process in which `main` runs, with the number of a socket to the coordinator. The first message on it holds the
+engine's settings; heartbeats go back. Commands and reports go over sockets of their own, see `engine.process`.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -12,8 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import socket
-import subprocess
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -32,9 +30,9 @@ from nanovllm.distributed.life_signs import (
     activity_of_this_thread,
     heard_activities,
 )
-from nanovllm.distributed.shared_collectives import CollectiveError
+from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.executor.multiprocess import how_it_ended
+from nanovllm.executor.remote import how_it_ended, start_process
 from nanovllm.scheduler.data_parallel import load_score
 from nanovllm.trace.format import TraceDecoder
 from nanovllm.trace.recorder import RecordSink
@@ -45,16 +43,16 @@ class DataRank(Peer):
 
     Args:
         context: of the sockets.
-        folder: where they get names, for this user alone.
+        folder: for the names of the sockets; readable by this user alone.
         rank: its number.
         config: its settings.
-        environment: variables of its process beside those of this one.
+        environment: variables of its process that differ from those of this process.
 
     Attributes:
         program: what runs as the engine.
-        reports: the socket on which `Report`s come.
+        reports: the socket on which `Report`s arrive.
         stats: as of its last report.
-        ready: its first report; None until that has come.
+        ready: its first report; None until that has arrived.
     """
 
     program = "from nanovllm.engine.data_rank import main; main()"
@@ -62,52 +60,39 @@ class DataRank(Peer):
     def __init__(
         self, context: zmq.Context[Any], folder: str, rank: int, config: EngineConfig, environment: dict[str, str]
     ) -> None:
-        super().__init__(f"data rank {rank}")
-        self.rank = rank
+        # Heartbeats arrive on this connection, and the complaint that a step hangs.
+        self.process, self._pulse = start_process(["-c", self.program], environment)
+        super().__init__(f"data rank {rank}", f"process {self.process.pid}")
+        self.rank, self.pid = rank, self.process.pid
         self.stats = EngineStats()
         self.ready: Report | None = None
         self._num_sent = self._num_taken = 0
         self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        self._start(config, folder, environment)
-
-    def _start(self, config: EngineConfig, folder: str, environment: dict[str, str]) -> None:
-        addresses = []
-        for bound, kind in ((self.commands, "commands"), (self.reports, "reports")):
+        addresses = [f"ipc://{folder}/{kind}{rank}" for kind in ("commands", "reports")]
+        for bound, address in zip((self.commands, self.reports), addresses, strict=True):
             bound.set_hwm(0)  # neither side ever waits for the other
             bound.setsockopt(zmq.LINGER, 0)
-            addresses.append(f"ipc://{folder}/{kind}{self.rank}")
-            bound.bind(addresses[-1])
-        ours, theirs = socket.socketpair()
-        self._pulse = Connection(ours.detach())  # only signs of life come here, and that it hangs
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", self.program, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # Ctrl-C in a terminal is for the parent to see
-            )
-        self.pid, self.where = self.process.pid, f"process {self.process.pid}"
+            bound.bind(address)
         self._pulse.send((config, *addresses))
 
     @property
     def load(self) -> int:
-        """How busy it is, with what it has been sent and does not know of yet."""
+        """How busy it is, including requests that it has not taken over yet."""
         return load_score(self.num_waiting, self.stats.num_running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait there, or are on their way."""
+        """Requests that wait there or are on their way."""
         return self.stats.num_waiting + self.stats.num_swapped + self._num_sent - self._num_taken
 
     def send(self, command: Command) -> None:
-        """Tell it something. What it does not get because it is gone, it will not miss."""
+        """Send it a command; does nothing if it is gone."""
         self._num_sent += len(command.add)
         with contextlib.suppress(zmq.Again):
             self.commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
     def receive(self) -> list[Report]:
-        """What it has reported."""
+        """The reports that have arrived."""
         found = []
         while self.reports.poll(0):
             report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
@@ -123,22 +108,22 @@ class DataRank(Peer):
         return found
 
     def feel_pulse(self) -> None:
-        """See whether it has given signs of life, hangs, or has ended."""
+        """Take in its heartbeats and complaints."""
         self.drain(self._pulse)
 
     def end(self) -> str:
-        """How its process ended, in words; "" if it lives."""
+        """How its process ended, in words; "" while it lives."""
         return how_it_ended(self.process)
 
     def close(self) -> None:
-        """Close the lines to it."""
+        """Close the sockets."""
         self._pulse.close()
         self.commands.close()
         self.reports.close()
 
 
 class WatchedRank:
-    """One of the engines, for those who look on: makes records of the lines that come from its process.
+    """The steps of one of the engines: decodes the trace lines in its reports into records, while a sink watches.
 
     Attributes:
         trace_settings: see `EngineCore.trace_settings`.
@@ -149,8 +134,8 @@ class WatchedRank:
         self._rank = rank
         (self.trace_settings,) = rank.ready.trace_settings
         self._sinks: list[RecordSink] = []
-        self._new_sinks: list[RecordSink] = []  # they begin with the next line that one can start at
-        self._decoder: TraceDecoder | None = None  # while somebody watches
+        self._new_sinks: list[RecordSink] = []  # their first record is the next one with a snapshot
+        self._decoder: TraceDecoder | None = None  # while a sink watches
 
     def watch(self, sink: RecordSink) -> None:
         """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
@@ -168,7 +153,7 @@ class WatchedRank:
             self._rank.send(Command(order="unwatch"))
 
     def show(self, report: Report) -> None:
-        """Pass on what it has reported of its steps."""
+        """Pass on the steps in a report."""
         for line, is_start in report.steps.get(0, ()):
             if self._decoder is None or not (is_start or self._sinks):
                 continue
@@ -180,7 +165,7 @@ class WatchedRank:
 
 
 def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
-    """For each engine, the environment of its process: its part of the cores, and its GPUs.
+    """For each engine, the variables of its process: its share of the cores, and its GPUs.
 
     Raises:
         ValueError: there are not enough GPUs.
@@ -206,8 +191,8 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
 
 
 def main() -> None:
-    """The process of one engine, from beginning to end."""
-    # If another engine is gone, the coordinator says who; a traceback of each one that misses it would only hide that.
+    """Run the process of one engine from beginning to end."""
+    # If an engine is gone, the coordinator names it; tracebacks of the engines that miss it would only hide that.
     logging.getLogger("nanovllm.engine").addFilter(
         lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
     )
@@ -226,4 +211,4 @@ def main() -> None:
     except SystemExit as end:
         code = end.code
     sys.stdout.flush()
-    os._exit(code)  # at once: groups that others have left would wait for them
+    os._exit(code)  # at once: groups that other ranks have left would wait for them

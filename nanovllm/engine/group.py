@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import zmq
 
@@ -24,33 +24,29 @@ from nanovllm.distributed.life_signs import LOOK_SECONDS, Watch
 from nanovllm.engine.data_rank import DataRank, WatchedRank, rank_environments
 from nanovllm.engine.process import Command, Report
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.multiprocess import clean_up
-from nanovllm.executor.remote import START_SECONDS, uninterrupted
+from nanovllm.executor.remote import START_SECONDS, end_processes, uninterrupted
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
 from nanovllm.text.processor import EngineLimits
 from nanovllm.trace.recorder import RecordSink
 from nanovllm.trace.trace import Trace
 
-if TYPE_CHECKING:
-    from nanovllm.engine.core import EngineCore
-
 logger = logging.getLogger(__name__)
 
 
 class DataParallelCore:
-    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects what they say.
+    """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects their outputs.
 
-    Engines of a model whose experts they share (`enable_expert_parallel`) can only step together; the coordinator starts
-    the waves of these steps, see `Waves`.
+    Engines that share the experts of a model (`enable_expert_parallel`) can only step together; the coordinator starts the waves of
+    these steps, see `Waves`.
 
     Args:
         config: the settings of all engines.
         trace: gets the steps of the first engine. (With `config.trace`, each engine writes a file, see `trace_path`.)
-        blocking: `step` waits for a report. Else it takes what is there, for those who poll `sources`.
+        blocking: `step` waits for a report. Otherwise it takes what has arrived, for callers that poll `sources`.
 
     Attributes:
-        engines: each of them, for those who `watch`.
+        engines: each engine, to `watch` it.
 
     Raises:
         ValueError: settings that do not fit; no process is left.
@@ -69,7 +65,7 @@ class DataParallelCore:
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
         self.ranks: list[DataRank] = []
         self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
-        self._reason = ""  # why there are no engines any more
+        self._reason = ""  # why the engines have been ended
         self._watch = Watch(self.ranks)
         self._context, self._poller = zmq.Context(), zmq.Poller()
         self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
@@ -90,10 +86,10 @@ class DataParallelCore:
                 settings = rank_config(config, rank, address)
                 self.ranks.append(DataRank(self._context, names, rank, settings, environment))
                 self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
-            self._finalizer = weakref.finalize(self, clean_up, [rank.process for rank in self.ranks], names)
+            self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], names)
             self._wait_until_ready()
             if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
-                shutil.rmtree(names)  # they are all connected; but NCCL meets when two ranks first talk
+                shutil.rmtree(names)  # all are connected; but NCCL uses the file when two ranks first talk
         except BaseException:
             self._end("the engines could not start")
             raise
@@ -109,7 +105,7 @@ class DataParallelCore:
                 late = next(rank for rank in self.ranks if rank.ready is None)
                 self._fail(f"{late.name} has not started after {START_SECONDS:g} seconds")
 
-    # ---------------------------------------------------------------- what a front end asks for
+    # ---------------------------------------------------------------- what a front end calls
 
     @property
     def limits(self) -> EngineLimits:
@@ -121,7 +117,7 @@ class DataParallelCore:
 
     @property
     def stats(self) -> EngineStats:
-        """All engines together, and each of them. Requests on their way to one wait there already."""
+        """The sums over all engines, and each engine's. Requests on their way to an engine count as waiting there."""
         return EngineStats.together(
             [
                 dataclasses.replace(rank.stats, num_waiting=rank.num_waiting - rank.stats.num_swapped)
@@ -141,7 +137,7 @@ class DataParallelCore:
 
     @property
     def sources(self) -> Sequence[zmq.Socket[Any]]:
-        """Sockets on which reports come that `step` should see to."""
+        """Sockets on which reports arrive, for `step` to take in."""
         return [rank.reports for rank in self.ranks]
 
     def add_request(self, source: EngineRequest) -> None:
@@ -173,7 +169,7 @@ class DataParallelCore:
         return rank is not None
 
     def step(self) -> list[EngineOutput]:
-        """What the engines have reported; if `blocking`, wait for something.
+        """Take in what the engines have reported; if `blocking`, wait for a report.
 
         Raises:
             ExecutorError: an engine has died, hangs, or failed; all others have been ended.
@@ -194,7 +190,7 @@ class DataParallelCore:
         return outputs
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, here and there."""
+        """Forget all cached prefixes in the engines, and the router's guesses about them."""
         self._check()
         self.router.forget()
         for rank in self.ranks:
@@ -214,23 +210,23 @@ class DataParallelCore:
 
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
         refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
-        for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params make no sense
+        for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
             logger.error("%s has refused request %s: %s", rank.name, request_id, reason)
-        # What comes of requests that were aborted meanwhile is passed over.
+        # Outputs of requests that were aborted meanwhile are dropped.
         news = [o for o in [*report.outputs, *refused] if self._rank_of.get(o.request_id) is rank]
         for output in news:
             output.engine = rank.rank
             if output.finish_reason is not None:
                 del self._rank_of[output.request_id]
         if self.waves is not None and report.stats.num_waves > self.waves.ended:
-            # The first to say so: the others will, or have a request and do not know yet that they wait for a start.
+            # The first engine to report the end of the wave. The others will, or have a request and need a new wave.
             self.waves.end(report.stats.num_waves - 1)
             self._start_wave()
         self.engines[rank.rank].show(report)
         return news
 
     def _start_wave(self) -> None:
-        """If there is something to do, and no wave runs, have all engines start one."""
+        """Have all engines start a wave if there is a request and no wave runs."""
         if self.waves is None or self.waves.running or not self._rank_of:
             return
         self.waves.start(self.waves.ended)
@@ -240,11 +236,11 @@ class DataParallelCore:
     # ---------------------------------------------------------------- life and death
 
     def check_health(self) -> None:
-        """See that every engine is alive.
+        """Check that every engine is alive.
 
         Raises:
-            ValueError: one refuses what the user has asked for.
-            ExecutorError: one has died, hangs, or has failed.
+            ValueError: an engine refuses what the user has asked for.
+            ExecutorError: an engine has died, hangs, or has failed.
         """
         self._check()
         verdict = self._watch.look(self._feel_pulses, last_words=self._hear_last_words)
@@ -256,7 +252,7 @@ class DataParallelCore:
             rank.feel_pulse()
 
     def _hear_last_words(self, timeout: float) -> None:
-        """Their reports, too, of which only the one that says why an engine ends matters now."""
+        """Take in reports, too: one may say why an engine ends."""
         time.sleep(timeout)
         for rank in self.ranks:
             rank.feel_pulse()
@@ -275,15 +271,15 @@ class DataParallelCore:
             return
         self._reason = reason
         self._rank_of.clear()
-        clean_up([rank.process for rank in self.ranks], self._names)
+        end_processes([rank.process for rank in self.ranks], self._names)
         for rank in self.ranks:
             rank.close()
         self._context.term()
 
     def close(self) -> None:
-        """End all engines; those that do not in a second are killed."""
+        """End all engines; those that have not ended after a second are killed."""
         if not self._reason:
-            # One that left a wave in its middle would leave the others waiting.
+            # An engine that left in the middle of a wave would leave the others waiting.
             for request_id in list(self._rank_of):
                 self.abort_request(request_id)
             self._listen_until(self._all_pause)
@@ -300,24 +296,10 @@ class DataParallelCore:
         return waves is None or all(r.stats.num_waves == waves.ended + waves.running for r in self.ranks)
 
     def _listen_until(self, condition: Callable[[], bool], seconds: float = 1.0) -> None:
-        """Take in reports until the condition holds; not longer than so many seconds."""
+        """Take in reports until the condition holds, for at most this many seconds."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             self._poller.poll(10)
             for rank in self.ranks:
                 for report in rank.receive():
                     self._take(rank, report)
-
-
-def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
-    """The engine that the settings ask for; or several, which answer to the same names.
-
-    Raises:
-        ValueError: settings that do not fit.
-        ExecutorError: a process could not start.
-    """
-    if config.is_divided:
-        return cast("EngineCore", DataParallelCore(config, trace, blocking))
-    from nanovllm.engine.core import EngineCore
-
-    return EngineCore(config, trace)

@@ -1,4 +1,4 @@
-"""Offline use: `LLM(model).generate(prompts)`, the whole engine in this process.
+"""Offline inference: `LLM(model).generate(prompts)` runs the whole engine in this process.
 
 Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -14,8 +14,9 @@ from tqdm import tqdm
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
+from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.group import create_core
+from nanovllm.engine.core import create_core
 from nanovllm.executor.base import is_follower
 from nanovllm.text.processor import InputProcessor, OutputProcessor, Prompt
 from nanovllm.text.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ Message = dict[str, Any]
 
 
 class LLMEngine:
-    """The engine with text on both ends, one step at a time."""
+    """An engine that takes prompts and returns text, step by step."""
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
@@ -54,19 +55,19 @@ class LLMEngine:
             raise
 
     def abort_request(self, request_id: str) -> None:
-        """End a request; no further output comes for it."""
+        """End a request; it gets no further output."""
         for sequence_id in self.output_processor.remove(request_id):
             self.core.abort_request(sequence_id)
 
     @property
     def has_unfinished(self) -> bool:
-        """True while some request has not ended."""
+        """True while a request has not ended."""
         return self.core.has_unfinished
 
     def step(self) -> list[RequestOutput]:
-        """One step of the engine; returns what is new: each output carries the new text and tokens of one completion.
+        """Run one step; each output has the new text and tokens of one completion.
 
-        After an error in mid-step no request is left; see `EngineCore.step`.
+        After an error, no request is left; see `EngineCore.step`.
         """
         try:
             news, stopped = self.output_processor.process(self.core.step())
@@ -80,15 +81,15 @@ class LLMEngine:
 
 
 class LLM:
-    """A model, ready to generate.
+    """A model that is ready to generate.
 
-    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 goes on with the
+    Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 continues with the
     program. On the other ranks the constructor does not return: they compute for rank 0, and exit with 0 when it ends.
 
     Args:
         model: course model, local folder, or hub id.
-        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. Of several engines
-            (`data_parallel_size`), `self.trace` has the first one's steps, and each writes its own file, see `trace_path`.
+        trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With `data_parallel_size`,
+            `self.trace` has the first engine's steps, and each engine writes its own file, see `trace_path`.
         **options: any field of `EngineConfig`.
     """
 
@@ -97,18 +98,16 @@ class LLM:
     ) -> None:
         config = EngineConfig(model=model, **options)
         if is_follower(config):
-            from nanovllm.executor.torchrun import follow_to_the_end
-
-            follow_to_the_end(config)
+            load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
         if config.is_divided and not isinstance(trace, bool):
-            config.trace, trace = os.fspath(trace), False  # a file for each engine
+            config.trace, trace = os.fspath(trace), False  # one file per engine
         record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None
         self.engine = LLMEngine(config, record)
         self._num_requests = 0
 
     @property
     def trace(self) -> Trace | None:
-        """The record of all steps so far, if the model was made with `trace`."""
+        """The record of all steps so far, if `trace` was given."""
         return self.engine.core.trace
 
     def get_tokenizer(self) -> Tokenizer:
@@ -131,13 +130,13 @@ class LLM:
 
         Args:
             prompts: one prompt or a list: text, token ids, or `{"prompt_token_ids": [...]}`.
-            sampling_params: for all prompts, or one for each; default: what the checkpoint recommends.
+            sampling_params: one for all prompts, or one per prompt; by default what the checkpoint recommends.
 
         Returns:
             Finished outputs, in the order of the prompts.
 
         Raises:
-            ValueError: a bad prompt, or lists of different lengths. No request is left behind.
+            ValueError: a bad prompt, or lists of different lengths. All requests of the call are ended.
         """
         request_ids: list[str] = []
         try:
@@ -168,7 +167,7 @@ class LLM:
         if not len(batch) == len(sampling_params) == len(priorities):
             raise ValueError(
                 f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
-                f"give one for all or one for each"
+                "give one for all or one per prompt"
             )
         return list(zip(batch, sampling_params, priorities, strict=True))
 
@@ -193,19 +192,19 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations, one or several, through the model's chat template. See `generate`.
+        """Answer one or several conversations with the model's chat template. See `generate`.
 
         Args:
             chat_template_kwargs: further variables for the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: as `generate` and `Tokenizer.apply_chat_template` do, or a variable that is an argument here.
+            ValueError: see `generate` and `Tokenizer.apply_chat_template`; or a variable that is an argument here.
         """
         variables = chat_template_kwargs or {}
         arguments = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
         if taken := sorted(arguments & variables.keys()):
             raise ValueError(
-                f"chat_template_kwargs must not have {taken[0]!r}; pass it to `chat` as an argument of its own"
+                f"chat_template_kwargs must not contain {taken[0]!r}; pass it to `chat` as an argument of its own"
             )
         several = not (messages and isinstance(messages[0], dict))
         conversations = cast(list[list[Message]], messages if several else [messages])

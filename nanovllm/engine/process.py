@@ -216,7 +216,7 @@ def run_engine(
     reports.connect(report_address)
     core = None
     try:
-        from nanovllm.engine.group import create_core  # imports torch, which the parent never needs
+        from nanovllm.engine.core import create_core  # imports torch, which the parent never needs
 
         core = create_core(config, blocking=False)
         gc.freeze()  # the model stays for good: the garbage collector need not walk over it between steps

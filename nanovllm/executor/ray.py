@@ -1,4 +1,4 @@
-"""The ranks as actors of Ray, for those who outgrow one machine: Ray finds the machines, and starts the processes there."""
+"""An executor whose ranks are actors of Ray, for models that outgrow one machine: Ray finds the machines and starts the processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import queue
 import shutil
 import socket
 import tempfile
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -22,7 +20,7 @@ import torch.distributed as dist
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import Mouth
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import RemoteExecutor, RemoteRank, interface_of, uninterrupted
+from nanovllm.executor.remote import Reception, RemoteExecutor, RemoteRank, connect, interface_of
 from nanovllm.executor.worker import WorkerSetup, run_worker
 from nanovllm.models.config import ModelConfig
 
@@ -36,12 +34,14 @@ from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# So long may it take until a cluster has room for all ranks; one that grows on demand has to start machines first.
+# How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to start machines first.
 PLACEMENT_SECONDS = 300.0
-# Nothing large travels through Ray, whose own choice is a third of the memory.
+# How long Ray may take to say why an actor is gone.
+FATE_SECONDS = 5.0
+# Nothing large travels through Ray, which would take a third of the memory by default.
 OBJECT_STORE_BYTES = 128 * 2**20
-# For a Ray of our own. It replaces 127.0.0.1 by an address that others can reach, unless told, in these words, that it is to
-# stay on this machine. A busy machine may need longer than the usual 15 s to start an agent, without which Ray gives up.
+# For a Ray that this program starts. Ray replaces 127.0.0.1 by an address that other machines can reach, unless the first variable
+# tells it to stay on this machine. A busy machine may need longer than the default 15 s to start an agent, without which Ray fails.
 OWN_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -50,18 +50,14 @@ OWN_RAY = {
 
 
 class RankActor:
-    """A rank in an actor: its worker runs in a thread as it would in a process of its own, and talks through two queues."""
-
-    def __init__(self) -> None:
-        self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._said: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    """A rank in an actor: a thread of it runs the worker."""
 
     def whereabouts(self) -> tuple[str, int]:
-        """The address of this machine, and this process."""
+        """This machine's address, and the number of this process."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     def open_meeting_place(self) -> str:
-        """On rank 0: where the ranks find one another. It listens on one address only."""
+        """On rank 0: the address where the ranks meet. It listens on one address only."""
         address = ray.util.get_node_ip_address()
         with socket.create_server((address, 0)) as listener:
             port = listener.getsockname()[1]
@@ -70,27 +66,17 @@ class RankActor:
             )
         return f"tcp://{address}:{port}"
 
-    def start(self, setup: WorkerSetup) -> None:
-        """Let the rank begin."""
+    def start(self, setup: WorkerSetup, invitation: tuple[str, int, str]) -> None:
+        """Start the rank, which connects to the executor."""
         if (interface := interface_of(ray.util.get_node_ip_address())) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        mouth = Mouth(self._said.put)
-        mouth.start()
-        arguments = (setup, self._orders.get, mouth)
-        threading.Thread(target=run_worker, args=arguments, name="rank", daemon=True).start()
 
-    def order(self, order: bytes) -> None:
-        """Queue an order."""
-        self._orders.put(order)
+        def run() -> None:
+            connection = connect(invitation, setup.rank)
+            run_worker(setup, connection, Mouth(connection.send))
+            connection.close()
 
-    @ray.method(concurrency_group="listeners")
-    def listen(self) -> list[Any]:
-        """Everything the rank has said since the last time; waits until there is something, at the latest a sign of life."""
-        said = [self._said.get()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                said.append(self._said.get_nowait())
-        return said
+        threading.Thread(target=run, name="rank", daemon=True).start()
 
 
 class RayRank(RemoteRank):
@@ -98,30 +84,22 @@ class RayRank(RemoteRank):
 
     Attributes:
         actor: its handle.
-        ear: the call that returns once the rank has said something.
-        fate: how the actor has ended, as Ray tells it.
     """
 
     actor: Any
-    ear: Any
-    fate = ""
-
-    def listen(self) -> None:
-        """Take in what has come, and go on listening."""
-        try:
-            for message in ray.get(self.ear):
-                self.take(message)
-            self.ear = self.actor.listen.remote()
-        except ray.exceptions.RayError as error:
-            self.is_gone, self.fate = True, " ".join(str(error).split())
 
     def end(self) -> str:
-        """How the actor has ended."""
-        return f"has ended: {self.fate}" if self.is_gone else ""
+        """How the actor has ended, in Ray's words; "" while it lives."""
+        if self.is_gone:
+            try:
+                ray.get(self.actor.whereabouts.remote(), timeout=FATE_SECONDS)
+            except ray.exceptions.RayError as error:
+                return f"has ended: {' '.join(str(error).split())}"
+        return super().end()
 
 
 class Lease:
-    """What we have of Ray, and give back: its processes, if we have started them, and room for the ranks."""
+    """What this program uses of Ray and has to give back: room for the ranks, and Ray's processes if it has started them."""
 
     def __init__(self) -> None:
         self.is_ours = not ray.is_initialized()
@@ -133,21 +111,21 @@ class Lease:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone, on the loopback interface.
 
         Raises:
-            ExecutorError: it does not start.
+            ExecutorError: Ray does not start.
         """
         if os.environ.get("RAY_ADDRESS"):
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
             return
         for name, value in OWN_RAY.items():
             os.environ.setdefault(name, value)
-        # As that variable says it; this process has read it already, when Ray was imported.
+        # The same as the variable says, which this process has read already when it imported Ray.
         ray_constants.ENABLE_RAY_CLUSTER = False
-        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # sockets with long names follow
+        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # Ray adds long names of sockets
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
         try:
             self._start_own(num_cpus)
         except ExecutorError:
-            # Ray waits no longer than 30 s for its dozen of processes. On a busy machine the second time is faster.
+            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
             self._start_own(num_cpus)
 
     def _start_own(self, num_cpus: int) -> None:
@@ -161,7 +139,7 @@ class Lease:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=self.folder,
             )
-        except Exception as error:  # Ray has no name for it, and leaves what it has started
+        except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.Error):  # it has ended meanwhile
                     if any(self.folder in word for word in child.cmdline()):
@@ -172,7 +150,7 @@ class Lease:
         """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible.
 
         Raises:
-            ValueError: the cluster has not so much, or not free.
+            ValueError: the cluster does not have enough of them, or they are in use.
         """
         bundle = {"CPU": 1.0} | ({"GPU": 1.0} if with_gpu else {})
         there = ray.cluster_resources()
@@ -191,7 +169,7 @@ class Lease:
         return self.group
 
     def give_back(self) -> None:
-        """End the actors, and Ray if it is ours."""
+        """End the actors, and Ray if this program has started it."""
         if ray.is_initialized():
             for actor in self.actors:
                 ray.kill(actor)
@@ -208,15 +186,12 @@ class RayExecutor(RemoteExecutor):
     cluster.
 
     Raises:
-        ValueError: Ray is not installed, or has not enough CPUs or GPUs; what a rank refuses.
+        ValueError: Ray is not installed, or does not have enough CPUs or GPUs; or what a rank refuses.
         ExecutorError: a rank could not start.
     """
 
-    ranks: list[RayRank]  # type: ignore[assignment]
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         super().__init__(config)
-        self.ranks = [RayRank(rank, self.grid) for rank in range(self.grid.world_size)]
         self._lease = Lease()
         self._finalizer = weakref.finalize(self, self._lease.give_back)
         try:
@@ -225,59 +200,39 @@ class RayExecutor(RemoteExecutor):
             self._start_actors(config, model_config, folder)
             self._start()
         except BaseException:
-            self._end()
+            self._end("the ranks could not start")
             raise
+
+    def _kill(self) -> None:
+        self._finalizer()
 
     def _start_actors(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         device = config.device
         if device == "auto":
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-        group = self._lease.find_room(len(self.ranks), device == "cuda")
-        actor_class: Any = ray.remote(concurrency_groups={"listeners": 1})(RankActor)  # type: ignore[call-overload]
-        for rank in self.ranks:
-            rank.actor = actor_class.options(
+        group = self._lease.find_room(self.grid.world_size, device == "cuda")
+        actor_class: Any = ray.remote(RankActor)
+        for rank in range(self.grid.world_size):
+            actor = actor_class.options(
                 num_cpus=1,
                 num_gpus=int(device == "cuda"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank.rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
             ).remote()
-            self._lease.actors.append(rank.actor)
+            self._lease.actors.append(actor)
         try:
-            for rank in self.ranks:
-                address, process = ray.get(rank.actor.whereabouts.remote())
-                rank.where = f"process {process} on {address}"
-            address = ray.get(self.ranks[0].actor.open_meeting_place.remote())
+            places = ray.get([actor.whereabouts.remote() for actor in self._lease.actors])
+            address = ray.get(self._lease.actors[0].open_meeting_place.remote())
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
-        threads = max(1, torch.get_num_threads() // len(self.ranks)) if self._lease.folder else 1
+        threads = max(1, torch.get_num_threads() // self.grid.world_size) if self._lease.folder else 1
         config = dataclasses.replace(config, device=device)
-        for rank in self.ranks:
-            # Ray shows each actor one GPU, so that each calls its own the first.
-            rank.actor.start.remote(WorkerSetup(config, model_config, folder, rank.rank, 0, address, threads))
-            rank.ear = rank.actor.listen.remote()
-
-    def close(self) -> None:
-        """End all ranks, and Ray if it is ours."""
-        if self.is_broken:
-            return
-        with contextlib.suppress(ExecutorError):
-            self._order("shutdown")
-            time.sleep(0.1)
-        self._reason = "the ranks have been shut down"
-        self._end()
-
-    def _send(self, order: bytes) -> None:
-        for rank in self.ranks:
-            rank.actor.order.remote(order)
-
-    def _listen(self, timeout: float) -> None:
-        by_ear = {rank.ear: rank for rank in self.ranks if not rank.is_gone}
-        ray.wait(list(by_ear), num_returns=1, timeout=timeout)
-        # All that have spoken, not only the first: nobody must seem silent because another one talks much.
-        ready, _ = ray.wait(list(by_ear), num_returns=len(by_ear), timeout=0)
-        with uninterrupted():
-            for ear in ready:
-                by_ear[ear].listen()
-
-    def _end(self) -> None:
-        self.is_broken = True
-        self._finalizer()
+        reception = Reception(ray.util.get_node_ip_address())
+        for rank, actor in enumerate(self._lease.actors):
+            # Ray shows each actor one GPU, which the actor calls its first.
+            setup = WorkerSetup(config, model_config, folder, rank, 0, address, threads)
+            actor.start.remote(setup, reception.invitation)
+        connections = reception.wait_for(list(range(self.grid.world_size)))
+        for rank, (machine, process) in enumerate(places):
+            ray_rank = RayRank(rank, self.grid, connections[rank], f"process {process} on {machine}")
+            ray_rank.actor = self._lease.actors[rank]
+            self.ranks.append(ray_rank)

@@ -1,18 +1,18 @@
-"""The ranks as processes that torchrun has started, on one machine or on several.
+"""An executor whose ranks are processes that torchrun has started, on one machine or on several.
 
-Rank 0 owns the engine: it tells the others what to do, over gloo connections of their own, and is itself one of the ranks, in
-a thread. All others `follow`. Nothing listens here but gloo and the store that torchrun has opened.
+Rank 0's process owns the engine and runs rank 0 in a thread. All other ranks `follow_to_the_end`: each connects to rank 0's process, which
+listens only until all of them have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import pathlib
 import pickle
-import queue
 import signal
 import socket
 import sys
@@ -20,6 +20,8 @@ import threading
 import time
 import weakref
 from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 import psutil
@@ -29,14 +31,20 @@ import torch.distributed as dist
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import Complaint, Mouth
-from nanovllm.executor.base import check_grid, with_expert_settings
-from nanovllm.executor.remote import START_SECONDS, RemoteExecutor, RemoteRank, interface_of
+from nanovllm.executor.base import check_grid, read_model_config
+from nanovllm.executor.remote import (
+    CLOSE_SECONDS,
+    START_SECONDS,
+    Reception,
+    RemoteExecutor,
+    RemoteRank,
+    connect,
+    interface_of,
+)
 from nanovllm.executor.worker import WorkerSetup, run_worker
 from nanovllm.models.config import ModelConfig
 
-# A follower that hears nothing of rank 0 for so long is alone. Rank 0's program may keep the interpreter to itself meanwhile.
-ORPHAN_SECONDS = 60.0
-# What may differ from machine to machine, or is rank 0's business alone.
+# Settings that may differ from machine to machine, or that rank 0 alone uses.
 OWN_SETTINGS = ("model", "tokenizer", "revision", "served_model_name", "trace")
 
 logger = logging.getLogger(__name__)
@@ -44,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What torchrun says of this process in its environment."""
+    """What torchrun's environment variables say about this process."""
 
     rank: int
     local_rank: int
@@ -56,7 +64,7 @@ class Launch:
 
     @classmethod
     def from_environment(cls) -> Launch:
-        """Read it.
+        """Read the variables.
 
         Raises:
             ValueError: torchrun has not started this process.
@@ -74,14 +82,14 @@ class Launch:
             ) from None
 
     def open_store(self) -> dist.Store:
-        """The store of the ranks, which torchrun's agent keeps (or rank 0, if told so); each restart has its own keys."""
+        """The store of the ranks, which torchrun's agent hosts (or rank 0, if told so); each restart has its own keys."""
         is_host = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         store = dist.TCPStore(self.address, self.port, None, is_host, wait_for_workers=False, multi_tenant=True)
         return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def choose_interface(self) -> None:
-        """Tell gloo which network to use, unless the user has: the one that leads to rank 0. (Its own guess is where the name
-        of this host leads, which often is no address that others can reach.)"""
+        """Have gloo use the network that leads to rank 0, unless the user names another. (By default, gloo uses the address of this
+        host's name, which other machines often cannot reach.)"""
         if "GLOO_SOCKET_IFNAME" in os.environ:
             return
         if self.local_world_size == self.world_size:
@@ -94,75 +102,19 @@ class Launch:
         interface = interface_of(ours)
         if ours.startswith("127."):  # as a host's own name does on some systems
             logger.warning(
-                "--master-addr %s is a loopback address here (%s), where ranks on other machines cannot come: give one of "
-                "the network that leads to them, or name that network in GLOO_SOCKET_IFNAME", self.address, ours,
+                "--master-addr %s is a loopback address here (%s), which ranks on other machines cannot reach: give an address "
+                "that they can, or name the network interface in GLOO_SOCKET_IFNAME", self.address, ours,
             )  # fmt: skip
         elif interface is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
 
-
-class Lines:
-    """Messages between rank 0 and all others, on connections of their own: what the groups compute, or hang in, does not
-    get in their way, and the end of a process is noticed at once.
-
-    Raises:
-        RuntimeError: they cannot be connected.
-    """
-
-    # A message's length and its beginning travel together, so that most messages are one piece.
-    PIECE = 4096
-    _LENGTH = 8
-
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        # Nobody knows when the next request comes; heartbeats tell whether somebody is still there.
-        forever = timedelta(days=365)
-        # torch's stubs leave out its methods.
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore("lines", store), rank, world_size, forever)
-
-    def send(self, message: bytes, targets: list[int]) -> None:
-        """Send to some ranks.
-
-        Raises:
-            ConnectionError: one of them is gone.
-        """
-        data = len(message).to_bytes(self._LENGTH, "little") + message
-        pieces = [data[: self.PIECE].ljust(self.PIECE, b"\0"), data[self.PIECE :]]
-        tensors = [torch.frombuffer(bytearray(piece), dtype=torch.uint8) for piece in pieces if piece]
-        try:
-            for work in [self._group.send([t], target, 0) for t in tensors for target in targets]:
-                work.wait()
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from None
-
-    def receive(self, source: int, timeout: float | None = None) -> bytes:
-        """The next message of a rank. When none has come in time, all lines are cut.
-
-        Raises:
-            ConnectionError: the rank is gone, or silent.
-        """
-        first = self._receive(source, self.PIECE, timeout)
-        size = int.from_bytes(first[: self._LENGTH], "little")
-        message = first[self._LENGTH : self._LENGTH + size]
-        if len(message) < size:
-            message += self._receive(source, size - len(message), timeout)
-        return message
-
-    def _receive(self, source: int, size: int, timeout: float | None) -> bytes:
-        buffer = torch.empty(size, dtype=torch.uint8)
-        try:
-            work = self._group.recv([buffer], source, 0)
-            work.wait(timedelta(seconds=timeout)) if timeout else work.wait()
-        except RuntimeError as error:
-            raise ConnectionError(str(error)) from None
-        return buffer.numpy().tobytes()
-
-    def cut(self) -> None:
-        """End all talk: every rank that listens gets an error. (gloo closes all connections when somebody loses patience.)"""
-        try:
-            self._group.recv_anysource([torch.empty(1)], 1).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
-        raise AssertionError("nobody sends under this tag")
+    def own_address(self) -> str:
+        """The address at which other ranks reach this process: that of gloo's network."""
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+        found = [
+            a.address for a in psutil.net_if_addrs().get(interface, ()) if a.family in (socket.AF_INET, socket.AF_INET6)
+        ]
+        return found[0] if found else self.address
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
@@ -170,16 +122,16 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def _introduce(launch: Launch, store: dist.Store, config: EngineConfig) -> None:
-    """Tell the other ranks who this is, and what it was started with."""
+    """Tell the other ranks who this is, and with which settings it was started."""
     card = {"node": launch.node, "host": socket.gethostname(), "pid": os.getpid(), "settings": _settings(config)}
     store.set(f"rank {launch.rank}", json.dumps(card))
 
 
 def _meet(launch: Launch, store: dist.Store, config: EngineConfig) -> list[dict[str, Any]]:
-    """Wait until all ranks have introduced themselves; returns who they are.
+    """Wait until all ranks have introduced themselves; returns their cards.
 
     Raises:
-        ValueError: some have not come, or were started with other settings.
+        ValueError: a rank has not come, or was started with other settings.
     """
     deadline = time.monotonic() + START_SECONDS
     while missing := [r for r in range(launch.world_size) if not store.check([f"rank {r}"])]:
@@ -197,61 +149,8 @@ def _meet(launch: Launch, store: dist.Store, config: EngineConfig) -> list[dict[
     return cards
 
 
-class Conductor:
-    """What of the executor runs in threads: one that tells the others what to do, one that listens to each of them, and this
-    process's own rank. They know nothing of the executor, so that it can be collected."""
-
-    def __init__(self, setup: WorkerSetup, lines: Lines, world_size: int) -> None:
-        self.lines = lines
-        self.inbox: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()  # rank and message, or EOFError
-        self._others = list(range(1, world_size))
-        self._orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._speaker = Mouth(self._tell_others, on_lost=lambda: None)  # who is gone is heard by the ears
-        mouth = Mouth(lambda message: self.inbox.put((0, message)))
-        self._rank = threading.Thread(
-            target=run_worker, args=(setup, self._orders.get, mouth), name="rank 0", daemon=True
-        )
-        self._ears = [
-            threading.Thread(target=self._hear, args=(r,), name=f"ear {r}", daemon=True) for r in self._others
-        ]
-        for thread in (self._speaker, mouth, self._rank, *self._ears):
-            thread.start()
-
-    def _tell_others(self, order: bytes | None) -> None:
-        self.lines.send(order or b"", self._others)
-
-    def tell(self, order: bytes) -> None:
-        """An order for all ranks."""
-        self._speaker.say(lambda: order)
-        self._orders.put(order)
-
-    def _hear(self, rank: int) -> None:
-        try:
-            while True:
-                self.inbox.put((rank, pickle.loads(self.lines.receive(rank))))
-        except ConnectionError:
-            self.inbox.put((rank, EOFError()))
-
-    def shut_down(self, patience: float = 2.0) -> None:
-        """End the other ranks and all threads; who does not obey in time is cut off."""
-        deadline = time.monotonic() + patience
-        self.tell(pickle.dumps(("shutdown", ())))
-        for thread in (self._rank, *self._ears):
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._ears):
-            self.cut()
-        self._speaker.close()
-
-    def cut(self) -> None:
-        """Leave the others, who end themselves when they notice."""
-        if self._others:
-            self.lines.cut()
-        for thread in (self._speaker, *self._ears):
-            thread.join(1)
-
-
 class TorchrunExecutor(RemoteExecutor):
-    """Rank 0's view of the ranks that torchrun has started.
+    """Rank 0's view of the ranks that torchrun has started. Rank 0 itself runs in a thread.
 
     Raises:
         ValueError: not under torchrun, or not with as many processes as the grid has ranks; what a rank refuses.
@@ -265,50 +164,43 @@ class TorchrunExecutor(RemoteExecutor):
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         _introduce(launch, store, config)
         cards = _meet(launch, store, config)
-        self.ranks = [RemoteRank(rank, self.grid) for rank in range(launch.world_size)]
-        for rank, card in zip(self.ranks, cards, strict=True):
-            rank.where = f"process {card['pid']} on {card['host']}"
         self._neighbours = [psutil.Process(card["pid"]) for card in cards[1:] if card["node"] == launch.node]
-        lines = Lines(store, launch.rank, launch.world_size)
-        self._conductor = Conductor(_setup(launch, config, model_config, folder), lines, launch.world_size)
-        self._finalizer = weakref.finalize(self, self._conductor.shut_down)
+        reception = Reception(launch.own_address())
+        store.set("executor", json.dumps(reception.invitation))
+        connections = reception.wait_for(list(range(1, launch.world_size)))
+        connections[0], theirs = Pipe()
+        setup = _setup(launch, config, model_config, folder)
+        thread = threading.Thread(target=_run_rank_0, args=(setup, theirs), name="rank 0", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _shut_down, list(connections.values()), thread)
+        for rank, card in enumerate(cards):
+            where = f"process {card['pid']} on {card['host']}"
+            self.ranks.append(RemoteRank(rank, self.grid, connections[rank], where))
         try:
             self._start()
         except BaseException:
-            self._end()
+            self._end("the ranks could not start")
             raise
 
-    def close(self) -> None:
-        """End all ranks."""
-        if not self.is_broken:
-            self.is_broken = True
-            self._reason = "the ranks have been shut down"
-            self._finalizer()
+    def _kill(self) -> None:
+        """Wait for the ranks of this machine: they end when their connections are closed, unless they hang. (torchrun would wait
+        for those.)"""
+        if self._finalizer.detach():
+            for process in psutil.wait_procs(self._neighbours, CLOSE_SECONDS)[1]:
+                process.kill()
 
-    def _send(self, order: bytes) -> None:
-        self._conductor.tell(order)
 
-    def _listen(self, timeout: float) -> None:
-        inbox = self._conductor.inbox
-        try:
-            rank, message = inbox.get(timeout=timeout) if timeout else inbox.get_nowait()
-            while True:
-                if isinstance(message, EOFError):
-                    self.ranks[rank].is_gone = True
-                else:
-                    self.ranks[rank].take(message)
-                rank, message = inbox.get_nowait()
-        except queue.Empty:
-            return
+def _run_rank_0(setup: WorkerSetup, connection: Connection) -> None:
+    run_worker(setup, connection, Mouth(connection.send, on_lost=lambda: None))
+    connection.close()
 
-    def _end(self) -> None:
-        self.is_broken = True
-        if not self._finalizer.detach():
-            return
-        self._conductor.cut()
-        # They end themselves, unless they hang: then torchrun would wait for them.
-        for process in psutil.wait_procs(self._neighbours, 1)[1]:
-            process.kill()
+
+def _shut_down(connections: list[Connection], rank_0: threading.Thread) -> None:
+    """End all ranks when the program ends without having closed its engine."""
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.send_bytes(pickle.dumps(("shutdown", ())))
+    rank_0.join(2 * CLOSE_SECONDS)
 
 
 def _enter() -> tuple[Launch, dist.Store]:
@@ -322,65 +214,37 @@ def _setup(launch: Launch, config: EngineConfig, model_config: ModelConfig, fold
     return WorkerSetup(config, model_config, folder, launch.rank, launch.local_rank, "env://", threads)
 
 
-def follow(config: EngineConfig) -> bool:
-    """Be one of the ranks above 0: load a part of the model, and do what rank 0 says, until it ends.
-
-    Returns:
-        True if rank 0 has said that it is over, False if it is lost.
+def follow_to_the_end(config: EngineConfig) -> NoReturn:
+    """Be one of the ranks above 0: load a part of the model, carry out rank 0's orders, and end the process together with rank 0.
+    (At once: threads of libraries that still talk to other ranks do not survive the end of the interpreter.)
 
     Raises:
         ValueError: not under torchrun, not with as many processes as the grid has ranks, or no such model.
     """
     folder = resolve_model(config.model, config.revision)
-    model_config = with_expert_settings(ModelConfig.from_pretrained(folder), config)
+    model_config = read_model_config(config, folder)
     check_grid(config, model_config)
     launch, store = _enter()
     _introduce(launch, store, config)
-    # The rank's settings are compared before anything loads, and a rank 0 that refuses them ends.
-    lines = Lines(store, launch.rank, launch.world_size)
-    # From here on it is rank 0 that decides when this rank ends: torchrun and terminals signal all ranks at once.
+    # Rank 0 compares the settings before anything loads; if it refuses them, it ends, and torchrun ends this process.
+    store.wait(["executor"], timedelta(seconds=START_SECONDS))
+    # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    connection = connect(json.loads(store.get("executor")), launch.rank)
 
     def send(message: Any) -> None:
-        if isinstance(message, Complaint):  # rank 0 may be ended by torchrun before it has told
+        if isinstance(message, Complaint):  # torchrun may end rank 0 before it reports this
             logger.error("rank %d: %s", launch.rank, message.text)
-        lines.send(pickle.dumps(message), [0])
+        connection.send(message)
 
-    mouth = Mouth(send)
-    ear = threading.Thread(target=_take_orders, args=(lines, orders), name="ear", daemon=True)
-    mouth.start()
-    ear.start()
-    was_told = run_worker(_setup(launch, config, model_config, folder), orders.get, mouth)
-    if not was_told:
-        ear.join()  # rank 0 has heard why, and tells the user before torchrun ends everybody
-    return was_told
-
-
-def follow_to_the_end(config: EngineConfig) -> NoReturn:
-    """Be one of the ranks above 0, and end with rank 0: at once, since threads of libraries that still talk to the others do
-    not survive the end of the interpreter.
-
-    Raises:
-        ValueError: see `follow`.
-    """
-    was_told = follow(config)
+    was_shut_down = run_worker(_setup(launch, config, model_config, folder), connection, Mouth(send))
+    if not was_shut_down:
+        with contextlib.suppress(
+            EOFError, OSError
+        ):  # rank 0 tells the user why; torchrun ends it once this process ends
+            while True:
+                connection.recv_bytes()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if was_told else 1)
-
-
-def _take_orders(lines: Lines, orders: queue.SimpleQueue[bytes]) -> None:
-    """A thread that hears rank 0, also while the rank computes or hangs; the process ends with rank 0."""
-    timeout = None  # rank 0 may be loading
-    try:
-        while True:
-            order = lines.receive(0, timeout)
-            if order:
-                timeout = ORPHAN_SECONDS
-                orders.put(order)
-                if pickle.loads(order)[0] == "shutdown":
-                    return
-    except ConnectionError:
-        os._exit(1)
+    os._exit(0 if was_shut_down else 1)

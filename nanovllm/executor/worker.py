@@ -1,7 +1,7 @@
-"""One rank: its place in the grid, its part of the model, and the loop in which it obeys.
+"""A rank: its place in the grid, its part of the model, and the loop in which it carries out the executor's orders.
 
-`python -m nanovllm.executor.worker FD` is what `MultiprocessExecutor` starts. FD is a socket to the executor: the first message on it
-says who this rank is; answers and signs of life go back.
+`MultiprocessExecutor` starts `python -m nanovllm.executor.worker FD`. FD is a socket to the executor: the first message on it is a
+`WorkerSetup`; answers and heartbeats go back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -30,24 +30,22 @@ from nanovllm.distributed.life_signs import (
     at_rest,
     in_step,
 )
+from nanovllm.distributed.shared_memory import MessageQueue, PeerLost, QueueHandle
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
-
-if TYPE_CHECKING:
-    from nanovllm.distributed.shared_memory import QueueHandle
 
 
 @dataclass
 class WorkerSetup:
-    """Who a rank is.
+    """What a rank needs to know before it starts.
 
     Attributes:
         folder: the checkpoint.
         rank, local_rank: in the grid, and on this machine.
-        init_method: where the ranks find one another; see `initialize_groups`.
+        init_method: where the ranks meet; see `initialize_groups`.
         threads: of torch on a CPU.
-        orders: the shared-memory queue in which orders come; None if they come through the socket.
-        log_level: what its loggers let through.
+        orders: the shared-memory queue that carries orders; None if they come through the connection.
+        log_level: of this process's loggers.
     """
 
     config: EngineConfig
@@ -62,7 +60,7 @@ class WorkerSetup:
 
 
 class Worker:
-    """A rank with its part of the model, which obeys an executor, whichever way the orders come.
+    """A rank with its part of the model. Every public method can be an order.
 
     Raises:
         ValueError: settings, a checkpoint or a device that do not fit.
@@ -90,20 +88,15 @@ class Worker:
 
         self.runner = ModelRunner(config, setup.model_config, setup.folder)
 
-    @property
-    def is_output_rank(self) -> bool:
-        """True on the one rank whose results the executor hears: the first of the last stage."""
-        return get_pp_group().is_last and get_tp_group().is_first
-
     def memory(self) -> tuple[int, int, bool]:
-        """KV blocks that fit here, bytes of one, and whether this is a GPU."""
+        """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
         from nanovllm.runner.memory import num_blocks_that_fit
 
         runner = self.runner
         return num_blocks_that_fit(runner), runner.bytes_per_block, runner.device.type != "cpu"
 
     def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
-        """Make caches and buffers for settings that are settled now."""
+        """Allocate caches and buffers; the settings are complete now."""
         self.runner.config = config
         self.runner.allocate(num_blocks, num_host_blocks)
 
@@ -120,19 +113,20 @@ class Worker:
         return self.runner.forget_requests()
 
 
-def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
-    """Start the rank, tell of its memory, and carry out orders, in their order, until one says that it is over. What goes
-    wrong is said.
+def run_worker(setup: WorkerSetup, connection: Connection, mouth: Mouth) -> bool:
+    """Start the rank, report its memory, and carry out orders until the executor shuts it down or is gone. Reports errors.
 
     Args:
-        next_order: waits for the next order, a pickled name of a method and its arguments. Raises EOFError if none will come.
+        connection: on which orders come, if not through shared memory: pickled names of methods with their arguments.
+        mouth: not started yet; sends answers and heartbeats over the same connection.
 
     Returns:
-        True if an order has ended it.
+        True if the executor has shut the rank down.
     """
+    mouth.start()
     mouth.watch_this_thread(activity_of_this_thread(setup.rank), STEP_SECONDS)
     try:
-        return _obey(setup, next_order, mouth)
+        return _obey(setup, _orders(setup, connection), mouth)
     except EOFError:
         return False  # the executor is gone
     except Exception:
@@ -142,39 +136,53 @@ def run_worker(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth
         mouth.close()
 
 
+def _orders(setup: WorkerSetup, connection: Connection) -> Callable[[], bytes]:
+    """A function that waits for the next order. Raises EOFError when the executor is gone."""
+    if setup.orders is None:
+        return connection.recv_bytes
+    orders = MessageQueue.attach(setup.orders, setup.local_rank)
+
+    def next_order() -> bytes:
+        try:
+            return orders.get(timeout=float("inf"))
+        except PeerLost as error:
+            raise EOFError(str(error)) from None
+
+    return next_order
+
+
 def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
     try:
         worker = Worker(setup)
         memory = worker.memory()
     except ConnectionError:
-        raise  # another rank's fault
+        raise  # another rank has failed
     except (ValueError, OSError) as error:
         mouth.complain(Complaint(True, str(error)))
         return False
-    mouth.answer(0, _done(memory))
+    mouth.answer(0, lambda: memory)
+    is_output_rank = get_pp_group().is_last and get_tp_group().is_first
     for number in itertools.count(1):
         with at_rest():
-            order = next_order()
-        name, arguments = pickle.loads(order)
+            name, arguments = pickle.loads(next_order())
         if name == "shutdown":
             break
         if name == "launch":
             with in_step():
                 wait = worker.launch(*arguments)
-            if worker.is_output_rank:
+            if is_output_rank:
                 mouth.answer(number, wait)
-            elif arguments[0].connector_metadata is not None:  # what it samples is told by another
+            elif arguments[0].connector_metadata is not None:  # the output rank reports the sampled tokens
                 mouth.answer(number, _transfers_of(wait))
-        elif name == "allocate":
-            try:
-                worker.allocate(*arguments)
-            except ValueError as error:  # not enough memory: the message says which setting to change
-                mouth.complain(Complaint(True, str(error)))
-                return False
+            continue
+        try:
+            value = getattr(worker, name)(*arguments)
+        except ValueError as error:  # not enough memory to allocate: the message says which setting to change
+            mouth.complain(Complaint(True, str(error)))
+            return False
+        if name == "allocate":
             worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
-            mouth.answer(number, _done(None))
-        else:
-            mouth.answer(number, _done(getattr(worker, name)(*arguments)))
+        mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
     worker.runner.close()
     destroy_groups()
     return True
@@ -184,41 +192,18 @@ def _transfers_of(wait: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRu
     return lambda: ModelRunnerOutput(connector_output=wait().connector_output)
 
 
-def _done(value: Any) -> Callable[[], Any]:
-    return lambda: value
-
-
-def _orders(setup: WorkerSetup, connection: Connection) -> Callable[[], bytes]:
-    if setup.orders is None:
-        return connection.recv_bytes
-    from nanovllm.distributed.shared_memory import MessageQueue, PeerLost
-
-    orders = MessageQueue.attach(setup.orders, setup.local_rank)
-
-    def next_order() -> bytes:
-        try:
-            return orders.get(timeout=float("inf"))
-        except PeerLost:
-            raise EOFError("the executor is gone") from None
-
-    return next_order
-
-
 def main() -> None:
-    """The process from beginning to end."""
-    # Only the executor decides when a rank ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Run the process from beginning to end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the executor decides when a rank ends
     connection = Connection(int(sys.argv[1]))
     setup: WorkerSetup = connection.recv()
     logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s")
-    mouth = Mouth(connection.send)
-    mouth.start()
-    was_told = run_worker(setup, _orders(setup, connection), mouth)
-    os._exit(0 if was_told else 1)  # at once: groups that others have left would wait for them
+    was_shut_down = run_worker(setup, connection, Mouth(connection.send))
+    os._exit(0 if was_shut_down else 1)  # at once: groups that other ranks have left would wait for them
 
 
 if __name__ == "__main__":
-    # What is sent must have the classes of the module that the executor knows, not of one called __main__.
+    # Pickles must name the classes of the module that the executor imports, not of one called __main__.
     from nanovllm.executor import worker
 
     worker.main()

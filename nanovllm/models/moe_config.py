@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ class MoEConfig:
     def num_routed(self) -> int:
         """Experts that are placed on ranks: the routed ones, and with `shared_as_routed` the shared ones."""
         return self.num_experts + (self.num_shared_experts if self.shared_as_routed else 0)
+
+    def with_settings(self, config: EngineConfig) -> MoEConfig:
+        """Add what the engine's settings say about the experts.
+
+        Raises:
+            ValueError: an unreadable `eplb_config`, or `shared_as_routed` for a model without shared experts.
+        """
+        if not config.enable_expert_parallel:
+            return self
+        moe = replace(self, enable_expert_parallel=True)
+        if not config.enable_eplb:
+            return moe
+        eplb = load("nanovllm.distributed.load_balance:EPLBConfig", "enable_eplb").from_json(config.eplb_config or "{}")
+        return replace(moe, num_redundant_experts=eplb.num_redundant_experts, shared_as_routed=eplb.shared_as_routed)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> MoEConfig | None:

@@ -1,4 +1,4 @@
-"""Several engines beside one another: which of them gets a request, and how they keep in step if they share experts.
+"""Data parallelism: which engine gets a request, and how engines that share experts step together.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -18,9 +18,9 @@ from nanovllm.kv.manager import hash_block
 
 
 def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
-    """The grid that an engine's ranks belong to, and the number of the first of them.
+    """The grid of an engine's ranks, and the number of the engine's first rank in it.
 
-    Engines in lock-step are one grid. All others have one each: they never talk to one another.
+    Engines in lock-step form one grid. Every other engine has a grid of its own.
     """
     ranks = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
     if not config.in_lock_step:
@@ -34,25 +34,25 @@ def rank_config(config: EngineConfig, rank: int, address: str) -> EngineConfig:
     """The settings of one of the engines.
 
     Args:
-        address: where the ranks of all engines find one another; "" if they need not.
+        address: where the ranks of all engines meet; "" if they do not share experts.
     """
     trace = trace_path(config.trace, rank) if config.trace is not None else None
     return dataclasses.replace(config, data_parallel_rank=rank, data_parallel_address=address, trace=trace)
 
 
 def trace_path(path: str, rank: int) -> str:
-    """run.jsonl.gz -> run.dp0.jsonl.gz: every engine writes its own file."""
+    """Name the trace file of one engine: run.jsonl.gz -> run.dp0.jsonl.gz."""
     whole = pathlib.Path(path)
     name, _, ending = whole.name.partition(".")
     return str(whole.with_name(f"{name}.dp{rank}" + (f".{ending}" if ending else "")))
 
 
 class Waves:
-    """When an engine in lock-step computes. A wave is a row of steps that all engines make together: it begins when the
-    coordinator orders it, and ends after the first step in which nobody had a request.
+    """When an engine in lock-step computes. A wave is a sequence of steps that all engines make together. It begins when the
+    coordinator orders it, and ends after the first step in which no engine has a request.
 
     Attributes:
-        ended: waves that have ended; also the number of the one that runs, or comes next.
+        ended: the number of waves that have ended; also the number of the wave that runs or comes next.
     """
 
     def __init__(self) -> None:
@@ -61,45 +61,45 @@ class Waves:
 
     @property
     def running(self) -> bool:
-        """True while every engine has to make one step after another."""
+        """True while every engine must make steps."""
         return self._ordered > self.ended
 
     def start(self, wave: int) -> None:
-        """An order to start this wave has come. Late, it changes nothing; early (the others have seen the end of the one
-        before, and this engine has not yet), it counts as soon as that is over."""
+        """Take in an order to start this wave. A late order changes nothing. An early one (this engine has not seen the end of the
+        previous wave yet) takes effect at the end of the previous wave."""
         self._ordered = max(self._ordered, wave + 1)
 
     def end(self, wave: int) -> None:
-        """In a step of this wave nobody had a request: it is over. Steps that were launched before that was known belong to
-        it, too, and say so once more."""
+        """End this wave: in one of its steps, no engine had a request. Steps that were already in flight belong to it, too, and
+        report its end again."""
         self.ended = max(self.ended, wave + 1)
 
 
-# Blocks of a prompt that the router looks at: more would cost time, and prompts that agree so far are alike.
+# Blocks of a prompt that the router compares. More would cost time without changing the choice.
 ROUTED_BLOCKS = 64
-# A waiting request weighs as much as so many running ones, as in vLLM: it tells that a rank is full.
+# A waiting request weighs as much as this many running ones, as in vLLM: it shows that an engine is full.
 WAITING_WEIGHT = 4
-# What a rank may have more than the least busy one and still get a request for the sake of its prefix.
+# An engine whose load is at most this much above the lowest load may get a request because of its prefix.
 MAX_IMBALANCE = 8
 
 
 def load_score(num_waiting: int, num_running: int) -> int:
-    """How busy an engine is."""
+    """An engine's load."""
     return WAITING_WEIGHT * num_waiting + num_running
 
 
 class Router:
-    """Chooses the engine for a request: the one that most likely has the longest part of its prompt cached, unless that is
-    too busy; else the least busy one; else they take turns.
+    """Chooses the engine for a request: among engines that are not too busy, the one that probably has the longest prefix of the
+    prompt cached; then the least busy one; then engines take turns.
 
-    It remembers the names of the blocks that it has sent to each engine (see `hash_block`), least recently used
-    first, and no more of them than the engine has blocks: this is a guess at what is cached there, made without asking.
+    To guess what an engine has cached, the router remembers the hashes of the blocks that it has sent there (see `hash_block`), at
+    most as many as the engine has blocks, and forgets the least recently used ones first.
 
     Args:
-        num_ranks: engines.
-        block_size: tokens a block.
-        capacity: names to remember for each engine; 0 switches the guessing off.
-        max_imbalance: by how much the load of an engine may be above the least one for it to be chosen.
+        num_ranks: number of engines.
+        block_size: tokens per block.
+        capacity: hashes to remember per engine; 0 turns the guessing off.
+        max_imbalance: how far the load of the chosen engine may be above the lowest load.
     """
 
     def __init__(self, num_ranks: int, block_size: int, capacity: int, max_imbalance: int = MAX_IMBALANCE) -> None:
@@ -108,10 +108,10 @@ class Router:
         self._turn = 0
 
     def choose(self, request: EngineRequest, loads: Sequence[int]) -> int:
-        """The engine that gets the request; from now on its prompt counts as cached there.
+        """Choose the engine for a request, and remember its prompt as cached there.
 
         Args:
-            loads: how busy each engine is, see `load_score`, with all that has been sent to it.
+            loads: of each engine, including everything that has been sent to it; see `load_score`.
         """
         names = self._names(request) if self.capacity else []
         least, size = min(loads), len(loads)
@@ -124,12 +124,12 @@ class Router:
         return rank
 
     def forget(self) -> None:
-        """Nothing is cached anywhere any more."""
+        """Forget everything: the engines' caches are empty."""
         for sent in self._sent:
             sent.clear()
 
     def _names(self, request: EngineRequest) -> list[bytes]:
-        """Of the prompt's first full blocks; without the last token, which is never taken from a cache."""
+        """Hashes of the prompt's first full blocks, without the last token, which is always computed."""
         size, tokens = self.block_size, request.prompt_token_ids
         count = min((len(tokens) - 1) // size, ROUTED_BLOCKS)
         name = hashlib.sha256((request.cache_salt or "").encode()).digest()
@@ -140,13 +140,13 @@ class Router:
         return names
 
     def _match(self, rank: int, names: list[bytes]) -> int:
-        """How many of the blocks, from the first on, were sent there."""
+        """The number of leading blocks that were sent to an engine."""
         sent = self._sent[rank]
         return next((i for i, name in enumerate(names) if name not in sent), len(names))
 
     def _remember(self, rank: int, names: list[bytes]) -> None:
         sent = self._sent[rank]
-        for name in reversed(names):  # as in the pool, the end of a prompt goes first
+        for name in reversed(names):  # as in the pool, the end of a prompt is evicted first
             sent[name] = None
             sent.move_to_end(name)
         while len(sent) > self.capacity:

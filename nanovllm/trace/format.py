@@ -1,13 +1,14 @@
 """Step records as lines of JSON: the same in a file, in the stream of a running server, and in the notebook's player.
 
-The first line names the format: `{"nanovllm_trace": 2, "settings": {...}}`. Each further line is one step. A line says
-what is new: a request's id stands in it once, and its number in all later lines; a field that is missing has its default
-or, in the fields that `SAME_AS_BEFORE` lists, the value of the line before. A line with a snapshot repeats everything that
-a reader needs who starts there.
+The first line names the format: `{"nanovllm_trace": 2, "settings": {...}}`. Each further line is one step, and contains only what
+is new. `named` introduces a request's id and number; later lines contain the number alone. A missing field has its default or, if
+`SAME_AS_BEFORE` lists it, the value of the line before. A line with a snapshot repeats everything that a reader needs to start
+there.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,16 +20,18 @@ FORMAT_VERSION = 2
 SAME_AS_BEFORE = (
     "waiting", "running", "swapped", "held", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
 )  # fmt: skip
+PLAIN = ("step", "start", "duration", "swap_out", "swap_in", "blocked_by")  # the same in a line as in a record
+BY_REQUEST = ("admitted", "preempted", "finished", "prompts", "text")  # a dict in a record, pairs in a line
 HIDDEN_TOKEN = -1
 COUNTS = {"block_size": "tokens", "num_blocks": "blocks", "token_budget": "tokens"}  # of the settings
 
 
 class TraceError(ValueError):
-    """A file that is not a trace of this format, or is damaged; the message says where, and what can be done."""
+    """A file is not a trace of this format, or is damaged; the message says where, and what to do."""
 
 
 class SnapshotLine(msgspec.Struct):
-    """`Snapshot` with numbers for ids. Prompt lengths stand in the line's `named`."""
+    """`Snapshot` with numbers for ids. Prompt lengths are in the line's `named`."""
 
     tables: list[tuple[int, list[int]]]
     num_tokens: list[tuple[int, int]]
@@ -36,10 +39,10 @@ class SnapshotLine(msgspec.Struct):
 
 
 class StepLine(msgspec.Struct, omit_defaults=True):
-    """`StepRecord` as it is written: a request is a number, and `named` introduces (number, request id, prompt length).
+    """`StepRecord` as it is written: requests are numbers, and `named` introduces (number, request id, prompt length).
 
-    A share is [number, start, num_tokens, new block ids, sampled ids] or, for the one token of a decode step that needs no
-    new block, [number, start, sampled id].
+    A share is [number, start, num_tokens, new block ids, sampled ids] or, for a decode step's single token without a new block,
+    [number, start, sampled id].
     """
 
     step: int
@@ -77,7 +80,7 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
     """The settings in the first line of a trace.
 
     Args:
-        source: what it is the first line of, for messages.
+        source: the file, for messages.
 
     Raises:
         TraceError: no trace, or one of another version.
@@ -103,10 +106,10 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
 
 
 def require_sizes(settings: Mapping[str, Any], source: object) -> None:
-    """For those who draw the pool.
+    """Check that a trace can be drawn.
 
     Raises:
-        TraceError: nothing says how large it is.
+        TraceError: its header does not say how large the pool is.
     """
     for name in ("block_size", "num_blocks"):
         if name not in settings:
@@ -114,10 +117,10 @@ def require_sizes(settings: Mapping[str, Any], source: object) -> None:
 
 
 class TraceEncoder:
-    """Writes records, one after another, as lines. What it remembers is bounded by the requests that have not ended.
+    """Writes records as lines. What it remembers is bounded by the number of requests that have not ended.
 
     Args:
-        settings: those of the header, where the first line's pool size and token budget are found.
+        settings: those of the header, which hold the first line's pool size and token budget.
         hide_tokens: write -1 for every sampled id.
     """
 
@@ -125,7 +128,7 @@ class TraceEncoder:
         self.hide_tokens = hide_tokens
         self._encoder = msgspec.json.Encoder()
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
-        self._next_number = 0
+        self._numbers = itertools.count()
         self._ended: set[str] = set()
         self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
             name: settings.get(name) for name in ("num_blocks", "token_budget")
@@ -134,36 +137,27 @@ class TraceEncoder:
 
     def encode(self, record: StepRecord) -> bytes:
         """The record's line, with its end."""
-        snapshot = record.snapshot
+        snapshot, introduced = record.snapshot, record.arrived
         self._named = []
         self._forget_ended(record)
         if snapshot is not None:
-            self._introduce(snapshot.prompt_lens)
-        for request_id, length in record.arrived.items():
-            if snapshot is None or request_id not in snapshot.prompt_lens:
-                self._name(request_id, length)  # anew, even if an earlier request had this id
+            self._known, introduced = {}, snapshot.prompt_lens | introduced
+        for request_id, length in introduced.items():
+            self._name(request_id, length)  # with a new number, even if an earlier request had this id
         self._ended -= record.arrived.keys()
+        fields: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
+        fields |= {name: self._pairs(getattr(record, name)) for name in BY_REQUEST}
         line = StepLine(
-            record.step,
-            record.start,
-            record.duration,
-            arrived=self._numbers(record.arrived),
+            **fields,
+            arrived=self._numbers_of(record.arrived),
+            resumed=self._numbers_of(record.resumed),
             requests=self._shares(record.requests),
-            admitted=self._pairs(record.admitted),
-            resumed=self._numbers(record.resumed),
-            preempted=self._pairs(record.preempted),
-            finished=self._pairs(record.finished),
-            swap_out=record.swap_out,
-            swap_in=record.swap_in,
-            blocked_by=record.blocked_by,
-            prompts=self._pairs(record.prompts),
-            text=self._pairs(record.text),
         )
         for name in SAME_AS_BEFORE:
             value = getattr(record, name)
             if snapshot is not None or value != self._before.get(name):
                 self._before[name] = value
-                setattr(line, name, self._numbers(value) if isinstance(value, list) else value)
+                setattr(line, name, self._numbers_of(value) if isinstance(value, list) else value)
         if snapshot is not None:
             tables, num_tokens = self._pairs(snapshot.tables), self._pairs(snapshot.num_tokens)
             line.snapshot = SnapshotLine(tables, num_tokens, snapshot.cached)
@@ -172,42 +166,29 @@ class TraceEncoder:
         return self._encoder.encode(line) + b"\n"
 
     def _forget_ended(self, record: StepRecord) -> None:
-        """A request that has ended may be computed once more, for nothing; after that nobody speaks of it again."""
+        """Forget requests that have ended and that no record mentions any more. With asynchronous scheduling, a request is still
+        running in the record after its end, and may be computed there once more."""
         if self._ended:
-            # With asynchronous scheduling it still runs in the record after its end, even if it has no share there.
-            spoken_of = {*record.waiting, *record.running, *record.swapped, *record.finished}
-            spoken_of.update(share.request_id for share in record.requests)
-            for request_id in self._ended - spoken_of:
+            mentioned = {*record.waiting, *record.running, *record.swapped, *record.finished}
+            mentioned.update(share.request_id for share in record.requests)
+            for request_id in self._ended - mentioned:
                 self._known.pop(request_id, None)
-            self._ended &= spoken_of
-
-    def _introduce(self, prompt_lens: dict[str, int]) -> None:
-        """Name all that live once more, with the numbers that they have; whoever else is mentioned from now on is new."""
-        self._known = {
-            request_id: known for request_id, known in self._known.items() if prompt_lens.get(request_id) == known[1]
-        }
-        for request_id, length in prompt_lens.items():
-            if request_id in self._known:
-                self._named.append((self._known[request_id][0], request_id, length))
-            else:
-                self._name(request_id, length)
+            self._ended &= mentioned
 
     def _name(self, request_id: str, length: int) -> int:
-        number = self._name_once(request_id, length)
+        number = next(self._numbers)
+        self._named.append((number, request_id, length))
         self._known[request_id] = (number, length)
         return number
 
-    def _name_once(self, request_id: str, length: int) -> int:
-        number, self._next_number = self._next_number, self._next_number + 1
-        self._named.append((number, request_id, length))
+    def _number(self, request_id: str) -> int:
+        if request_id in self._known:
+            return self._known[request_id][0]
+        number = self._name(request_id, 0)
+        del self._known[request_id]  # it ended long ago: no later record would say when to forget it
         return number
 
-    def _number(self, request_id: str) -> int:
-        known = self._known.get(request_id)
-        # One who ended long ago, and is mentioned once more: nobody would say when to forget it.
-        return known[0] if known is not None else self._name_once(request_id, 0)
-
-    def _numbers(self, request_ids: Iterable[str]) -> list[int]:
+    def _numbers_of(self, request_ids: Iterable[str]) -> list[int]:
         return [self._number(request_id) for request_id in request_ids]
 
     def _pairs(self, by_request: Mapping[str, Any]) -> list[tuple[int, Any]]:
@@ -239,15 +220,8 @@ class TraceDecoder:
         self._decoder = msgspec.json.Decoder(StepLine)
         self._pool_size: int | None = settings.get("num_blocks")
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
-        self._before: dict[str, Any] = {
-            "waiting": [],
-            "running": [],
-            "swapped": [],
-            "held": {},
-            "num_free_blocks": 0,
-            "num_blocks": settings.get("num_blocks", 0),
-            "num_evictions": 0,
-            "token_budget": settings.get("token_budget", 0),
+        self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
+            name: settings.get(name, 0) for name in SAME_AS_BEFORE[4:]
         }
 
     def decode(self, line: bytes) -> StepRecord:
@@ -263,30 +237,20 @@ class TraceDecoder:
             raise ValueError(f"request number {error} has not been named") from None
 
     def _record(self, line: StepLine) -> StepRecord:
-        for table in (line.held or {}).values():
-            self._check_blocks(table)
         for number, request_id, length in line.named:
             self._names[number] = (request_id, length)
+        self._check_blocks((line.held or {}).values())
         for name in SAME_AS_BEFORE:
-            value = getattr(line, name)
-            if value is not None:
+            if (value := getattr(line, name)) is not None:
                 self._before[name] = self._ids(value) if isinstance(value, list) else value
+        fields: dict[str, Any] = {name: getattr(line, name) for name in PLAIN}
+        fields |= {name: self._by_id(getattr(line, name)) for name in BY_REQUEST}
         return StepRecord(
-            line.step,
-            line.start,
-            line.duration,
-            requests=[self._share(share) for share in line.requests],
+            **fields,
             arrived={self._names[number][0]: self._names[number][1] for number in line.arrived},
-            admitted=self._by_id(line.admitted),
             resumed=self._ids(line.resumed),
-            preempted=self._by_id(line.preempted),
-            finished=self._by_id(line.finished),
-            swap_out=line.swap_out,
-            swap_in=line.swap_in,
-            blocked_by=line.blocked_by,
+            requests=[self._share(share) for share in line.requests],
             snapshot=self._snapshot(line),
-            prompts=self._by_id(line.prompts),
-            text=self._by_id(line.text),
             **self._before,
         )
 
@@ -297,27 +261,24 @@ class TraceDecoder:
         return {self._names[number][0]: value for number, value in pairs}
 
     def _share(self, share: list[Any]) -> TracedRequest:
-        new_block_ids: list[int] = []
-        if len(share) == 3:
+        types = [type(entry) for entry in share]
+        if types == [int, int, int]:
             number, start, token = share
-            num_tokens, sampled = 1, [token]
-        elif len(share) == 5:
+            num_tokens, new_block_ids, sampled = 1, [], [token]
+        elif types == [int, int, int, list, list]:
             number, start, num_tokens, new_block_ids, sampled = share
-            token = num_tokens
+            self._check_blocks([new_block_ids])
+        elif len(share) in (3, 5):
+            raise ValueError(f"not a share: {share}")
         else:
             raise ValueError(f"a share has 3 or 5 entries, not {len(share)}")
-        lists = isinstance(new_block_ids, list) and isinstance(sampled, list)
-        if isinstance(number, list) or isinstance(start, list) or isinstance(token, list) or not lists:
-            raise ValueError(f"not a share: {share}")
-        self._check_blocks(new_block_ids)
         request_id, length = self._names[number]
         return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled)
 
     def _snapshot(self, line: StepLine) -> Snapshot | None:
         if line.snapshot is None:
             return None
-        for block_ids in (line.snapshot.cached, *(table for _, table in line.snapshot.tables)):
-            self._check_blocks(block_ids)
+        self._check_blocks([line.snapshot.cached, *(table for _, table in line.snapshot.tables)])
         queued = {*self._before["waiting"], *self._before["running"], *self._before["swapped"]}
         return Snapshot(
             self._by_id(line.snapshot.tables),
@@ -326,8 +287,8 @@ class TraceDecoder:
             {request_id: length for _, request_id, length in line.named if request_id in queued},
         )
 
-    def _check_blocks(self, block_ids: list[int]) -> None:
-        if block_ids and self._pool_size is not None:
-            wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._pool_size]
-            if wrong:
-                raise ValueError(f"there is no block {wrong[0]} in a pool of {self._pool_size}")
+    def _check_blocks(self, tables: Iterable[list[int]]) -> None:
+        if self._pool_size is not None:
+            for block_id in itertools.chain.from_iterable(tables):
+                if not 0 <= block_id < self._pool_size:
+                    raise ValueError(f"there is no block {block_id} in a pool of {self._pool_size}")

@@ -1,4 +1,4 @@
-"""Latencies, of whatever a trace measures time in: for the pictures, and for the summary of `nanovllm trace`."""
+"""Latencies from a trace, in its unit of time: for figures, and for the summary of `nanovllm trace`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def step_edges(trace: Trace, x: StepScale = "step") -> list[tuple[float, float]]
     """Where each step begins and ends on the x axis.
 
     Args:
-        x: "step": every step is one wide, and steps without work leave a gap; "tokens": as wide as the tokens that it
-            computes, a stand-in for time that is the same on every machine; "time": as recorded; or a function from
-            a step record to its width. Records without requests have no width.
+        x: "step": every step has width 1, and steps without work leave a gap; "tokens": a step is as wide as its number of tokens,
+            which approximates time and is the same on every machine; "time": as recorded; or a function from a step record to
+            its width. Records without requests have no width.
     """
     if x == "step":
         return [(float(s.step), float(s.step + bool(s.requests))) for s in trace]

@@ -1,15 +1,14 @@
-"""A trace for other people's viewers: Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
+"""A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
 
 from __future__ import annotations
 
 import json
 import pathlib
-from typing import TYPE_CHECKING, Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from nanovllm.trace.record import StepRecord, TracedRequest
-
-if TYPE_CHECKING:
-    from nanovllm.trace.trace import Trace
+from nanovllm.trace.record import StepRecord
 
 # The named colours of chrome://tracing that come nearest to the palette of `nanovllm.lab.viz`, in its order. (Perfetto's own
 # viewer takes its colours from the names of the slices and lets no file choose them.)
@@ -24,68 +23,54 @@ REQUEST_COLORS = (
 MICROSECONDS = 1e6
 
 
-def write_events(trace: Trace, path: str | pathlib.Path) -> None:
-    """Write a trace as Chrome trace events: a track for the steps, one for each request (what it computed when, its first
-    token, its preemptions and its end), and counters for tokens, blocks and queues."""
-    tracks: dict[str, int] = {}
-    busy_until: dict[int, float] = {}
-    events = []
-    for step in trace.steps:
+def write_events(steps: Iterable[StepRecord], path: str | pathlib.Path) -> None:
+    """Write steps as Chrome trace events: a track for the steps, one for each request (what it computed when, its first token, its
+    preemptions and its end), and counters for tokens, blocks and queues."""
+    pathlib.Path(path).write_text(json.dumps({"traceEvents": [{"pid": 1, **event} for event in _events(steps)]}))
+
+
+def _events(steps: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
+    tracks: dict[str, int] = defaultdict(lambda: len(tracks))
+    tracks[""] = 0  # the engine
+    busy_until: dict[int, float] = defaultdict(float)
+
+    def span(name: str, track: int, step: StepRecord, **arguments: Any) -> dict[str, Any]:
+        # Steps of a pipeline overlap, which spans of a track must not: each is shown from the end of the one before.
+        begin, end = max(step.start, busy_until[track]), step.start + step.duration
+        busy_until[track] = end
+        times = {"ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
+        return {"name": name, "ph": "X", "tid": track, **times, "args": arguments}
+
+    def instant(name: str, request_id: str, at: float) -> dict[str, Any]:
+        return {"name": name, "ph": "i", "s": "t", "tid": tracks[request_id], "ts": at * MICROSECONDS}
+
+    for step in steps:
+        end = step.start + step.duration
         if step.requests:
-            arguments = {"tokens": step.num_tokens, "requests": len(step.requests)}
-            events.append(_slice(f"step {step.step}", 0, step, busy_until, arguments))
+            yield span(f"step {step.step}", 0, step, tokens=step.num_tokens, requests=len(step.requests))
         for request_id in step.arrived:
-            tracks.setdefault(request_id, len(tracks) + 1)
+            tracks[request_id]
         for share in step.requests:
-            track = tracks.setdefault(share.request_id, len(tracks) + 1)
-            events.append(_share_slice(share, track, step, busy_until))
+            track = tracks[share.request_id]
+            cached = {"cached": found} if (found := step.admitted.get(share.request_id)) else {}
+            event = span(
+                f"{share.kind} {share.num_tokens}", track, step, start=share.start, blocks=share.new_block_ids, **cached
+            )
+            yield event | {"cname": REQUEST_COLORS[(track - 1) % len(REQUEST_COLORS)]}
             if share.samples_first_token:
-                events.append(_instant("first token", track, step.start + step.duration))
+                yield instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():
-            track = tracks.setdefault(request_id, len(tracks) + 1)
-            events.append(_instant(f"preempted ({mode})", track, step.start))
+            yield instant(f"preempted ({mode})", request_id, step.start)
         for request_id, reason in step.finished.items():
-            track = tracks.setdefault(request_id, len(tracks) + 1)
-            events.append(_instant(f"finished ({reason})", track, step.start + step.duration))
-        events += _counters(step)
-    for name, track in {"engine": 0, **tracks}.items():
-        events.append(_about("thread_name", track, name=name))
-        events.append(_about("thread_sort_index", track, sort_index=track))
-    pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
-
-
-def _slice(
-    name: str, track: int, step: StepRecord, busy_until: dict[int, float], arguments: dict[str, Any]
-) -> dict[str, Any]:
-    # Steps of a pipeline overlap, which slices of a track may not: each is shown from where the one before it ends.
-    begin, end = max(step.start, busy_until.get(track, 0.0)), step.start + step.duration
-    busy_until[track] = end
-    times = {"ts": begin * MICROSECONDS, "dur": (end - begin) * MICROSECONDS}
-    return {"name": name, "ph": "X", "pid": 1, "tid": track, **times, "args": arguments}
-
-
-def _share_slice(share: TracedRequest, track: int, step: StepRecord, busy_until: dict[int, float]) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"start": share.start, "blocks": share.new_block_ids}
-    if step.admitted.get(share.request_id):
-        arguments["cached"] = step.admitted[share.request_id]
-    event = _slice(f"{share.kind} {share.num_tokens}", track, step, busy_until, arguments)
-    return event | {"cname": REQUEST_COLORS[(track - 1) % len(REQUEST_COLORS)]}
-
-
-def _about(what: str, track: int, **arguments: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": 1, "tid": track, "args": arguments}
-
-
-def _instant(name: str, track: int, at: float) -> dict[str, Any]:
-    return {"name": name, "ph": "i", "s": "t", "pid": 1, "tid": track, "ts": at * MICROSECONDS}
-
-
-def _counters(step: StepRecord) -> list[dict[str, Any]]:
-    counters = {
-        "tokens in step": step.num_tokens,
-        "held KV blocks": step.num_blocks - step.num_free_blocks,
-        "running requests": len(step.running),
-        "waiting requests": len(step.waiting),
-    }
-    common = {"ph": "C", "pid": 1, "ts": step.start * MICROSECONDS}
-    return [{"name": name, **common, "args": {"value": value}} for name, value in counters.items()]
+            yield instant(f"finished ({reason})", request_id, end)
+        counters = {
+            "tokens in step": step.num_tokens,
+            "held KV blocks": step.num_blocks - step.num_free_blocks,
+            "running requests": len(step.running),
+            "waiting requests": len(step.waiting),
+        }
+        for name, value in counters.items():
+            yield {"name": name, "ph": "C", "ts": step.start * MICROSECONDS, "args": {"value": value}}
+    for name, track in tracks.items():
+        yield {"name": "thread_name", "ph": "M", "tid": track, "args": {"name": name or "engine"}}
+        yield {"name": "thread_sort_index", "ph": "M", "tid": track, "args": {"sort_index": track}}

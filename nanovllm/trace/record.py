@@ -1,4 +1,4 @@
-"""What the engine notes of each step: plain data. Whatever draws, counts or tests reads this."""
+"""Records of the engine's steps: plain data for figures, counts and tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class TracedRequest:
-    """A request's share of a step: tokens `start .. start + num_tokens - 1` were computed.
+    """A request's share of a step, in which tokens `start .. start + num_tokens - 1` were computed.
 
     Attributes:
-        num_prompt_tokens: so that a reader can tell prompt from output tokens.
-        new_block_ids: blocks appended to its table in this step (the whole table after an admission).
-        sampled: token ids sampled at the end of the step; -1 stands for one that the reader may not know.
+        num_prompt_tokens: separates prompt tokens from output tokens.
+        new_block_ids: blocks that this step appended to its table (the whole table after an admission).
+        sampled: token ids sampled at the end of the step; -1 if the reader must not see them.
     """
 
     request_id: str
@@ -24,24 +24,24 @@ class TracedRequest:
 
     @property
     def kind(self) -> str:
-        """ "decode" if the share is one token beyond the prompt, else "prefill": tokens that are known and were not
-        computed, or whose blocks were lost."""
+        """ "decode" if the share is one token beyond the prompt; otherwise "prefill": known tokens that were not computed before, or
+        whose blocks were lost."""
         return "decode" if self.num_tokens == 1 and self.start >= self.num_prompt_tokens else "prefill"
 
     @property
     def samples_first_token(self) -> bool:
-        """Whether the request's output began here: after the prompt's last token, and whenever the reader came."""
+        """Whether the request's output begins in this step, after the prompt's last token."""
         return bool(self.sampled) and self.start + self.num_tokens == self.num_prompt_tokens
 
 
 @dataclass
 class Snapshot:
-    """The whole state of the pool once a step had been scheduled, for a reader who knows nothing of what came before.
+    """The whole state of the pool after a step was scheduled, for a reader that starts there.
 
     Attributes:
-        tables: request id to block ids, of all requests that hold blocks on the device, but for those in `StepRecord.held`.
-        num_tokens: request id to computed tokens, those of this step included.
-        cached: free blocks that can still be found in the prefix cache.
+        tables: request id to block ids, of all requests with blocks on the device, without those in `StepRecord.held`.
+        num_tokens: request id to computed tokens, including those of this step.
+        cached: free blocks that are still in the prefix cache.
         prompt_lens: request id to prompt length, of all requests that have not ended.
     """
 
@@ -53,7 +53,7 @@ class Snapshot:
 
 @dataclass
 class StepRecord:
-    """One step of the engine; or, without requests and of no duration, what ended when nothing was left to compute.
+    """One step of the engine; or, without requests and with duration 0, what happened after the last step.
 
     Attributes:
         step: counts from 0; a record without requests has the number of the step after it.
@@ -61,19 +61,18 @@ class StepRecord:
         token_budget: `max_num_batched_tokens`.
         arrived: request id to prompt length, for requests added since the last step.
         admitted: request id to tokens found in the prefix cache.
-        resumed: swapped requests that came back.
+        resumed: swapped requests that run again.
         preempted: request id to "recompute" or "swap".
-        finished: request id to finish reason, aborts since the last step included.
+        finished: request id to finish reason, including aborts since the last step.
         swap_out, swap_in: blocks copied (from, to).
-        blocked_by: why the first waiting request had to wait ("kv blocks", "max_num_seqs", ...); "" if none waits.
-        waiting, running, swapped: the queues when the step had been scheduled. Records that were read from a file
-            share lists that did not change.
-        held: tables that KV transfers hold, by request id (or by the transfer's, once its request has gone on without it): of
-            requests whose KV is being received, or has been and not been computed with, and of ended ones that a peer reads.
-        num_free_blocks, num_blocks: of the device pool, when the step had been scheduled.
+        blocked_by: why the first waiting request has to wait ("kv blocks", "max_num_seqs", ...); "" if none waits.
+        waiting, running, swapped: the queues after the step was scheduled. Records from a file share lists that did not change.
+        held: block tables that KV transfers hold, by request id, or by transfer id if the request continues without it. They belong to
+            requests whose KV is being received, or was received and not used yet, and to ended requests that a peer reads.
+        num_free_blocks, num_blocks: of the device pool, after the step was scheduled.
         num_evictions: cached blocks that were overwritten since the engine started.
-        snapshot: everything a reader needs who starts here; None in most records.
-        prompts, text: request id to its prompt, and to the text that it got in this step, where a reader may know them.
+        snapshot: everything that a reader needs to start here; None in most records.
+        prompts, text: request id to its prompt, and to its new text of this step, if readers may see them.
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Turns what the scheduler decides into step records: the same for the engine and for a simulation of it."""
+"""Turns the scheduler's decisions into step records, for the engine and for a simulation of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RecordSink = Callable[[StepRecord], None]
 
 
 def trace_settings(scheduler: Scheduler) -> dict[str, Any]:
-    """What those need to know who draw a scheduler's steps."""
+    """The header of a trace of a scheduler's steps."""
     config, manager = scheduler.config, scheduler.manager
     return {
         "block_size": manager.block_size,
@@ -27,11 +27,11 @@ def trace_settings(scheduler: Scheduler) -> dict[str, Any]:
 
 
 class StepRecorder:
-    """Watches one scheduler, writes its steps into a trace, and shows them to whoever looks on.
+    """Makes records of one scheduler's steps, and passes them to a trace and to the sinks that watch.
 
     Args:
-        trace: where the records go, if not only to those who `watch`. The scheduler's settings are noted in it.
-        scheduler: whose steps they are.
+        trace: gets all records, and the scheduler's settings; None if only sinks watch.
+        scheduler: makes the steps.
     """
 
     def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
@@ -40,64 +40,64 @@ class StepRecorder:
         if trace is not None:
             trace.settings |= trace_settings(scheduler)
         self._sinks: list[RecordSink] = [] if trace is None else [trace.record]
-        self._new_sinks: list[RecordSink] = []  # they begin with the next record that has a snapshot
+        self._new_sinks: list[RecordSink] = []  # their first record is the next one with a snapshot
         self._snapshot_due = False
         self._arrived: dict[str, int] = {}
         self._ended: dict[str, str] = {}
         self._begun: list[StepRecord] = []
-        self._held_before: dict[str, list[int]] = {}  # as the last record says
+        self._held_before: dict[str, list[int]] = {}  # as of the last record
 
     @property
     def trace(self) -> Trace:
-        """The trace that it was made with."""
-        assert self._trace is not None, "this recorder only shows its records to those who watch"
+        """The trace that was given."""
+        assert self._trace is not None, "this recorder has no trace"
         return self._trace
 
-    # ---------------------------------------------------------------- who looks on
+    # ---------------------------------------------------------------- sinks
 
     def watch(self, sink: RecordSink) -> None:
-        """Hand it all records, from the next one with a snapshot on. One that watches already just gets a snapshot."""
+        """Pass all records to a sink, from the next one with a snapshot on. A sink that watches already gets a new snapshot."""
         if sink not in self._sinks + self._new_sinks:
             self._new_sinks.append(sink)
         self._snapshot_due = True
 
     def unwatch(self, sink: RecordSink) -> None:
-        """Hand it no more records. Nothing happens if it does not watch."""
+        """Pass no more records to a sink. Nothing happens if it does not watch."""
         self._sinks = [s for s in self._sinks if s != sink]
         self._new_sinks = [s for s in self._new_sinks if s != sink]
 
     @property
     def has_readers(self) -> bool:
-        """False when nobody would see a record."""
+        """False if records would go nowhere."""
         return bool(self._sinks or self._new_sinks)
 
     def ask_for_snapshot(self) -> None:
-        """The pool has changed in a way that no record tells: the next one shows all of it."""
+        """Take a snapshot in the next record: the pool has changed in a way that no record describes."""
         self._snapshot_due = True
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- records
 
     def arrived(self, request_id: str, num_prompt_tokens: int) -> None:
-        """A request was queued; the next record says so."""
+        """Note in the next record that a request was queued."""
         self._arrived[request_id] = num_prompt_tokens
 
     def ended(self, request_id: str, reason: str) -> None:
-        """A request ended between two steps; the next record says so."""
+        """Note in the next record that a request ended between two steps."""
         self._ended[request_id] = reason
 
     def begin(self, plan: SchedulerOutput, step: int, start: float) -> StepRecord:
-        """What the scheduler decided, before the step changes the queues again.
+        """Record what the scheduler has decided, before the step changes the queues again.
 
         Args:
-            step: number of the step.
+            step: the step's number.
             start: when it began, in seconds (or simulated units) since the trace began.
         """
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        # The next step may begin before this one is finished: what has happened until now belongs to this one.
+        # The next step may begin before this one is finished: everything up to now belongs to this one.
         arrived, self._arrived = self._arrived, {}
         ended, self._ended = self._ended, {}
         requests = scheduler.requests
-        # A request that waits for remote KV is one that waits, although it has blocks.
+        # A request that waits for remote KV counts as waiting, although it has blocks.
         waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
         record = StepRecord(
             step=step,
@@ -134,7 +134,7 @@ class StepRecorder:
         return record
 
     def _held(self) -> dict[str, list[int]]:
-        """Tables that KV transfers hold; see `StepRecord`."""
+        """Block tables that KV transfers hold; see `StepRecord`."""
         scheduler, manager = self.scheduler, self.scheduler.manager
         arrived = [request for request in scheduler.running if not request.num_sent_tokens]
         tables = {r.request_id: list(manager.tables[r.request_id]) for r in [*scheduler.receiving, *arrived]}
@@ -153,11 +153,11 @@ class StepRecorder:
     def finish(
         self, record: StepRecord | None, duration: float, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]
     ) -> None:
-        """Add what the step sampled and who ended with it, and write the record. Steps finish in the order in which
-        they began.
+        """Add to a record what the step sampled and which requests ended, and pass it on. Steps finish in the order in which they
+        began.
 
         Args:
-            record: None for a step that began when nobody looked.
+            record: None for a step that began when no sink watched.
         """
         ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
         self._begun = [begun for begun in self._begun if begun is not record]
@@ -177,18 +177,18 @@ class StepRecorder:
             sink(record)
 
     def _tell_latecomers(self, ends: dict[str, str]) -> None:
-        """A snapshot that was taken while a step was under way shows requests that end with that step. Who starts to
-        read there never sees the record that says so; therefore a later one says it again."""
+        """Repeat ended requests for new readers. A snapshot that was taken while a step was in flight contains requests that end with
+        that step. A reader that starts at the snapshot never sees that step's record, so a later record repeats their ends."""
         for record in self._begun:
             if record.snapshot is not None:
                 shown = ends.keys() & record.snapshot.prompt_lens.keys()
                 self._ended |= {request_id: ends[request_id] for request_id in shown}
                 for share in record.requests:
-                    if share.request_id in shown:  # computed once more, for nothing
+                    if share.request_id in shown:  # computed once more in vain
                         record.snapshot.num_tokens[share.request_id] = share.start
 
     def start_over(self, scheduler: Scheduler, lost: list[str]) -> None:
-        """The steps that had begun broke off, and these requests with them; the next record says so."""
+        """Note in the next record that the steps in flight broke off, and that these requests ended."""
         for record in reversed(self._begun):
             self._arrived = record.arrived | self._arrived
             self._ended = record.finished | self._ended
@@ -198,12 +198,12 @@ class StepRecorder:
         self.scheduler = scheduler
 
     def flush(self, step: int, start: float, is_idle: bool = True) -> None:
-        """Write what no step has told yet, if anything, as a record without requests: what transfers hold now, and if no step may
-        ever follow, who has ended. No step is in flight.
+        """Write what no record contains yet, if anything, as a record without requests: the blocks that transfers hold now and, if the
+        engine is idle, the requests that have ended. No step is in flight.
 
         Args:
-            step, start: number of the step that would come next, and the time now.
-            is_idle: no step may ever follow.
+            step, start: the number of the next step, and the time now.
+            is_idle: there may be no next step.
         """
         is_due = self._ended or (self._snapshot_due and not self.scheduler.has_unfinished)
         if (is_idle and is_due) or self._held() != self._held_before:

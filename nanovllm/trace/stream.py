@@ -1,4 +1,4 @@
-"""Lines of a running engine's trace on their way to those who look on: who listens, how far behind, and with what text."""
+"""Streams of a running engine's trace to readers: their backlogs, and the requests' texts in the lines."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.trace.format import header_line
 
-# A picture changes twenty times a second at most; more and smaller chunks would only keep everybody busy.
+# A page redraws at most twenty times per second; more and smaller chunks would only take time.
 CHUNK_SECONDS = 0.05
-# Who has not read so much is shown where the engine is now, not what it did meanwhile.
+# A reader that is further behind skips to the present state of the engine.
 MAX_BACKLOG_BYTES = 4 * 2**20
-# Whoever comes gets the prompts and answers of all running requests at once, and meanwhile nobody is served.
+# A new reader gets the prompts and answers of all running requests at once, which delays the server.
 MAX_PROMPT_TOKENS = 500
 MAX_CHARACTERS = 2000
 
-StepLines = Sequence[tuple[bytes, bool]]  # a line, and whether one can start to read there
+StepLines = Sequence[tuple[bytes, bool]]  # a line, and whether a reader can start there
 
 
 class StepStream:
-    """What one reader reads: `async for chunk in stream` gives the header, then whole lines from one with a snapshot on.
+    """One reader's stream: `async for chunk in stream` yields the header, then whole lines, beginning with a snapshot.
 
-    Whoever leaves before the end has to `close` it. A slow reader misses steps, and goes on at a fresh snapshot.
+    A reader that leaves before the end must `close` it. A slow reader misses steps, and continues at a new snapshot.
     """
 
     def __init__(self, header: bytes, on_close: Callable[[StepStream], None]) -> None:
         self._on_close = on_close
         self._header = header
         self._lines: list[bytes] = []
-        self._size = 0  # of these lines, but for one to start at: no other is shorter
+        self._size = 0  # bytes of these lines, without the first one, which has the snapshot
         self._has_start = False
         self._ended = False
         self._news = asyncio.Event()
@@ -45,11 +45,11 @@ class StepStream:
         """Add a line.
 
         Args:
-            line: for those who have read what came before.
-            start: for those who start here; None if nobody can.
+            line: for readers that have read the previous lines.
+            start: for readers that start here; None if there is no snapshot.
 
         Returns:
-            False if this reader is too far behind, so that it needs a line to start at.
+            False if this reader is too far behind, and needs a new snapshot.
         """
         if not self._has_start and start is None:
             return True
@@ -66,7 +66,7 @@ class StepStream:
         return True
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """End the stream after the lines that it has."""
         self._ended = True
         self._news.set()
 
@@ -94,12 +94,12 @@ class StepStream:
 
 
 class StepBroadcast:
-    """Everybody who looks at a running engine, or at one of several. It records its steps only while there is somebody.
+    """The readers of a running engine, or of one of several. The engine records its steps only while there are readers.
 
     Args:
-        settings: those of the trace's header; of several engines, they say which one (`data_rank`).
-        order: tells the engine "watch" (or, when it does already, to send a fresh snapshot) and "unwatch".
-        texts: what the requests say, if those who look on may know.
+        settings: those of the trace's header; `data_rank` says which of several engines this is.
+        order: sends the engine "watch" (or, if it records already, has it take a new snapshot) and "unwatch".
+        texts: the requests' texts, if readers may see them.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class StepBroadcast:
 
     @property
     def num_watching(self) -> int:
-        """How many look on."""
+        """The number of readers."""
         return len(self._streams)
 
     def watch(self) -> StepStream:
@@ -137,7 +137,7 @@ class StepBroadcast:
                 self._order("unwatch")
 
     def put(self, lines: StepLines) -> None:
-        """Pass on what the engine has reported."""
+        """Pass on the lines of the engine's report."""
         behind = False
         for i, (line, is_start) in enumerate(lines):
             start = line if is_start else None
@@ -151,7 +151,7 @@ class StepBroadcast:
             self._order("watch")
 
     def end(self) -> None:
-        """The engine will say nothing more, or nobody should wait for it."""
+        """End all streams, now and in the future."""
         self._ended = True
         for stream in self._streams:
             stream.end()
@@ -159,10 +159,10 @@ class StepBroadcast:
 
 
 class RequestTexts:
-    """The prompts and answers of the requests that run, and how they get into the lines of the engines' traces.
+    """Keeps the prompts and answers of running requests, and adds them to the lines of the engines' traces.
 
     Args:
-        tokenizer: makes text of prompts that came as token ids.
+        tokenizer: decodes prompts that were given as token ids.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -176,7 +176,7 @@ class RequestTexts:
         self._numbers: dict[int, dict[str, int]] = {}
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """A request was queued; see `InputProcessor.process`."""
+        """Note that a request was queued; see `InputProcessor.process`."""
         for engine, ended in self._ended.items():
             self._ended[engine] = [key for key in ended if key[0] != request_id]  # an earlier one of this id
         for index, request in enumerate(requests):
@@ -185,7 +185,7 @@ class RequestTexts:
             self._said[request.request_id] = ""
 
     def add(self, output: RequestOutput) -> None:
-        """A request got text, or ended."""
+        """Note a request's new text, or its end."""
         for piece in output.outputs:
             key = (output.request_id, piece.index)
             sequence_id = self._sequence_ids[key]
@@ -193,7 +193,7 @@ class RequestTexts:
             new = self._new.setdefault(piece.engine, {})
             new[sequence_id] = new.get(sequence_id, "") + piece.text
             if piece.finish_reason == "abort" and not self._said[sequence_id]:
-                self._drop(key)  # nobody may know which engine had it, and there is nothing to be shown
+                self._drop(key)  # its engine may be unknown, and there is no text to show
             elif piece.finished:
                 self._ended.setdefault(piece.engine, []).append(key)
 
@@ -201,19 +201,19 @@ class RequestTexts:
         """Put texts into a line.
 
         Args:
-            is_start: one can start to read there.
-            is_last: no other line tells of what has come since the line before.
-            engine: whose line it is.
+            is_start: the line has a snapshot.
+            is_last: the line gets all new text; no line after it is available yet.
+            engine: the engine that wrote the line.
 
         Returns:
-            The line for those who read on: prompts of requests that begin to run, new text. And the line for those who
-            start here: the prompts of all that run, and the text so far; None if nobody can.
+            The line for readers that continue, with the prompts of requests that begin to run, and new text. And the line for readers
+            that start here, with the prompts of all running requests, and all text so far; None without a snapshot.
         """
         content = msgspec.json.decode(line)
         numbers = {} if is_start else self._numbers.get(engine, {})
         numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
         self._numbers[engine] = numbers
-        # Thousands may wait: a prompt is told when its request runs.
+        # Thousands may wait: a prompt is sent when its request begins to run.
         begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
         new = self._new.get(engine, {}) if is_last else {}
         shown = _line_with(content, self._prompts_of(begun, numbers), _numbered(new, numbers))
@@ -235,7 +235,7 @@ class RequestTexts:
         return prompt
 
     def forget(self, engine: int) -> None:
-        """The new texts of an engine have been passed on, or nobody is there to read them."""
+        """Forget an engine's new texts: they have been passed on, or there is no reader."""
         self._new.pop(engine, None)
         for key in self._ended.pop(engine, ()):
             self._drop(key)

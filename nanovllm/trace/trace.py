@@ -1,4 +1,4 @@
-"""The engine's record of itself: one plain-data entry a step, in memory or in a file of JSON lines."""
+"""Traces: one plain-data record per step of the engine, in memory or in a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from nanovllm.trace.format import (
     parse_header,
     require_sizes,
 )
+from nanovllm.trace.perfetto import write_events
 from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
 
 __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "TracedRequest"]
@@ -32,41 +33,36 @@ Result = TypeVar("Result")
 
 
 class Trace:
-    """A list of step records, in memory and, if a path is given, appended to a file as they come.
+    """A list of step records, in memory or, if a path is given, in a file that grows with each step.
 
-    A file that cannot be written any more (a full disk) ends the file, with one warning, and not the engine.
+    If the file cannot be written any more (the disk is full), the trace ends with a warning, and the engine continues.
 
     Args:
-        path: file to write, compressed if its name ends in ".gz"; its first line says what it is.
+        path: the file to write, compressed if its name ends in ".gz". Its records are not kept in memory.
         settings: what a reader needs to draw the steps (`block_size`, `num_blocks`, ...).
-        keep: keep the records in memory too. Default: only without a path, so that a server's trace cannot
-            fill its memory.
     """
 
-    def __init__(
-        self, path: str | pathlib.Path | None = None, settings: dict[str, Any] | None = None, keep: bool | None = None
-    ) -> None:
+    def __init__(self, path: str | pathlib.Path | None = None, settings: dict[str, Any] | None = None) -> None:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
-        self._keep = path is None if keep is None else keep
         self._path = path
         self._file = _open_for_writing(path) if path is not None else None
-        # What was written can be read at once; but a compressor that is flushed after every line compresses nothing.
+        # Make each line readable at once. A compressor that is flushed after every line would compress nothing.
         self._flushes = not str(path).endswith(".gz")
         self._encoder: TraceEncoder | None = None
 
     def record(self, step: StepRecord) -> None:
         """Append one step."""
-        if self._keep:
+        if self._path is None:
             self.steps.append(step)
-        if self._file is not None:
+        elif self._file is not None:
             with waiting_for_others(), self._ending_the_file_on_error():
                 self._file.write(self._begin_file().encode(step))
                 if self._flushes:
                     self._file.flush()
 
     def _begin_file(self) -> TraceEncoder:
-        """The file's encoder. Its first line is written late: the settings are complete only when steps come."""
+        """The file's encoder. The header is written late, because the settings are complete only when the first step is recorded."""
         if self._encoder is None:
             assert self._file is not None
             self._file.write(header_line(self.settings))
@@ -87,11 +83,11 @@ class Trace:
             yield
         except OSError as error:
             logger.warning(
-                "the trace %s ends here, and the engine goes on without it: %s", self._path, error.strerror or error
+                "the trace %s ends here, and the engine continues without it: %s", self._path, error.strerror or error
             )
             assert self._file is not None
             file, self._file = self._file, None
-            with contextlib.suppress(OSError):  # closing writes what is left in the buffer, and fails once more
+            with contextlib.suppress(OSError):  # closing writes the rest of the buffer, and fails again
                 file.close()
 
     def __iter__(self) -> Iterator[StepRecord]:
@@ -101,14 +97,14 @@ class Trace:
         return len(self.steps)
 
     def lines(self) -> Iterator[bytes]:
-        """The kept steps as they stand in a file, with the header."""
+        """The steps in memory as lines of a file, with the header."""
         encoder = TraceEncoder(self.settings)
         yield header_line(self.settings)
         for step in self.steps:
             yield encoder.encode(step)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write the kept steps to a file, compressed if its name ends in ".gz"."""
+        """Write the steps in memory to a file, compressed if its name ends in ".gz"."""
         with _open_for_writing(path) as file:
             file.writelines(self.lines())
 
@@ -117,7 +113,7 @@ class Trace:
         """Read a trace, compressed or not.
 
         Args:
-            partial: of a file that was cut off, take the whole steps.
+            partial: accept a file that was cut off, and take its complete steps.
 
         Raises:
             TraceError: the file is not a trace, is of another version, was cut off, or a line is damaged; says which.
@@ -126,19 +122,17 @@ class Trace:
         header, *lines = read_lines(path, partial)
         trace = cls(settings=parse_header(header, path))
         decoder = TraceDecoder(trace.settings)
-        with _without_garbage_collection():  # which would walk over a million objects that all stay
+        with _without_garbage_collection():  # the collector would walk over a million objects that all stay alive
             trace.steps = list(_read_each(path, lines, decoder.decode))
         return trace
 
     def to_perfetto(self, path: str | pathlib.Path) -> None:
         """Write the trace as Chrome trace events, which ui.perfetto.dev opens; see `nanovllm.trace.perfetto`."""
-        from nanovllm.trace.perfetto import write_events
-
-        write_events(self, path)
+        write_events(self.steps, path)
 
 
 def read_lines(path: str | pathlib.Path, partial: bool = False) -> list[bytes]:
-    """The lines of a trace, its header first, each without its end. Only the header is looked at.
+    """The lines of a trace, beginning with the header, each without its end. Only the header is checked.
 
     Args:
         partial: leave out a last line that was cut off.
@@ -163,17 +157,16 @@ def read_lines(path: str | pathlib.Path, partial: bool = False) -> list[bytes]:
     if (rest or not compressed_whole) and not partial:
         raise TraceError(
             f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} whole steps, as that of a server "
-            "that was killed; to read those, say --partial or Trace.load(path, partial=True)"
+            "that was killed; to read those, use --partial or Trace.load(path, partial=True)"
         )
     return lines
 
 
 def check_lines(path: str | pathlib.Path, partial: bool = False) -> tuple[dict[str, Any], list[bytes]]:
-    """The settings and the further lines of a trace, for those who pass them on. Each line is looked at, so that whoever
-    gets them finds nothing damaged; takes as long as `Trace.load`, and no memory for the records.
+    """The settings and the step lines of a trace, to pass them on. Every line is checked, but no record is kept in memory.
 
     Raises:
-        TraceError: see `Trace.load`; or it does not say how large the pool is.
+        TraceError: see `Trace.load`; or the header does not say how large the pool is.
         OSError: there is no such file.
     """
     header, *lines = read_lines(path, partial)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.distributed import cost_model, groups
+from nanovllm.distributed import cost_model, groups, shared_collectives
 from nanovllm.distributed.groups import Grid, GroupCoordinator
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
@@ -456,7 +456,7 @@ def share_only_on_rank_0() -> tuple[bool, float]:
     from unittest import mock
 
     group = GroupCoordinator("half", [0, 1], groups.get_tp_group().rank, 0, *[groups.get_tp_group().cpu_group] * 2)
-    with mock.patch.object(groups, "load_shared_memory_library", lambda: group.rank == 0 or None):
+    with mock.patch.object(shared_collectives, "load_shared_memory_library", lambda: group.rank == 0 or None):
         group.share_memory(5)
     return group.shared is None, float(group.all_reduce(torch.ones(1)))
 

@@ -111,7 +111,7 @@ def test_token_ids_in_parameters_are_checked(llm: LLM, changes: dict[str, Any]) 
 
 def test_lists_of_different_lengths_are_refused(llm: LLM) -> None:
     for options in ({"sampling_params": [GREEDY]}, {"sampling_params": GREEDY, "priority": [1, 2, 3]}):
-        with pytest.raises(ValueError, match="one for all or one for each"):
+        with pytest.raises(ValueError, match="one for all or one per prompt"):
             llm.generate(["a", "b"], use_tqdm=False, **options)
     assert_nothing_left(llm)
 
@@ -131,7 +131,7 @@ def test_chat_hands_variables_to_the_template(llm: LLM) -> None:
     options: dict[str, Any] = {"chat_template": "{{ mood }}!", "use_tqdm": False}
     (answer,) = llm.chat(chat, GREEDY, chat_template_kwargs={"mood": "glad"}, **options)
     assert answer.prompt_token_ids == llm.get_tokenizer().encode("glad!")
-    with pytest.raises(ValueError, match="must not have 'add_generation_prompt'"):
+    with pytest.raises(ValueError, match="must not contain 'add_generation_prompt'"):
         llm.chat(chat, GREEDY, chat_template_kwargs={"add_generation_prompt": False}, **options)
     assert_nothing_left(llm)
 

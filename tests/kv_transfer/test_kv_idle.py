@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import closing
+from multiprocessing import Pipe
 from typing import Any
 
 import msgspec
@@ -159,7 +160,7 @@ class TalkingRanks(RemoteExecutor):
 
     def __init__(self) -> None:
         super().__init__(EngineConfig(model="none"))
-        self.ranks = [RemoteRank(0, self.grid)]
+        self.ranks = [RemoteRank(0, self.grid, Pipe()[0], "")]
         self._watch = Watch(self.ranks)
 
     def _send(self, order: bytes) -> None:

@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.group import create_core
+from nanovllm.engine.core import EngineCore, create_core
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.config import ModelConfig
