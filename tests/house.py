@@ -59,7 +59,7 @@ PARTS: dict[str, list[str]] = {
 }
 
 # Code lines at most. A budget only ever gets smaller.
-BUDGETS = {"the engine": 18_700, "the workshop": 12_010, "the core that remains": 9_940}
+BUDGETS = {"the engine": 17_200, "the workshop": 10_600, "the core that remains": 9_480}
 MODULE_LINES = 450
 
 # The core in an afternoon.

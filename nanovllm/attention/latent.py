@@ -174,6 +174,8 @@ class TorchLatentBackend:
     """Gathers each sequence's rows and attends densely, in whichever way takes fewer operations. The oracle."""
 
     name = "torch"
+    naive = staticmethod(attend_naive)
+    least_queries = 1  # sequences with fewer new tokens are left to a subclass
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
@@ -182,13 +184,12 @@ class TorchLatentBackend:
         write_latent(latent, kv_cache, metadata.slot_mapping)
         shape = LatentShape.of(q, latent, up)
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
-        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        for s, seq_len in enumerate(seq_lens):
-            mine = slice(starts[s], starts[s + 1])
-            if starts[s] < starts[s + 1]:
-                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_len)
-                naive = shape.prefers_naive(starts[s + 1] - starts[s], seq_len)
-                out[mine] = (attend_naive if naive else attend_absorbed)(q[mine], rows, up, scale)
+        seq_lens = metadata.seq_lens.tolist()
+        for s, (first, last) in enumerate(pairwise(metadata.query_start_loc.tolist())):
+            if last - first >= self.least_queries:
+                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
+                way = self.naive if shape.prefers_naive(last - first, seq_lens[s]) else attend_absorbed
+                out[first:last] = way(q[first:last], rows, up, scale)
         return out
 
 
@@ -266,21 +267,20 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
     return groups
 
 
-class CpuLatentBackend:
-    """Decodes of similar length in two batched products; prompts and chunks one sequence at a time."""
+class CpuLatentBackend(TorchLatentBackend):
+    """Attends prompts and chunks one sequence at a time, and decodes of similar length in two batched products."""
 
     name = "cpu"
+    naive = staticmethod(attend_expanded)
+    least_queries = 2
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
         """See `LatentBackend.forward`."""
-        write_latent(latent, kv_cache, metadata.slot_mapping)
-        shape = LatentShape.of(q, latent, up)
-        out = q.new_zeros(len(q), shape.num_heads, shape.v)
+        out, shape = super().forward(q, latent, up, kv_cache, metadata, scale), LatentShape.of(q, latent, up)
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        counts = [last - first for first, last in pairwise(starts)]
-        decodes = [s for s, count in enumerate(counts) if count == 1]
+        decodes = [s for s, (first, last) in enumerate(pairwise(starts)) if last - first == 1]
         for group in alike([seq_lens[s] for s in decodes], GATHERED_AT_ONCE // kv_cache.shape[2]):
             seqs = torch.tensor([decodes[i] for i in group])
             tokens = metadata.query_start_loc[seqs].long()
@@ -289,10 +289,4 @@ class CpuLatentBackend:
                 shape.rank, scale,
             )  # fmt: skip
             out[tokens] = unabsorb(averages, up, shape.v)
-        for s, count in enumerate(counts):
-            if count > 1:
-                mine = slice(starts[s], starts[s + 1])
-                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
-                way = attend_expanded if shape.prefers_naive(count, seq_lens[s]) else attend_absorbed
-                out[mine] = way(q[mine], rows, up, scale)
         return out

@@ -67,11 +67,11 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def model_config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
-    """The `config.json` of a `LlamaForCausalLM` with what the GGUF metadata says.
+    """The `config.json` of a `LlamaForCausalLM` from the GGUF metadata.
 
     Args:
-        metadata: key to value, as the GGUF file names them (`llama.block_count`, ...).
-        tied: whether the output projection is the embedding itself.
+        metadata: the GGUF file's keys (`llama.block_count`, ...) and values.
+        tied: whether the output projection is the embedding matrix.
     """
     if metadata["general.architecture"] != "llama":
         raise ValueError(
@@ -108,10 +108,10 @@ def model_config(metadata: dict[str, Any], tied: bool) -> dict[str, Any]:
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """A byte-level BPE from the tokens and merges of a GGUF file.
+    """Build a byte-level BPE from the tokens and merges of a GGUF file.
 
-    GGUF names the pre-tokenizer but does not describe it. "smollm" stands for GPT-2's, after every digit has
-    been split off: the model never saw two digits in one token, though the vocabulary could make some.
+    GGUF names the pre-tokenizer but does not describe it. "smollm" is GPT-2's, after every digit has been split off:
+    the model never saw two digits in one token, although the vocabulary would allow it.
     """
     model, pre_tokenizer = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
     if (model, pre_tokenizer) != ("gpt2", "smollm"):
@@ -134,7 +134,7 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The `tokenizer_config.json` that goes with `build_tokenizer`, the chat template in it."""
+    """The `tokenizer_config.json` for `build_tokenizer`, including the chat template."""
 
     def token(key: str) -> str:
         return metadata["tokenizer.ggml.tokens"][metadata[f"tokenizer.ggml.{key}_token_id"]]
@@ -175,7 +175,7 @@ def unpermute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Undo the row order that llama.cpp gives to the query and key projections of Llama.
 
     Rotary embedding turns pairs of dimensions. Hugging Face pairs dimension i with i + head_dim / 2, llama.cpp
-    pairs neighbours (2i with 2i + 1), so its converter interleaves the two halves of every head's rows.
+    pairs neighbours (2i with 2i + 1), so its converter interleaves the two halves of each head's rows.
 
     Args:
         weight: [num_heads * head_dim, hidden_size], each head's rows in the order 0, half, 1, half + 1, ...
@@ -190,7 +190,7 @@ def unpermute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def _shortest_decimal(value: float) -> float:
-    """A float32 read as a Python float, without the digits float32 does not hold: 9.99999974e-06 to 1e-05."""
+    """A float32 as the shortest decimal with the same value: 1e-05 for 9.99999974e-06."""
     return float(str(np.float32(value)))
 
 

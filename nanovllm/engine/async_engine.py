@@ -43,9 +43,9 @@ from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
 
 logger = logging.getLogger("nanovllm")
 
-# Prompts of so many characters or token ids are prepared in a thread, so that nobody else has to wait for that.
+# Longer prompts (characters or token ids) are prepared in a thread, so that they do not block the event loop.
 LONG_PROMPT = 4096
-# What an engine process said last may still be on its way when its end is noticed.
+# The last report of an engine process may still be in flight when the front end notices that the process has ended.
 LAST_WORDS_SECONDS = 0.1
 
 
@@ -58,18 +58,18 @@ class EngineStartError(ValueError):
 
 
 class AsyncEngine:
-    """An engine process, and everybody who waits for its answers. `await AsyncEngine.start(config)` makes one.
+    """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
     Attributes:
         config: the settings.
         tokenizer: the model's tokenizer.
-        limits: what the engine can take.
-        stats: where it stood after its latest step.
-        error: why it ended; None while it lives.
-        died: set when it has ended without having been told to.
-        num_preparing: sequences that have been let in, and are still prepared for the engine.
-        observer: who is told what happens.
-        broadcasts: those who look on, of each of the engines that data parallelism has.
+        limits: the longest request, the vocabulary, and what else a request has to fit.
+        stats: the statistics after its latest step.
+        error: why the engine ended; None while it lives.
+        died: set when it has ended without an order to end.
+        num_preparing: sequences that have been accepted, and are still prepared for the engine.
+        observer: is told about steps, tokens and finished requests.
+        broadcasts: for each of the engines that data parallelism has, the readers of its trace.
     """
 
     tokenizer: Tokenizer
@@ -79,12 +79,9 @@ class AsyncEngine:
     _long_texts: LongTexts
 
     def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
-        self.config = config
-        self._show_text = show_text
-        self.stats = EngineStats()
+        self.config, self._show_text = config, show_text
+        self.stats, self.observer, self.died = EngineStats(), EngineObserver(), asyncio.Event()
         self.error: str | None = None
-        self.died = asyncio.Event()
-        self.observer = EngineObserver()
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
@@ -96,8 +93,8 @@ class AsyncEngine:
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
-        # Neither side ever waits for the other. Commands under way are bounded by the requests; reports, and the lines
-        # of steps in them, by how soon this side reads them.
+        # Without a limit on the queues, neither side ever waits for the other. The requests bound the commands in flight, and this
+        # side's speed of reading bounds the reports.
         for socket in (self._commands, self._reports):
             socket.set_hwm(0)
 
@@ -109,15 +106,14 @@ class AsyncEngine:
 
         Args:
             config: the settings.
-            show_text: whoever looks on may read prompts and answers.
+            show_text: whether readers of the trace may see prompts and answers.
 
         Raises:
             ValueError: no such model (`ModelNotFoundError`), or settings that do not fit (`EngineStartError`).
             EngineDeadError: the process ended while it was starting.
         """
-        # Fetched here, since a download shows its progress and can be interrupted.
-        folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
-        tokenizer_folder = folder
+        # Downloaded here, where the user sees the progress and can interrupt it.
+        folder = tokenizer_folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         if config.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
         engine = cls(config, show_text)
@@ -133,7 +129,7 @@ class AsyncEngine:
         except BaseException:
             await engine.shutdown()
             raise
-        assert ready.limits is not None, "the first report says that the engine is ready"
+        assert ready.limits is not None, "the first report has the limits"
         engine.limits = ready.limits
         engine._texts = RequestTexts(engine.tokenizer) if show_text else None
         engine.broadcasts = [
@@ -161,8 +157,7 @@ class AsyncEngine:
         report = msgspec.msgpack.decode(await self._reports.recv(), type=Report)
         if report.fatal:
             raise (EngineStartError if report.user_error else EngineDeadError)(report.fatal)
-        # Both sides are connected, so nobody needs the sockets' names any more, and nothing is left behind even if
-        # this process is killed.
+        # Both sides are connected, so the sockets' names can go. Then nothing is left behind even if this process is killed.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready, self.stats = True, report.stats
         assert self._process is not None
@@ -176,25 +171,30 @@ class AsyncEngine:
         """True while the engine can take requests."""
         return self.error is None and not self._closing
 
+    def check_alive(self) -> None:
+        """Raise EngineDeadError if the engine cannot take requests."""
+        if not self.is_alive:
+            raise EngineDeadError(self.error or "the engine is shutting down")
+
     @property
     def num_requests(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
 
     def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
-        """False if, with so many sequences more, over `max_num_waiting` would have to wait (default: the setting)."""
+        """Whether at most `max_num_waiting` sequences (default: the setting) would wait if so many more came in."""
         limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
         if not self._streams and not self.num_preparing:
             return True
         on_their_way = self._num_sent - self._num_taken + self.num_preparing
         waiting = self.stats.num_waiting + self.stats.num_swapped
-        # As long as some wait, whatever comes next has to wait too.
+        # While sequences wait, new ones have to wait behind them.
         places = self.config.max_num_seqs * self.config.data_parallel_size
         free_places = 0 if waiting else places - self.stats.num_running
         return waiting + on_their_way + num_sequences - free_places <= limit
 
     async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """The token ids of a text, however long, without blocking the event loop.
+        """The token ids of a text of any length, without blocking the event loop.
 
         Raises:
             ValueError: the text is not valid Unicode, or has more than `most` tokens; see `LongTexts.encode`.
@@ -206,7 +206,7 @@ class AsyncEngine:
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> RequestStream:
-        """Queue a request, and return the stream of its answer, which the caller reads to its end or closes.
+        """Queue a request, and return the stream of its outputs, which the caller reads to its end or closes.
 
         Raises:
             ValueError: a bad prompt, or an id in use.
@@ -218,11 +218,10 @@ class AsyncEngine:
             text, requests = process(request_id, prompt, params, priority)
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
-        if not self.is_alive:
-            raise EngineDeadError(self.error or "the engine is shutting down")
+        self.check_alive()
         try:
             command = msgspec.msgpack.encode(Command(add=requests))
-        except (OverflowError, UnicodeEncodeError) as error:  # a number of over 64 bits; half of a surrogate pair
+        except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits; half of a surrogate pair
             raise ValueError(f"the request cannot be sent to the engine: {error}") from error
         self.output_processor.add(request_id, text, requests)
         if self._texts is not None:
@@ -236,8 +235,8 @@ class AsyncEngine:
     async def generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
-        """Stream a request's answer; see `add_request`. Closing the iterator, or cancelling the task that reads it,
-        ends the request within a step."""
+        """Stream the outputs of a request; see `add_request`. Closing the iterator, or cancelling the task that reads it, ends
+        the request within a step."""
         stream = await self.add_request(request_id, prompt, params, priority)
         try:
             async for output in stream:
@@ -246,7 +245,7 @@ class AsyncEngine:
             stream.close()
 
     def abort(self, request_id: str) -> None:
-        """End a request within a step. Its reader gets what has come so far, with finish reason "abort"."""
+        """End a request within a step. Its reader gets the outputs so far, with finish reason "abort"."""
         state = self.output_processor.requests.get(request_id)
         if state is None:
             return
@@ -255,20 +254,20 @@ class AsyncEngine:
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
     def release_kv(self, sequence_id: str) -> None:
-        """Stop holding the KV of a sequence that has ended (`remote_request_id`), unless a decode server is reading it."""
+        """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode server is reading it."""
         if self.output_processor.owner(sequence_id) is None:
             self._send(Command(abort={sequence_id: "abort"}))
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; requests that come after this find none."""
+        """Forget all cached prefixes; later requests find none."""
         self._send(Command(order="reset_prefix_cache"))
 
     def watch(self, engine: int = 0) -> StepStream:
-        """Look on: the lines of the engine's trace (of one of several), as they come, in whole. Costs nothing while nobody
-        does. The reader closes the stream, unless it has come to its end, which is that of the engine.
+        """Stream the lines of the trace of one engine, in whole, as they come. The engine records its steps only while it has
+        such readers. The reader closes the stream, unless the stream has ended, as it does with the engine.
 
         Raises:
-            ValueError: there is no such engine; names those that there are.
+            ValueError: there is no such engine; names the engines.
         """
         last = len(self.broadcasts) - 1
         if not 0 <= engine <= last:
@@ -291,7 +290,7 @@ class AsyncEngine:
             return
         try:
             self._commands.send(command, zmq.NOBLOCK)
-        except zmq.Again:  # nobody is at the other end any more
+        except zmq.Again:  # the other end is closed
             self._die(self._exit_reason())
 
     # ---------------------------------------------------------------- reports
@@ -307,8 +306,8 @@ class AsyncEngine:
                     self._deliver([output], report.time)
                     await asyncio.sleep(0)
                 self._take(report)
-                await asyncio.sleep(0)  # many reports at once must not keep the readers waiting
-        except Exception as error:  # a bug on this side, which must not leave everybody waiting for ever
+                await asyncio.sleep(0)  # many reports at once must not delay the readers
+        except Exception as error:  # a bug on this side, after which no reader may wait for ever
             logger.exception("the engine's reports cannot be read")
             self._die(f"{type(error).__name__}: {error}")
 
@@ -351,7 +350,7 @@ class AsyncEngine:
     # ---------------------------------------------------------------- the end
 
     def _on_exit(self) -> None:
-        """The process has ended, told to or not."""
+        """Called when the process has ended, by an order or not."""
         assert self._process is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._process.sentinel)
@@ -376,8 +375,8 @@ class AsyncEngine:
             stream.fail(EngineDeadError(reason))
 
     async def drain(self, timeout: float) -> None:
-        """Wait until every request has ended, and abort those that have not after `timeout` seconds. Those who look on
-        see it to the end, and nobody waits for them."""
+        """Wait until every request has ended, and abort the unfinished ones after `timeout` seconds. Then the streams of the
+        trace end."""
         deadline = time.monotonic() + timeout
         while self._streams and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -390,7 +389,7 @@ class AsyncEngine:
             broadcast.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Let requests end for so many seconds, abort the others, and end the process."""
+        """Wait so many seconds for running requests, abort the others, and end the process."""
         if self._closing:
             return
         self._closing = True

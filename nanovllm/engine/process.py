@@ -1,7 +1,7 @@
 """The engine in a process of its own: a busy loop between two sockets.
 
-The front end tokenizes, detokenizes and speaks HTTP in another process, under another interpreter lock, so none of
-that delays a step. What crosses the border is plain data: msgpack over ZMQ sockets in a private folder.
+The front end tokenizes, detokenizes and serves HTTP in another process, under another interpreter lock, so none of this work
+delays a step. The two exchange plain data: msgpack over ZMQ sockets in a private folder.
 
 Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -34,12 +34,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("nanovllm.engine")
 
-HEALTH_SECONDS = LOOK_SECONDS
-
 
 @dataclass
 class Command:
-    """What the front end tells the engine: queue these, end those (id to reason), or another order.
+    """A message from the front end: requests to add, sequences to abort (id to reason), or another order.
 
     Attributes:
         order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
@@ -59,7 +57,7 @@ class Command:
 
 @dataclass
 class Report:
-    """What the engine tells the front end after each step that has changed something.
+    """A message from the engine, sent after each step that has changed something.
 
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
@@ -86,7 +84,7 @@ class Report:
 
 
 class EngineLoop:
-    """Runs an engine core until it is told to stop, its parent is gone, or a step fails.
+    """Runs an engine core until an order to stop, the end of the parent process, or a step that fails.
 
     Args:
         core: the engine.
@@ -98,51 +96,46 @@ class EngineLoop:
     def __init__(
         self, core: EngineCore, commands: zmq.Socket, reports: zmq.Socket, parent_sentinel: int | None = None
     ) -> None:
-        self.core = core
-        self.commands = commands
-        self.reports = reports
+        self.core, self.commands, self.reports = core, commands, reports
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._num_taken = 0
         self._refused: dict[str, str] = {}
         self._stats = EngineStats()  # as last reported
-        self._has_news = False  # something else has to be reported
+        self._has_news = False  # a report is due although no sequence has got a token
         self._steps: dict[int, list[tuple[bytes, bool]]] = {}
-        self._sinks: dict[int, RecordSink] = {}  # of the engines that somebody watches
+        self._sinks: dict[int, RecordSink] = {}  # by engine, while its trace has readers
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
-        for source in (commands, *core.sources):
+        for source in (commands, *core.sources, *([] if parent_sentinel is None else [parent_sentinel])):
             self._poller.register(source, zmq.POLLIN)
-        if parent_sentinel is not None:
-            self._poller.register(parent_sentinel, zmq.POLLIN)
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
         settings = [engine.trace_settings for engine in self.core.engines]
         self.report(Report(limits=self.core.limits, trace_settings=settings))
         while self._take_commands(wait=self.core.is_idle):
-            # Without work this step computes nothing; the report then says what an abort has freed.
+            # Without requests this step computes nothing, and its report has the blocks that an abort has freed.
             with in_step():
                 report = Report(self.core.step(), self.core.stats)
             if report.outputs or self._has_news or report.stats != self._stats:
                 self.report(report)
 
     def report(self, report: Report) -> None:
-        """Hand a report to the front end."""
+        """Send a report to the front end."""
         report.stats = self._stats = self.core.stats
-        self._has_news = False
-        report.time = time.monotonic()
-        report.num_taken = self._num_taken
+        report.time, report.num_taken, self._has_news = time.monotonic(), self._num_taken, False
         report.refused, self._refused = self._refused, {}
         report.steps, self._steps = self._steps, {}
         self.reports.send(msgspec.msgpack.encode(report))
 
     def _take_commands(self, wait: bool) -> bool:
-        """Carry out what has arrived; with `wait`, sleep until something has. False means stop."""
-        events = self._poll(self._patience() if wait else 0)
-        if wait:  # ranks in other processes may die while nothing is computed, and give signs of life
+        """Obey the commands that have arrived; with `wait`, sleep until something has. False means stop."""
+        with at_rest():
+            events = dict(self._poller.poll(self._patience() if wait else 0))
+        if wait:  # without steps, this notices ranks in other processes that die, and sends them heartbeats
             self.core.check_health()
         if self._parent_sentinel in events:
-            return False  # orphaned: nobody will ever ask for anything again
+            return False  # without its parent the engine gets no more commands
         while self.commands.poll(0):
             self._has_news = True
             with in_step():  # an abort may wait for the results of a step
@@ -151,14 +144,9 @@ class EngineLoop:
                 return False
         return True
 
-    def _poll(self, milliseconds: int | None) -> dict[Any, int]:
-        """Which sources have something; wait for so long."""
-        with at_rest():
-            return dict(self._poller.poll(milliseconds))
-
     def _patience(self) -> int | None:
-        """Milliseconds to sleep at a time while nothing comes."""
-        pulse = None if self.core.is_in_process else HEALTH_SECONDS
+        """The longest time to sleep, in milliseconds."""
+        pulse = None if self.core.is_in_process else LOOK_SECONDS
         seconds = [s for s in (pulse, self.core.idle_seconds) if s is not None]
         return int(min(seconds) * 1000) + 1 if seconds else None
 
@@ -184,7 +172,7 @@ class EngineLoop:
         return command.order != "shutdown"
 
     def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:
-        """Takes the records of an engine's steps, whose lines go out with the next report."""
+        """A function that encodes the records of an engine's steps, for the next report."""
         encoder = TraceEncoder(self.core.engines[engine].trace_settings, hide_tokens)
 
         def note(record: StepRecord) -> None:
@@ -198,12 +186,12 @@ class EngineLoop:
 def run_engine(
     config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int | None = None
 ) -> None:
-    """What the engine's process does from beginning to end. It ends with its parent, however that dies.
+    """Run the engine's process from beginning to end. It ends with its parent, however the parent ends.
 
     Args:
-        parent_sentinel: see `EngineLoop`; by default what `multiprocessing` offers.
+        parent_sentinel: see `EngineLoop`; default: the one of `multiprocessing`.
     """
-    # Ctrl-C in a terminal reaches every process in it, and what ends a service (systemd, torchrun) signals all its processes;
+    # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun) signals all of the service's; but
     # only the parent decides when the engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -219,14 +207,13 @@ def run_engine(
         from nanovllm.engine.core import create_core  # imports torch, which the parent never needs
 
         core = create_core(config, blocking=False)
-        gc.freeze()  # the model stays for good: the garbage collector need not walk over it between steps
+        gc.freeze()  # the garbage collector need not visit the model between steps
         parent = multiprocessing.parent_process()
         if parent_sentinel is None and parent is not None:
             parent_sentinel = parent.sentinel
         EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:
-        # Whatever went wrong, the parent has to hear of it before this process is gone. What a user can mend needs
-        # no traceback.
+        # Before this process ends, it reports every error to its parent. An error that the user can mend needs no traceback.
         user_error = core is None and isinstance(error, ValueError | OSError)
         if not user_error:
             logger.exception("the engine failed")
@@ -235,7 +222,7 @@ def run_engine(
         reports.send(msgspec.msgpack.encode(fatal))
         sys.exit(1)
     finally:
-        gc.unfreeze()  # else libraries see objects that nobody will free, and complain
+        gc.unfreeze()  # else libraries complain about objects that are never freed
         if core is not None:
             core.close()
         commands.close()

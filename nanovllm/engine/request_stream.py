@@ -1,4 +1,4 @@
-"""What a caller of the asynchronous engine reads: one request's answer as it comes, and when what happened to it.
+"""What a caller of the asynchronous engine reads: the outputs of one request as they come, and the times of its events.
 
 Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -6,11 +6,10 @@ Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput, join_pieces
+from nanovllm.data.outputs import CompletionOutput, EngineStats, OutputCollector, RequestOutput
 
 
 class RequestRefusedError(ValueError):
@@ -18,12 +17,12 @@ class RequestRefusedError(ValueError):
 
 
 class RequestFailedError(RuntimeError):
-    """A request has come to a bad end, and only this one; the message says why."""
+    """One request has failed, and no other; the message says why."""
 
 
 @dataclass
 class RequestTimes:
-    """When what happened to a request, in seconds of the monotonic clock.
+    """The times of a request's events, in seconds of the monotonic clock.
 
     Attributes:
         last_token: by completion index.
@@ -36,30 +35,27 @@ class RequestTimes:
 
 
 class EngineObserver:
-    """Is told what happens in an engine. Does nothing; metrics override what they need."""
+    """Its methods are called when something happens in an engine. They do nothing; metrics override them."""
 
     def step(self, stats: EngineStats) -> None:
-        """A step has ended."""
+        """Called after a step."""
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
-        """A completion got tokens, or ended. `times` still shows the tokens before these."""
+        """Called when a completion gets tokens or ends. `times` still shows the tokens before these."""
 
     def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
-        """A request has ended with all its completions, of which this piece was the last."""
+        """Called when a request has ended with all its completions; `last` is the last piece."""
 
 
 class RequestStream:
-    """A request's answer: `async for output in stream`, where each output has what is new since the one before.
+    """The outputs of a request: `async for output in stream`, where each output has the new part only.
 
-    Whoever leaves before the end has to `close` it. A slow reader finds one merged piece, not a long queue.
+    A reader that leaves before the end has to call `close`. A slow reader finds one merged output, not a long queue.
     """
 
     def __init__(self, request_id: str, times: RequestTimes, on_close: Callable[[str], None]) -> None:
-        self.request_id = request_id
-        self.times = times
-        self._on_close = on_close
-        self._pieces: dict[int, list[CompletionOutput]] = {}
-        self._last: RequestOutput | None = None
+        self.request_id, self.times, self._on_close = request_id, times, on_close
+        self._unread: OutputCollector | None = None
         self._error: Exception | None = None
         self._ended = False
         self._news = asyncio.Event()
@@ -70,14 +66,13 @@ class RequestStream:
         return not self._ended and self.times.first_token is None
 
     def put(self, output: RequestOutput) -> None:
-        """Add news."""
-        for piece in output.outputs:
-            self._pieces.setdefault(piece.index, []).append(piece)
-        self._last = output
+        """Add an output."""
+        self._unread = self._unread or OutputCollector()
+        self._unread.add(output)
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """End with an error, after what has come so far."""
+        """End with an error, after the outputs so far."""
         self._error = error
         self._news.set()
 
@@ -88,10 +83,8 @@ class RequestStream:
         if self._ended:
             raise StopAsyncIteration
         await self._news.wait()
-        if self._last is not None:
-            outputs = [join_pieces(self._pieces[index]) for index in sorted(self._pieces)]
-            output = dataclasses.replace(self._last, outputs=outputs)
-            self._pieces, self._last = {}, None
+        if self._unread is not None:
+            output, self._unread = self._unread.result(), None
             self._ended = output.finished
             if self._error is None:
                 self._news.clear()
@@ -101,6 +94,6 @@ class RequestStream:
         raise self._error
 
     def close(self) -> None:
-        """End the request within a step, if it has not ended; may be called more than once, and in a `finally`."""
+        """End the request within a step, if it has not ended. May be called more than once."""
         self._ended = True
         self._on_close(self.request_id)

@@ -19,7 +19,7 @@ from nanovllm.models.llama import MLP, LlamaForCausalLM, LlamaModel, SelfAttenti
 
 
 class Gemma2Embedding(VocabParallelEmbedding):
-    """A row of the matrix for every token, times sqrt(hidden_size)."""
+    """The matrix row of each token, times sqrt(hidden_size)."""
 
     def forward(self, token_ids: Tensor) -> Tensor:
         x = super().forward(token_ids)

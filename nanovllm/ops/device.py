@@ -1,4 +1,4 @@
-"""Which device and dtype the runner computes with, and where the device's memory goes.
+"""Chooses the runner's device and dtype, and accounts for the device's memory.
 
 Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -19,7 +19,7 @@ def choose_device(name: str) -> torch.device:
     """The device called `name`; "auto" is a CUDA GPU if torch sees one.
 
     Raises:
-        ValueError: CUDA is asked for and is not there.
+        ValueError: CUDA was asked for and is not available.
     """
     if name == "cuda" and not torch.backends.cuda.is_built():
         raise ValueError(
@@ -58,8 +58,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take host memory only page by page, as they are written: a pool that is never full stays small.
-    (`torch.zeros` writes all of them at once; the operating system's own zero pages cost nothing.)"""
+    """Zeros whose host memory is taken page by page as they are written, so that a pool that is never full stays small.
+    (`torch.zeros` writes all of them at once; the operating system's zero pages cost nothing.)"""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -68,10 +68,10 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 @contextmanager
 def out_of_memory(what: str, advice: str) -> Iterator[None]:
-    """Say what to do where the GPU's memory does not do.
+    """Raise an error that names the setting to lower when the GPU runs out of memory.
 
     Raises:
-        ValueError: in place of torch's own error, which cannot know that.
+        ValueError: in place of torch's own error, which cannot name a setting.
     """
     try:
         yield
@@ -81,14 +81,14 @@ def out_of_memory(what: str, advice: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Where a GPU's memory goes, in bytes, before there is a KV pool.
+    """Use of a GPU's memory in bytes, before the KV pool is allocated.
 
     Attributes:
-        total: all of it.
-        in_use: taken between two steps: by the weights, by what CUDA and its libraries keep, by other processes.
-        weights: what torch had taken before the first step.
-        activations: what the largest step takes beyond that while it runs.
-        graphs: what CUDA graphs will take.
+        total: the GPU's memory.
+        in_use: in use between two steps: by weights, CUDA and its libraries, and other processes.
+        weights: allocated by torch before the first step.
+        activations: allocated in addition while the largest step runs.
+        graphs: estimate for CUDA graphs.
     """
 
     total: int
@@ -98,7 +98,7 @@ class MemoryProfile:
     graphs: int
 
     def left(self, share: float) -> int:
-        """Bytes for the KV pool, if all together may take this share of the GPU; below 0 if it is taken already."""
+        """Bytes for the KV pool if everything together may use this share of the GPU; below 0 if nothing is left."""
         return int(self.total * share) - self.in_use - self.activations - self.graphs
 
     def __str__(self) -> str:

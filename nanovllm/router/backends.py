@@ -1,7 +1,6 @@
-"""The servers behind a router: what they are asked, and how they are.
+"""The servers behind a router: the connections to them, and their health.
 
-Requests go out through httpcore, the engine room of httpx: it sends exactly the headers that it is given, and takes half a
-millisecond less.
+Requests go out through httpcore, the layer below httpx: it sends exactly the given headers, and takes half a millisecond less.
 """
 
 from __future__ import annotations
@@ -15,28 +14,29 @@ from typing import Literal
 import httpcore
 import msgspec
 
+from nanovllm.router.call import Call, Headers
+
 logger = logging.getLogger("nanovllm.router")
 
 Role = Literal["prefill", "decode", "regular"]
-Headers = list[tuple[bytes, bytes]]
 
 CONNECT_SECONDS = 5.0
-# A health check waits so long for an answer.
+# The timeout of a health check.
 HEALTH_SECONDS = 2.5
-# A server that is silent for so many health checks in a row is given up, with all requests that wait for it. More than one: if
-# this process was stopped, its timers end before it has read the answers.
+# After so many health checks in a row without an answer the router gives a server up, with all requests that wait for it. More than
+# one: after this process was stopped, its timers end before it has read the answers.
 MAX_SILENT_CHECKS = 2
-# After a failure it is seen so soon how the servers are.
+# So soon after a failed request the router checks all servers.
 LOOK_SECONDS = 0.1
-# Servers close idle connections after 5 s (uvicorn): none may be used that is about to be closed.
+# Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to be closed.
 KEEP_ALIVE_SECONDS = 3.0
-# What a request to a server can fail with, whatever it was.
+# All errors of a request to a server.
 FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, TimeoutError, OSError)
 REFUSED = (httpcore.ConnectError, httpcore.ConnectTimeout)
 
 
 class KVEngine(msgspec.Struct):
-    """One of a server's engines, as far as it matters here."""
+    """One of a server's engines."""
 
     kv_role: str = "kv_both"
     kv_host: str | None = None
@@ -44,7 +44,7 @@ class KVEngine(msgspec.Struct):
 
 
 class KVInformation(msgspec.Struct):
-    """Answer to GET /kv_transfer."""
+    """The answer to GET /kv_transfer."""
 
     engines: list[KVEngine]
 
@@ -53,12 +53,12 @@ class Backend:
     """A server.
 
     Args:
-        url: as in http://127.0.0.1:8100.
-        role: "prefill", "decode", or "regular" where nothing is divided.
-        index: its place among the servers of this role.
+        url: such as http://127.0.0.1:8100.
+        role: "regular": the server does both prefill and decode.
+        index: its position among the servers of this role.
 
     Attributes:
-        num_running: requests that have been sent to it and have not ended.
+        num_running: requests that the router has sent to it and that have not ended.
         problem: why it gets no requests; "" if it does.
         kv_addresses: where decode servers may ask its engines for KV.
 
@@ -68,15 +68,13 @@ class Backend:
 
     def __init__(self, url: str, role: Role, index: int) -> None:
         self.url, self.role, self.index = url.rstrip("/"), role, index
-        parsed = httpcore.URL(self.url)
-        if parsed.scheme not in (b"http", b"https") or not parsed.host or parsed.target != b"/":
+        self._origin = origin = httpcore.URL(self.url)
+        if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
             raise ValueError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
-        self._origin = parsed
-        self.host = parsed.host if parsed.port is None else b"%s:%d" % (parsed.host, parsed.port)
-        self.num_running = 0
+        self.host = origin.host if origin.port is None else b"%s:%d" % (origin.host, origin.port)
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
-        self.silent_checks = 0
+        self.num_running = self.silent_checks = 0
         self._waiting: set[asyncio.Timeout] = set()
 
     def __str__(self) -> str:
@@ -94,7 +92,7 @@ class Backend:
 
     @contextlib.asynccontextmanager
     async def patience(self) -> AsyncIterator[None]:
-        """Around waiting for this server: ends with a TimeoutError when it is given up."""
+        """Around waiting for this server: raises TimeoutError when the router gives the server up."""
         async with asyncio.timeout(None) as scope:
             self._waiting.add(scope)
             try:
@@ -103,39 +101,32 @@ class Backend:
                 self._waiting.discard(scope)
 
     def give_up(self) -> None:
-        """Whoever waits for this server waits in vain."""
+        """End all waiting for this server."""
         now = asyncio.get_running_loop().time()
         while self._waiting:
             self._waiting.pop().reschedule(now)
 
 
 class Answer:
-    """A server's answer, whose body is still to come. Whoever has it closes it.
+    """A server's answer, whose body is still to come. The caller closes it.
 
-    Attributes:
-        backend: the server.
-        status: HTTP's.
-        headers: as they came.
+    Args:
+        busy: the servers that work on it, the one that answers first.
     """
 
-    def __init__(self, backend: Backend, response: httpcore.Response, busy: Sequence[Backend]) -> None:
-        self.backend = backend
-        self._busy = busy
+    def __init__(self, response: httpcore.Response, busy: Sequence[Backend]) -> None:
+        self.backend, self._busy = busy[0], busy
         self.status: int = response.status
-        self.headers: Headers = response.headers
-        self._response = response
-        self._chunks = response.aiter_stream()
-        self._is_open = True
+        self.headers: Headers = [(name.lower(), value) for name, value in response.headers]
+        self._response, self._chunks = response, response.aiter_stream()
 
     @property
     def is_stream(self) -> bool:
         """Whether the body is a stream of events."""
-        return any(
-            name.lower() == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers
-        )
+        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
 
     async def chunk(self) -> bytes | None:
-        """What comes next of the body; None at its end.
+        """The next part of the body; None at its end.
 
         Raises:
             FAILURES: it does not come.
@@ -144,33 +135,35 @@ class Answer:
             return await anext(self._chunks, None)
 
     async def read(self) -> bytes:
-        """The whole body.
+        """The whole body, after which the answer is closed.
 
         Raises:
             FAILURES: it does not come.
         """
-        chunks = []
-        while (chunk := await self.chunk()) is not None:
-            chunks.append(chunk)
-        await self.aclose()
-        return b"".join(chunks)
+        try:
+            chunks = []
+            while (chunk := await self.chunk()) is not None:
+                chunks.append(chunk)
+            return b"".join(chunks)
+        finally:
+            await self.aclose()
 
     async def aclose(self) -> None:
-        """Nobody wants the rest; a server that is still at work on it notices."""
-        if self._is_open:
-            self._is_open = False
-            for backend in self._busy:
-                backend.num_running -= 1
+        """End the answer. A server that still works on it notices."""
+        busy, self._busy = self._busy, ()
+        for backend in busy:
+            backend.num_running -= 1
+        if busy:
             await self._response.aclose()
 
 
 class Backends:
-    """All servers, their connections, and the task that looks after them.
+    """All servers, their connections, and the task that checks their health.
 
     Args:
         backends: the servers.
-        api_key: what the router shows when it asks on its own behalf.
-        health_check_interval: seconds between two looks.
+        api_key: the router's own key, for its own questions.
+        health_check_interval: seconds between two checks.
         request_timeout: seconds that a server may be silent in the middle of a request.
     """
 
@@ -181,69 +174,55 @@ class Backends:
         health_check_interval: float = 5.0,
         request_timeout: float = 1800.0,
     ) -> None:
-        self.all = list(backends)
-        self.health_check_interval, self.request_timeout = health_check_interval, request_timeout
+        self.all, self.health_check_interval = list(backends), health_check_interval
+        self._timeouts = {"connect": CONNECT_SECONDS, "pool": CONNECT_SECONDS}
+        self._timeouts |= {"read": request_timeout, "write": request_timeout}
         self._own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
         )
         self._releases: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        # Told of every server that is ready, again or for the first time.
+        # Called with every server that is ready, again or for the first time.
         self.on_return: Callable[[Backend], None] = lambda backend: None
-        # Told after every health check that finds a server given up for its silence.
+        # Called after every health check in which the router gives a server up for its silence.
         self.on_silence: Callable[[Backend], None] = lambda backend: None
 
     def of(self, role: Role) -> list[Backend]:
-        """Those of a role."""
+        """The servers of a role."""
         return [backend for backend in self.all if backend.role == role]
 
-    async def send(
-        self,
-        backend: Backend,
-        method: str,
-        path: bytes,
-        headers: Headers,
-        body: bytes = b"",
-        helper: Backend | None = None,
-    ) -> Answer:
-        """Ask a server.
-
-        Args:
-            path: with its query.
-            headers: without Host and Content-Length.
-            helper: another server that will be at work on this, too.
+    async def send(self, call: Call, *busy: Backend) -> Answer:
+        """Send a request to the first of these servers; the others will be busy with it, too.
 
         Raises:
             FAILURES: there is no answer.
         """
-        own = [(b"host", backend.host)]
-        if body or method != "GET":
-            own.append((b"content-length", b"%d" % len(body)))
-        waits = self.request_timeout
-        timeouts = {"connect": CONNECT_SECONDS, "read": waits, "write": waits, "pool": CONNECT_SECONDS}
-        request = httpcore.Request(
-            method, backend.target(path), headers=own + headers, content=body, extensions={"timeout": timeouts}
-        )
-        busy = [backend] if helper is None else [backend, helper]
+        backend, headers = busy[0], [(b"host", busy[0].host)]
+        if call.content or call.method != "GET":
+            headers.append((b"content-length", b"%d" % len(call.content)))
+        headers += call.headers
+        extensions = {"timeout": self._timeouts}
+        url, content = backend.target(call.path), call.content
+        request = httpcore.Request(call.method, url, headers=headers, content=content, extensions=extensions)
         for each in busy:
             each.num_running += 1
         try:
             async with backend.patience():
-                return Answer(backend, await self._pool.handle_async_request(request), busy)
+                return Answer(await self._pool.handle_async_request(request), busy)
         except BaseException:
             for each in busy:
                 each.num_running -= 1
             raise
 
     def note_failure(self, backend: Backend, error: Exception | None) -> None:
-        """A request to this server has failed. One that cannot even be reached gets no more until a health check succeeds; of
-        all others it is seen soon how they are.
+        """Note that a request to this server has failed. A server that refuses connections gets no more requests until a health
+        check succeeds; the health of all others is checked soon.
 
         Args:
-            error: one of FAILURES; None if the server has answered that it cannot.
+            error: one of FAILURES; None if the server has answered with an error.
         """
-        if error is not None and isinstance(error, REFUSED):
+        if isinstance(error, REFUSED):
             self._put_down(backend, describe(error))
         self._look.set()
 
@@ -259,7 +238,7 @@ class Backends:
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self.health_check_interval)
-                await asyncio.sleep(LOOK_SECONDS)  # many failures at once are one reason
+                await asyncio.sleep(LOOK_SECONDS)  # many failures at once have one cause
             self._look.clear()
             await self.check_all()
 
@@ -268,27 +247,24 @@ class Backends:
         await asyncio.gather(*map(self.check, self.all))
 
     async def check(self, backend: Backend) -> None:
-        """See how a server is."""
-        silent = False
+        """Check the health of a server."""
+        silent_checks, backend.silent_checks = backend.silent_checks, 0
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 problem = await self._problem_of(backend)
         except (TimeoutError, httpcore.ReadTimeout) as error:
-            backend.silent_checks += 1
-            silent = backend.silent_checks >= MAX_SILENT_CHECKS
-            problem = describe(error) if silent else backend.problem
+            backend.silent_checks = silent_checks + 1
+            problem = describe(error) if backend.silent_checks >= MAX_SILENT_CHECKS else backend.problem
             self._look.set()  # the next check does not wait for the interval
         except FAILURES as error:
-            problem, backend.silent_checks = describe(error), 0
-        else:
-            backend.silent_checks = 0
+            problem = describe(error)
         if problem:
             self._put_down(backend, problem)
         elif backend.problem:
             logger.info("%s is ready", backend)
             backend.problem = ""
             self.on_return(backend)
-        if silent:
+        if backend.silent_checks >= MAX_SILENT_CHECKS:
             backend.give_up()
             self.on_silence(backend)
 
@@ -300,7 +276,7 @@ class Backends:
             return ""
         status, content = await self.fetch(backend, b"/kv_transfer")
         if status == 404:
-            return ""  # vLLM's servers say nothing of it, and can do it all the same (prefill first)
+            return ""  # vLLM's servers do not have this route, and can transfer KV all the same (prefill first)
         if status in (401, 403):
             return f"answers {status} to GET /kv_transfer: name its key with --api-key"
         try:
@@ -317,8 +293,8 @@ class Backends:
         return ""
 
     def release(self, backend: Backend, remote_request_id: str) -> None:
-        """Tell a prefill server, in the background, that no decode server will read the KV that it holds for a request. A server
-        that does not hear of it holds the KV until the lease ends."""
+        """Tell a prefill server, in the background, that no decode server will read the KV that it holds for a request. Without
+        this message the server holds the KV until the lease ends."""
         task = asyncio.create_task(self._release(backend, remote_request_id))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -335,17 +311,14 @@ class Backends:
             logger.info("%s %s, and holds the KV of %s a while longer", backend, problem, remote_request_id)
 
     async def fetch(self, backend: Backend, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
-        """GET, or POST a body of JSON, on the router's own behalf: status and body of the answer.
+        """GET, or POST a body of JSON, with the router's own key: status and body of the answer.
 
         Raises:
             FAILURES: there is no answer.
         """
-        headers = self._own_headers + ([(b"content-type", b"application/json")] if body else [])
-        answer = await self.send(backend, "POST" if body else "GET", path, headers, body)
-        try:
-            return answer.status, await answer.read()
-        finally:
-            await answer.aclose()
+        kind = [(b"content-type", b"application/json")] if body else []
+        answer = await self.send(Call("POST" if body else "GET", path, self._own_headers + kind, body), backend)
+        return answer.status, await answer.read()
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -355,11 +328,10 @@ class Backends:
 
 
 def describe(error: Exception) -> str:
-    """What has happened, in words."""
+    """An error of a request to a server, in words."""
+    words = "has cut the connection"
     if isinstance(error, REFUSED):
         words = "cannot be reached"
     elif isinstance(error, TimeoutError | httpcore.TimeoutException):
         words = "does not answer"
-    else:
-        words = "has cut the connection"
     return f"{words} ({error})" if str(error) else words

@@ -1,25 +1,24 @@
-"""A client's request on its way through the router, and its bodies for a prefill server and for a decode server."""
+"""A client's request on its way through the router, and the requests to a prefill and to a decode server that it becomes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-from nanovllm.router.backends import Headers
-
-# These concern one connection (RFC 9110, 7.6.1), are written anew, or say from which web page a request comes, which the router
-# has checked.
+Headers = list[tuple[bytes, bytes]]
+# Headers that concern one connection (RFC 9110, 7.6.1), that the router writes itself, or that say from which web page a request
+# comes, which the router has checked.
 NOT_PASSED_ON = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
     b"host content-length expect date server origin sec-fetch-site".split()
 )
-# What the one token of a prefill does without. Nothing may end it early: only a prompt that has been computed to its end, and
-# whose answer goes on, is held for a decode server.
+# Fields that the one token of a prefill does not need. None of them may end it early: a prefill server holds only the KV of a
+# prompt that it has computed to its end, and whose answer goes on.
 NOT_FOR_PREFILL = frozenset(
     ["stream_options", "min_tokens", "logprobs", "top_logprobs", "stop", "stop_token_ids", "max_completion_tokens"]
 )
@@ -27,63 +26,66 @@ NOT_FOR_PREFILL = frozenset(
 
 @dataclass
 class Call:
-    """A request on its way.
+    """A request to a server.
 
     Attributes:
         path: with its query.
-        raw: its body.
-        body: the same as an object; empty if it is none, about which a server knows best what to say.
+        headers: without Host and Content-Length.
+        body: the content as a JSON object; empty if it is not one, which the server will report.
     """
 
     method: str
     path: bytes
     headers: Headers
-    raw: bytes
+    content: bytes = b""
     body: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     async def from_request(cls, request: Request, parse: bool) -> Call:
-        """What a client asks."""
-        scope, raw = request.scope, await request.body()
+        """A client's request, without the headers that the router does not pass on."""
+        scope, content = request.scope, await request.body()
         path = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
             path += b"?" + scope["query_string"]
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
-        call = cls(request.method, path, headers, raw)
+        call = cls(request.method, path, headers, content)
         if parse:
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                body = msgspec.json.decode(raw)
+                body = msgspec.json.decode(content)
                 call.body = body if isinstance(body, dict) else {}
         return call
 
     @property
-    def speaks_of_kv(self) -> bool:
-        """Whether it says where KV comes from or goes to, which is not for clients to say."""
+    def has_kv_params(self) -> bool:
+        """Whether the client says where KV comes from or goes to, which only the router may say."""
         body = self.body
-        if not body:  # the servers' parser takes more than ours: NaN, UTF-16, half of a surrogate pair
+        if not body:  # the servers' parser accepts more than msgspec: NaN, UTF-16, half of a surrogate pair
             with contextlib.suppress(ValueError, RecursionError):
-                body = json.loads(self.raw)
+                body = json.loads(self.content)
         return isinstance(body, dict) and body.get("kv_transfer_params") is not None
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether its KV can be handed over: there is one prompt, one answer, and nobody asks what the model thought of the
-        prompt, which only who computes it can tell."""
+        """Whether a decode server can take over its KV: it has one prompt and one answer, and does not ask for the prompt's
+        log-probabilities, which only the server that computes the prompt knows."""
         prompt = self.body.get("prompt")
         several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
         wants_prompt = self.body.get("echo") or self.body.get("prompt_logprobs") is not None
         has_prompt = bool(prompt or self.body.get("messages"))
         return has_prompt and not several and not wants_prompt and self.body.get("n") in (None, 1)
 
-    def for_prefill(self) -> bytes:
-        """The body for a prefill server: one token, and hold what was computed."""
+    def for_prefill(self) -> Call:
+        """The request to a prefill server: generate one token, and hold the prompt's KV."""
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
         body |= {"max_tokens": 1, "stream": False, "ignore_eos": True}
         if "max_completion_tokens" in self.body:
             body["max_completion_tokens"] = 1
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
-        return msgspec.json.encode(body)
+        headers = [header for header in self.headers if header[0] != b"accept-encoding"]  # the router reads the answer
+        return replace(self, headers=headers, content=msgspec.json.encode(body))
 
-    def with_transfer(self, params: dict[str, Any] | None) -> bytes:
-        """The body for a decode server: as it came, or with what it has to know about the KV."""
-        return self.raw if params is None else msgspec.json.encode(self.body | {"kv_transfer_params": params})
+    def with_transfer(self, params: dict[str, Any] | None) -> Call:
+        """The request to a decode server: the client's bytes, or with the parameters of a KV transfer."""
+        if params is None:
+            return self
+        return replace(self, content=msgspec.json.encode(self.body | {"kv_transfer_params": params}))

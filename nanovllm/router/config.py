@@ -5,119 +5,76 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from nanovllm.cli.main import add_address_arguments, positive_seconds, seconds
 from nanovllm.server.access import LIMITS
+from nanovllm.server.commandline import add_address_arguments, add_shutdown_argument
+from nanovllm.server.options import add_options, option, positive_seconds
 
 
 @dataclass
 class RouterConfig:
-    """How requests are routed.
+    """How requests are routed: flags of `router` and of `serve --prefill N --decode M`."""
 
-    Attributes:
-        kv_order: "prefill_first": a prefill server computes the prompt, and a decode server fetches its KV. "decode_first": a
-            decode server gets the request at once, and asks a prefill server for what it has not cached itself.
-        kv_direction: decode first: the prefill server writes ("push") or the decode server reads ("pull").
-        kv_load_failure_policy: what becomes of a request for which no prefill server can be had: a decode server computes all
-            of it ("recompute"), or it is answered with 503 ("fail").
-        policy: a name in `POLICIES`.
-        prefill_timeout: seconds after which a prefill server is too late.
-    """
+    policy: str = option(
+        "round_robin",
+        "which server gets a request: each in turn, or the one that has seen its beginning before (default: %(default)s)",
+        choices=("round_robin", "prefix_aware"),
+    )
+    kv_order: str = option(
+        "prefill_first",
+        "prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a "
+        "decode server asks a prefill server for the blocks that it has not cached itself (default: %(default)s)",
+        choices=("prefill_first", "decode_first"),
+    )
+    kv_direction: str = option(
+        "push",
+        "with decode_first: the prefill server writes KV into the decode server's blocks while it computes (push), or the "
+        "decode server reads it afterwards (pull); prefill_first always pulls (default: %(default)s)",
+        choices=("push", "pull"),
+    )
+    kv_load_failure_policy: str = option(
+        "recompute",
+        "what becomes of a request when no prefill server is available: a decode server computes its prompt, or the "
+        "router answers 503 (default: %(default)s)",
+        choices=("recompute", "fail"),
+    )
+    prefill_timeout: float = option(
+        600.0, "when a prefill server is too late (default: %(default)s)", type=positive_seconds, metavar="SECONDS"
+    )
+    request_timeout: float = option(
+        1800.0,
+        "how long a server may be silent in the middle of a request (default: %(default)s)",
+        type=positive_seconds,
+        metavar="SECONDS",
+    )
 
-    kv_order: str = "prefill_first"
-    kv_direction: str = "push"
-    kv_load_failure_policy: str = "recompute"
-    policy: str = "round_robin"
-    prefill_timeout: float = 600.0
+
+SERVERS = {
+    "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
+    "--decode": "servers that generate, and answer clients (nanovllm serve --kv-role consumer)",
+    "--worker-urls": "servers that do both",
+}
+KEY_HELP = (
+    "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
+    "clients' keys on, and the servers check them"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `router`."""
-    servers = parser.add_argument_group(
-        "servers", "either some that prefill and some that decode, or some that do both"
-    )
-    for flag, text in (
-        ("--prefill", "servers that compute prompts (nanovllm serve --kv-role producer)"),
-        ("--decode", "servers that generate, and answer clients (nanovllm serve --kv-role consumer)"),
-        ("--worker-urls", "servers that do all of it"),
-    ):
-        servers.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=text)
-    servers.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="what the router shows the servers when it asks for itself (default: NANOVLLM_API_KEY or VLLM_API_KEY); clients' "
-        "keys are passed on, and the servers check them",
-    )
-    servers.add_argument(
-        "--health-check-interval",
-        type=positive_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="how often to look how the servers are (default: %(default)s)",
-    )
+    group = parser.add_argument_group("servers", "either some that prefill and some that decode, or some that do both")
+    for flag, help in SERVERS.items():
+        group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
+    group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
+    help = "seconds between two health checks (default: %(default)s)"
+    group.add_argument("--health-check-interval", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
     group = parser.add_argument_group("router", LIMITS)
     add_address_arguments(group)
-    group.add_argument(
-        "--shutdown-timeout",
-        type=seconds,
-        default=30.0,
-        metavar="SECONDS",
-        help="how long running requests may go on after the first signal (default: %(default)s)",
-    )
-    add_routing_arguments(group)
+    add_shutdown_argument(group)
+    add_options(RouterConfig, group)
 
 
-def add_routing_arguments(parser: argparse._ActionsContainer) -> None:
-    """How requests are routed: `router` has these flags, and `serve --prefill N --decode M`."""
-    defaults = RouterConfig()
-    parser.add_argument(
-        "--policy",
-        choices=["round_robin", "prefix_aware"],
-        default=defaults.policy,
-        help="who gets a request: each server in turn, or the one that has seen its beginning before (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-order",
-        choices=["prefill_first", "decode_first"],
-        default=defaults.kv_order,
-        help="prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a "
-        "decode server asks a prefill server for what it has not cached itself (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-direction",
-        choices=["push", "pull"],
-        default=defaults.kv_direction,
-        help="with decode_first: the prefill server writes KV into the decode server's blocks while it computes (push), or the "
-        "decode server reads it afterwards (pull); prefill_first always pulls (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--kv-load-failure-policy",
-        choices=["recompute", "fail"],
-        default=defaults.kv_load_failure_policy,
-        help="what becomes of a request for which no prefill server can be had: a decode server computes its prompt, or "
-        "it is answered with 503 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prefill-timeout",
-        type=positive_seconds,
-        default=defaults.prefill_timeout,
-        metavar="SECONDS",
-        help="when a prefill server is too late (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--request-timeout",
-        type=positive_seconds,
-        default=1800.0,
-        metavar="SECONDS",
-        help="how long a server may be silent in the middle of a request (default: %(default)s)",
-    )
+def run(arguments: argparse.Namespace) -> None:
+    """Route until a signal comes."""
+    from nanovllm.router.run import run_router
 
-
-def routing(arguments: argparse.Namespace) -> RouterConfig:
-    """What `add_routing_arguments` has asked for."""
-    return RouterConfig(
-        arguments.kv_order,
-        arguments.kv_direction,
-        arguments.kv_load_failure_policy,
-        arguments.policy,
-        arguments.prefill_timeout,
-    )
+    run_router(arguments)

@@ -1,7 +1,7 @@
-"""`nanovllm serve --prefill N --decode M`: servers of both roles, each a process of its own, and a router in front of them.
+"""`nanovllm serve --prefill N --decode M`: servers of both roles, each in a process of its own, and a router in front of them.
 
-A server that dies is started again, on its old port. One that was stopped, or hangs, is killed first. All of them end with this
-process, however that ends: each watches the pipe that is its standard input.
+A server that dies is started again, on its old port. One that is stopped or hangs is killed first. All of them end with this
+process, however it ends: each watches the pipe that is its standard input.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ import sys
 from collections.abc import Sequence
 
 from nanovllm.checkpoint.hub import resolve_model
-from nanovllm.cli.main import ServerError, UsageError, listen
 from nanovllm.data.config import EngineConfig
 from nanovllm.engine.watch import is_stopped, kill_tree
 from nanovllm.router.backends import Backend, Backends
-from nanovllm.router.config import routing
+from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
+from nanovllm.server.commandline import ServerError, UsageError, listen
+from nanovllm.server.options import options_of
 from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")
 
 READY = re.compile(r"(http://\S+)/v1, described")
-# What the router asks every second is not worth a line.
-# And its own invitations: clients ask the router.
+# Lines of a server's output that are not shown: the router's own questions, and invitations to clients, who ask the router.
 ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
-# A server that has served is started again so often in a row, after so many seconds; then all is given up.
+# Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole fleet ends.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
 # A server that does not answer so many health checks in a row hangs, even if it was not stopped.
 MAX_SILENT_CHECKS = 12
-# What a server gets to end in addition to the time for running requests.
+# The time that a server gets to end, in addition to the time for running requests.
 END_SECONDS = 10.0
-# The directory has an entry for each of NVIDIA's GPUs.
+# Has an entry for each NVIDIA GPU.
 GPU_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
 
 
@@ -50,38 +50,38 @@ class ServerProcess:
     """`nanovllm serve` in a process of its own.
 
     Args:
-        name: as in "prefill 0", for its output.
+        name: such as "prefill 0", for its output.
         words: its command line, without the port.
         environment: its environment.
 
     Attributes:
-        url: where it serves; "" before it has said so for the first time.
+        url: its address; "" before it has served for the first time.
     """
 
+    _process: asyncio.subprocess.Process  # from `start` on
+
     def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
-        self.name, self.words, self.environment = name, words, environment
-        self.url = ""
-        self._process: asyncio.subprocess.Process | None = None
-        self._relay: asyncio.Task[None] | None = None
+        self.name, self.words, self.environment, self.url = name, words, environment, ""
 
     async def start(self) -> int | None:
         """Start it, and wait until it serves: None; or until it has ended: its exit code."""
         port = self.url.rpartition(":")[2] or "0"
+        pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
+            stdin=pipe,
+            stdout=pipe,
             stderr=asyncio.subprocess.STDOUT,
             env=self.environment,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process to hear
+            start_new_session=True,  # Ctrl-C in the terminal is for this process
         )
         ready = asyncio.Event()
-        self._relay = asyncio.create_task(self._pass_output_on(self._process, ready))
+        self._relay = asyncio.create_task(self._relay_output(self._process, ready))
         await ready.wait()
         return self._process.returncode
 
-    async def _pass_output_on(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
-        """Show what it prints, and note where it serves. At the end of its output it has ended, too."""
+    async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
+        """Show its output, and note the address in it. At the end of its output the process has ended, too."""
         assert process.stdout is not None
         rest = b""
         while chunk := await process.stdout.read(2**16):
@@ -96,37 +96,35 @@ class ServerProcess:
         ready.set()
 
     async def wait(self) -> int:
-        """Until it has ended; its exit code."""
-        assert self._process is not None
+        """Wait for its end; returns its exit code."""
         return await self._process.wait()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it was stopped by a signal, and can neither serve nor end."""
-        return self._process is not None and is_stopped(self._process.pid)
+        """Whether a signal has stopped it, so that it can neither serve nor end."""
+        return is_stopped(self._process.pid)
 
     def kill(self) -> None:
         """End it and its engine now."""
-        if self._process is not None and self._process.returncode is None:
+        if hasattr(self, "_process") and self._process.returncode is None:
             kill_tree(self._process.pid)
 
     async def stop(self, seconds: float) -> None:
-        """End it: kindly, and after so many seconds by force."""
-        if self._process is None:
+        """End it with a signal, and after so many seconds by force."""
+        if not hasattr(self, "_process"):
             return
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
         if self.is_stopped:
             self.kill()
         try:
-            await asyncio.wait_for(self._process.wait(), seconds)
+            await asyncio.wait_for(self.wait(), seconds)
         except TimeoutError:
             logger.warning("[%s] does not end: it is killed", self.name)
             self.kill()
-            await self._process.wait()
-        if self._relay is not None:  # its own children may still have the pipe for a moment
-            await asyncio.wait([self._relay], timeout=1)
-            self._relay.cancel()
+            await self.wait()
+        await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
+        self._relay.cancel()
 
 
 class Fleet:
@@ -134,17 +132,17 @@ class Fleet:
 
     Args:
         processes: those that prefill, then those that decode.
-        shutdown_timeout: seconds that running requests get when all ends.
+        shutdown_timeout: seconds that running requests get when the fleet ends.
     """
 
     def __init__(self, processes: Sequence[ServerProcess], shutdown_timeout: float) -> None:
         self.processes, self.shutdown_timeout = processes, shutdown_timeout
 
     async def start(self) -> None:
-        """Start all, and wait until all serve.
+        """Start all servers, and wait until all serve.
 
         Raises:
-            UsageError, ServerError: one of them cannot; all others have ended, too.
+            UsageError, ServerError: one of them cannot serve; all others have ended, too.
         """
         names = {asyncio.create_task(process.start()): process.name for process in self.processes}
         pending = set(names)
@@ -160,22 +158,13 @@ class Fleet:
                 await self.stop()
                 _, pending = await asyncio.wait(pending, timeout=0.1)
 
-    async def keep_alive(self) -> None:
-        """Start again what dies, for ever.
+    async def keep_alive(self, process: ServerProcess) -> None:
+        """Start a server again whenever it dies.
 
         Raises:
-            ServerError: one of them cannot serve any more.
+            ServerError: it cannot serve any more.
         """
-        async with asyncio.TaskGroup() as group:
-            for process in self.processes:
-                group.create_task(self._keep_alive(process))
-
-    async def _keep_alive(self, process: ServerProcess) -> None:
-        while True:
-            code = await process.wait()
-            if code == 0:
-                logger.warning("[%s] was told to end", process.name)
-                return
+        while (code := await process.wait()) != 0:
             for pause in RESTART_PAUSES:
                 logger.warning("[%s] has ended with exit code %d: it is started again", process.name, code)
                 await asyncio.sleep(pause)
@@ -184,6 +173,7 @@ class Fleet:
                 code = ended
             else:
                 raise ServerError(f"{process.name} ends with exit code {code} whenever it is started; see above")
+        logger.warning("[%s] was told to end", process.name)
 
     def end_silent(self, backend: Backend) -> None:
         """Kill a server that does not answer any more, so that it is started again."""
@@ -193,12 +183,12 @@ class Fleet:
             process.kill()
 
     async def stop(self) -> None:
-        """End all."""
+        """End all servers."""
         seconds = self.shutdown_timeout + END_SECONDS
         await asyncio.gather(*(process.stop(seconds) for process in self.processes))
 
     def kill(self) -> None:
-        """End all, now."""
+        """End all servers now."""
         for process in self.processes:
             process.kill()
 
@@ -212,7 +202,7 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if config.trace is not None:
         raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    resolve_model(config.model, config.revision)  # once for all, where the progress can be seen
+    resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
     listener = listen(arguments)
     try:
         asyncio.run(_run(Fleet(processes(config, arguments), arguments.shutdown_timeout), config, listener, arguments))
@@ -235,45 +225,42 @@ async def _run(fleet: Fleet, config: EngineConfig, listener: socket.socket, argu
 
 
 async def _route(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
-    urls = [process.url for process in fleet.processes]
-    backends = Backends(
-        backends_of(urls[: arguments.prefill], urls[arguments.prefill :]),
-        arguments.api_key[0] if arguments.api_key else None,
-        health_check_interval=1.0,
-        request_timeout=arguments.request_timeout,
-    )
+    urls, routing = [process.url for process in fleet.processes], options_of(RouterConfig, arguments)
+    servers = backends_of(urls[: arguments.prefill], urls[arguments.prefill :])
+    backends = Backends(servers, next(iter(arguments.api_key), None), 1.0, routing.request_timeout)
     backends.on_silence = fleet.end_silent
     name = config.served_model_name or config.model
     access = Access.from_arguments(arguments, listener, arguments.api_key)
-    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, name, access)
-    keeping = asyncio.create_task(fleet.keep_alive())
+    server = RouterServer(backends, listener, routing, arguments.shutdown_timeout, name, access)
+    keepers = [asyncio.create_task(fleet.keep_alive(process)) for process in fleet.processes]
+    keeping = asyncio.gather(*keepers)
     keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
     try:
         await server.route()
     finally:
-        keeping.cancel()
-        await asyncio.wait([keeping])
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(keeping, *keepers, return_exceptions=True)
         if server.force_exit:
             fleet.kill()
     if not keeping.cancelled() and (error := keeping.exception()) is not None:
-        raise error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        raise error
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
-    """The servers that a command line asks for: all alike, but for their roles and GPUs."""
-    common = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
-    common += ["--show-text"] * arguments.show_text
-    roles = ["producer"] * arguments.prefill + ["consumer"] * arguments.decode
-    gpus, shares = divide_gpus(visible_gpus(config), len(roles), config.world_size * config.data_parallel_size)
-    settings = config_words(config, arguments.kv_load_failure_policy, shares)
-    own = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
+    """The servers that a command line asks for: all alike, except for their roles and GPUs."""
+    names = [f"prefill {i}" for i in range(arguments.prefill)] + [f"decode {i}" for i in range(arguments.decode)]
+    gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
+    words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
+    words += ["--show-text"] * arguments.show_text + config_words(config, arguments.kv_load_failure_policy, shares)
+    common = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it
-        own["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
+        common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
     found = []
-    for i, role in enumerate(roles):
-        name = f"prefill {i}" if role == "producer" else f"decode {i - arguments.prefill}"
-        environment = own | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
-        found.append(ServerProcess(name, [*common, *settings, "--kv-role", role], environment))
+    for i, name in enumerate(names):
+        role = "producer" if i < arguments.prefill else "consumer"
+        environment = common | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
+        found.append(ServerProcess(name, [*words, "--kv-role", role], environment))
     return found
 
 
@@ -281,7 +268,7 @@ def config_words(config: EngineConfig, kv_load_failure_policy: str, shares: int 
     """An engine's settings as words of a command line.
 
     Args:
-        kv_load_failure_policy: what its connector does about KV that does not come.
+        kv_load_failure_policy: the policy of its connector for KV that does not come.
         shares: engines that share a GPU's memory.
     """
     words = []
@@ -299,7 +286,7 @@ def config_words(config: EngineConfig, kv_load_failure_policy: str, shares: int 
 
 
 def visible_gpus(config: EngineConfig) -> list[str]:
-    """What CUDA would see, found out without loading it."""
+    """The GPUs that CUDA would see, found without loading CUDA."""
     if config.device == "cpu":
         return []
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -308,10 +295,10 @@ def visible_gpus(config: EngineConfig) -> list[str]:
 
 
 def divide_gpus(gpus: Sequence[str], num_servers: int, size: int) -> tuple[list[str], int]:
-    """GPUs for servers that need `size` each.
+    """Divide GPUs among servers that need `size` each.
 
     Returns:
-        CUDA_VISIBLE_DEVICES of each server, and 1; if there are not enough, nothing, and how many servers share them all.
+        CUDA_VISIBLE_DEVICES of each server, and 1; or, if there are not enough GPUs, [] and how many servers share all of them.
     """
     if not gpus:
         return [], 1

@@ -1,4 +1,4 @@
-"""The command `nanovllm router`: its process, and its end."""
+"""The router's process, from its command line to its end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from nanovllm.cli.main import UsageError, keys_of, listen
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends
-from nanovllm.router.config import RouterConfig, routing
+from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.commandline import UsageError, keys_of, listen
 from nanovllm.server.listen import url_of
+from nanovllm.server.options import options_of
 from nanovllm.server.signalled import SignalledServer
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Route until a signal comes."""
+def run_router(arguments: argparse.Namespace) -> None:
+    """The command `nanovllm router`: route until a signal comes."""
     if arguments.worker_urls and (arguments.prefill or arguments.decode):
         raise UsageError("--worker-urls are servers that do all of it: leave out --prefill and --decode")
     if not arguments.worker_urls and not (arguments.prefill and arguments.decode):
@@ -29,18 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
         servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    keys = keys_of(arguments, [] if arguments.api_key is None else [arguments.api_key])
-    arguments.api_key = keys[0] if keys else None
+    key = next(iter(keys_of([arguments.api_key])), None)
     listener = listen(arguments)
-    asyncio.run(_run(servers, listener, arguments))
-    return 0
+    asyncio.run(route(servers, listener, arguments, key, Access.from_arguments(arguments, listener)))
 
 
 def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence[str] = ()) -> list[Backend]:
     """Servers by their URLs.
 
     Raises:
-        ValueError: one that is none, or that is there twice.
+        ValueError: a text that is no URL of a server, or a URL that is given twice.
     """
     servers = [
         *(Backend(url, "prefill", i) for i, url in enumerate(prefill)),
@@ -53,23 +52,25 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
     return servers
 
 
-async def _run(servers: list[Backend], listener: socket.socket, arguments: argparse.Namespace) -> None:
-    backends = Backends(servers, arguments.api_key, arguments.health_check_interval, arguments.request_timeout)
-    access = Access.from_arguments(arguments, listener)
-    server = RouterServer(backends, listener, routing(arguments), arguments.shutdown_timeout, access=access)
-    await server.route()
+async def route(
+    servers: list[Backend], listener: socket.socket, arguments: argparse.Namespace, key: str | None, access: Access
+) -> None:
+    """Route as a command line says, until a signal comes."""
+    config = options_of(RouterConfig, arguments)
+    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
+    await RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route()
 
 
 class RouterServer(SignalledServer):
-    """The router's server: the first signal lets running requests finish, a second one does not wait.
+    """The router's server: the first signal lets running requests finish, a second one ends them.
 
     Args:
         backends: the servers behind it.
         listener: a bound socket.
         config: how requests are routed.
         shutdown_timeout: seconds that running requests get after the first signal.
-        name: what is served, for the banner.
-        access: which clients may come in.
+        name: the served model, for the banner.
+        access: which clients may use the router.
     """
 
     def __init__(
@@ -81,14 +82,10 @@ class RouterServer(SignalledServer):
         name: str = "nanovllm",
         access: Access = DEFAULT_ACCESS,
     ) -> None:
-        super().__init__(
-            create_app(backends, config, access),
-            "",
-            proxy_headers=False,
-            access_log=False,  # the servers have their own
-            log_level="warning",
-            timeout_graceful_shutdown=int(shutdown_timeout) + 1,
-        )
+        # The servers write access logs of their own.
+        settings = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
+        app, grace = create_app(backends, config, access), int(shutdown_timeout) + 1
+        super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
         self.backends, self.listener, self.name = backends, listener, name
 
     async def route(self) -> None:
@@ -96,7 +93,7 @@ class RouterServer(SignalledServer):
         await self.backends.check_all()  # so that the first request finds servers
         self.banner = banner(self.listener, self.name, self.backends.all)
         looking = asyncio.create_task(self.backends.look_after())
-        looking.add_done_callback(lambda task: setattr(self, "should_exit", True))  # it failed, or all is over
+        looking.add_done_callback(lambda task: setattr(self, "should_exit", True))  # it has failed, or the router ends
         try:
             await self.serve([self.listener])
         finally:
@@ -112,12 +109,9 @@ class RouterServer(SignalledServer):
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:
-    """Where the router is, and what is behind it."""
-    counts = [
-        f"{len(of_role)} {role} server{'s' * (len(of_role) > 1)}"
-        for role in ("prefill", "decode", "regular")
-        if (of_role := [server for server in servers if server.role == role])
-    ]
+    """The router's address, and the servers behind it."""
+    roles = [server.role for server in servers]
+    counts = [f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)]
     missing = "".join(f"\nStill missing: {server} {server.problem}" for server in servers if server.problem)
     url = url_of(listener)
     return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{missing}\n"

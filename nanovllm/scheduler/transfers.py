@@ -32,7 +32,8 @@ def update_from_transfers(scheduler: Scheduler) -> list[EngineOutput]:
     Returns:
         Requests that have failed because theirs has not.
     """
-    ended = scheduler.connector.take_output()
+    if not (ended := scheduler.connector.take_output()):
+        return []
     for request_id, transfer_id in ended.abandoned.items():
         request = scheduler.requests[request_id]
         scheduler.manager.hold(request, transfer_id)  # the peer may still write to these blocks

@@ -1,4 +1,4 @@
-"""The routes: what is asked where, and who answers."""
+"""The routes of the server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import nanovllm
-from nanovllm.engine.async_engine import AsyncEngine, EngineDeadError
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import responses
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.chat import ChatEndpoint, ChatWriter
@@ -21,7 +21,7 @@ from nanovllm.server.errors import APIError, blaming_client, install_error_handl
 from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
-from nanovllm.server.page import ENGINE_CHOICE, TRACE_MEDIA_TYPE, TRACE_RESPONSES, LineStream, page_routes
+from nanovllm.server.page import ENGINE_CHOICE, TRACE_RESPONSES, line_stream, page_routes
 from nanovllm.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -38,7 +38,7 @@ def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS)
     Args:
         engine: the engine.
         model: the model's name in the API.
-        access: which clients may come in.
+        access: which clients may use it.
     """
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None)
     install_error_handlers(app)
@@ -68,17 +68,15 @@ def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: Completi
 
     @app.post("/v1/chat/completions", responses=responses.documented(responses.ChatCompletion))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        writer = await chat.submit_request(body)
-        return await answer(body, request, writer)
+        return await answer(body, request, await chat.submit_request(body))
 
     @app.post("/v1/completions", responses=responses.documented(responses.Completion))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        writer = await completion.submit_request(body)
-        return await answer(body, request, writer)
+        return await answer(body, request, await completion.submit_request(body))
 
 
 async def answer(body: SamplingBody, request: Request, writer: ChatWriter | CompletionWriter) -> Response:
-    """Send what a writer writes, whole or as a stream; a client that goes away ends the generation."""
+    """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
     if body.stream:
         return EventStream(writer.chunks(), writer.generation.close)
     try:
@@ -111,13 +109,13 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         endpoint.check(body)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
-        # A million ids take a while. Unlike `decode`, a batch lets the interpreter lock go, so that the thread helps.
+        # A million ids take a while, so a thread decodes them. Unlike `decode`, `decode_batch` releases the interpreter lock.
         (text,) = await asyncio.to_thread(tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False)
         return json_response(responses.Text(text))
 
 
 def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
-    """What is served here."""
+    """The model, the KV that others can fetch, and the version."""
     entry = responses.Model(model, int(time.time()), engine.config.model, engine.limits.max_model_len)
 
     @app.get("/v1/models", responses=responses.documented(responses.ModelList))
@@ -147,12 +145,11 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
 
 
 def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
-    """How the server is."""
+    """Health and metrics."""
 
     @app.get("/health", response_class=PlainTextResponse, responses=responses.documented(None))
     async def health() -> Response:
-        if not engine.is_alive:
-            raise EngineDeadError(engine.error or "the engine is shutting down")
+        engine.check_alive()
         return PlainTextResponse("")
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -161,16 +158,12 @@ def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> Non
 
 
 def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
-    """The page that shows the engine at work, and what it draws."""
+    """The page that shows the engine at work, and the trace that it draws."""
     app.router.routes += page_routes()
 
-    class TraceResponse(Response):
-        media_type = TRACE_MEDIA_TYPE
-
-    @app.get("/trace", response_class=TraceResponse, responses=responses.documented(None) | TRACE_RESPONSES)
+    @app.get("/trace", response_class=Response, responses=responses.documented(None) | TRACE_RESPONSES)
     async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
-        if not engine.is_alive:
-            raise EngineDeadError(engine.error or "the engine is shutting down")
+        engine.check_alive()
         with blaming_client():
             stream = engine.watch(rank)
-        return LineStream(stream, stream.close)
+        return line_stream(stream, stream.close)

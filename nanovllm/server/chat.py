@@ -7,18 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
+from msgspec import UNSET
+
 from nanovllm.data.outputs import CompletionOutput
-from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
-from nanovllm.server.generation import (
-    SMALLEST_LOGPROB,
-    Endpoint,
-    Generation,
-    encoded,
-    likeliest,
-    plain_prompt_logprobs,
-    token_text,
-)
+from nanovllm.server.generation import Endpoint, Writer, encoded, token_logprob
 from nanovllm.server.protocol import ChatCompletionRequest
 from nanovllm.server.responses import (
     AssistantMessage,
@@ -28,7 +21,6 @@ from nanovllm.server.responses import (
     ChatCompletion,
     ChatLogprobs,
     Delta,
-    TokenLogprob,
 )
 from nanovllm.text.portions import in_portions
 
@@ -40,7 +32,7 @@ class ChatEndpoint(Endpoint):
         """Check a request and queue it.
 
         Raises:
-            APIError: what is wrong with it.
+            APIError: the request is wrong.
             EngineDeadError: the engine has ended.
         """
         with blaming_client():
@@ -62,38 +54,20 @@ class ChatEndpoint(Endpoint):
         return ChatWriter(self.engine, body, generation)
 
 
-class ChatWriter:
-    """Writes the answer to one chat request, whole or as a stream.
+class ChatWriter(Writer):
+    """Writes the answer to one chat request; see `Writer`."""
 
-    Args:
-        engine: whose tokenizer spells the tokens.
-        body: the request.
-        generation: what the engine makes of it.
-    """
-
-    def __init__(self, engine: AsyncEngine, body: ChatCompletionRequest, generation: Generation) -> None:
-        self.engine = engine
-        self.body = body
-        self.generation = generation
+    body: ChatCompletionRequest
 
     async def complete(self) -> ChatCompletion:
         """The whole answer."""
         (output,) = await self.generation.collect()
-        choices = [
-            ChatChoice(
-                piece.index,
-                AssistantMessage(piece.text),
-                await self._logprobs(piece),
-                piece.finish_reason,
-                piece.stop_reason,
-            )
-            for piece in output.outputs
-        ]
-        generation = self.generation
-        answer = ChatCompletion(generation.id, generation.created, generation.model, choices, generation.usage())
-        answer.kv_transfer_params = generation.kv_transfer_params
-        if self.body.prompt_logprobs is not None:
-            answer.prompt_logprobs = await plain_prompt_logprobs(output)
+        choices = []
+        for piece in output.outputs:
+            message, logprobs = AssistantMessage(piece.text), await self._logprobs(piece)
+            choices.append(ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
+        answer = self.generation.answer(ChatCompletion, choices, self.generation.usage())
+        answer.prompt_logprobs = await self.prompt_logprobs(output)
         return answer
 
     async def chunks(self) -> AsyncIterator[ChatChunk]:
@@ -109,25 +83,18 @@ class ChatWriter:
                     reasons = piece.finish_reason, piece.stop_reason
                     yield self._chunk(ChatChunkChoice(piece.index, Delta(), None, *reasons))
         if self.body.include_usage:
-            yield self._chunk(None)
+            yield self.generation.answer(ChatChunk, [], self.generation.usage())
 
-    def _chunk(self, choice: ChatChunkChoice | None) -> ChatChunk:
-        """A chunk with news of one choice, or the last one, which has the numbers of tokens instead."""
-        generation = self.generation
-        chunk = ChatChunk(generation.id, generation.created, generation.model, [choice] if choice else [])
-        chunk.kv_transfer_params = generation.kv_transfer_params
-        if self.body.include_usage:
-            hidden = choice is not None and not self.body.continuous_usage
-            chunk.usage = None if hidden else generation.usage()
-        return chunk
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        """A chunk with the new part of one choice. If the client wants the numbers of tokens at the end only, they are null here."""
+        without = None if self.body.include_usage else UNSET
+        usage = self.generation.usage() if self.body.continuous_usage else without
+        return self.generation.answer(ChatChunk, [choice], usage)
 
     async def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
         if piece.logprobs is None:
             return None
         content = []
         async for token_id, position in in_portions(zip(piece.token_ids, piece.logprobs, strict=True)):
-            text, raw = token_text(self.engine, token_id)
-            logprob = max(position[token_id].logprob, SMALLEST_LOGPROB)
-            top = likeliest(self.engine, position, self.body.top_logprobs or 0)
-            content.append(encoded(TokenLogprob(text, logprob, raw, top)))
+            content.append(encoded(token_logprob(self.engine, token_id, position, self.body.top_logprobs or 0)))
         return ChatLogprobs(content)

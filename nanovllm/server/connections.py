@@ -7,11 +7,10 @@ import resource
 from typing import Any
 
 import h11
-from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from nanovllm.server.access import BODY_SECONDS, HEADER_SECONDS, MAX_CONNECTIONS, RESERVED_FILES
-from nanovllm.server.errors import ErrorResponse
+from nanovllm.server.errors import APIError
 
 
 def max_connections() -> int:
@@ -21,11 +20,11 @@ def max_connections() -> int:
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests.
+    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests, with deadlines for a request.
 
     Attributes:
-        header_seconds: for a request's headers: from the connection's beginning, or from the last answer.
-        body_seconds: from the headers to the body's end. Each byte that arrives leaves both clocks as they are.
+        header_seconds: for a request's headers, from the connection's beginning or from the last answer.
+        body_seconds: from the headers to the body's end. A byte that arrives extends neither deadline.
     """
 
     header_seconds, body_seconds = HEADER_SECONDS, BODY_SECONDS
@@ -37,14 +36,14 @@ class GuardedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a request. A connection too many ends the one whose client has kept the server waiting for longest; if
-        the server waits for none, it is refused."""
+        """Begin to wait for a request. With one connection too many, the server closes the one whose client has kept it waiting
+        for longest; if it waits for no client, it refuses the new connection."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
             slow = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._waits]
             if not slow:
                 busy = "the server has no room for another connection"
-                return self._answer(ErrorResponse(503, busy, headers={"Retry-After": "1"}))
+                return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))
             min(slow, key=lambda each: each._since).transport.abort()
         self._watch()
 
@@ -59,7 +58,7 @@ class GuardedProtocol(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Drop the deadline of a connection that has ended."""
         self._set_deadline(None)
         super().connection_lost(exc)
 
@@ -71,39 +70,35 @@ class GuardedProtocol(H11Protocol):
         awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
         if awaited != self._awaited:
             self._awaited, self._since = awaited, self.loop.time()
-            seconds = {"headers": self.header_seconds, "body": self.body_seconds}.get(awaited)
-            self._set_deadline(seconds)
+            self._set_deadline({"headers": self.header_seconds, "body": self.body_seconds}.get(awaited))
 
     def _set_deadline(self, seconds: float | None) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._time_is_up)
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._end, seconds)
 
-    def _time_is_up(self) -> None:
-        """End a connection whose client is too slow; tell the client if it has sent a part of a request."""
+    def _end(self, seconds: float) -> None:
+        """End a connection whose client is too slow; answer it if it has sent a part of a request."""
         if self.transport.is_closing():
             return
         if self._awaited == "headers":
-            has_begun, seconds = bool(self.conn.trailing_data[0]), self.header_seconds
+            has_begun = bool(self.conn.trailing_data[0])
         else:
-            has_begun, seconds = self.conn.our_state is h11.SEND_RESPONSE, self.body_seconds
+            has_begun = self.conn.our_state is h11.SEND_RESPONSE
         if has_begun:
             message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
-            self._answer(ErrorResponse(408, message, code="request_timeout"))
+            self._answer(APIError(408, message, code="request_timeout"))
         else:
             self.transport.abort()
 
-    def _answer(self, response: Response) -> None:
-        """Send a response that the application knows nothing of, and close the connection."""
-        if self._awaited == "body":  # the application reads no more, and what it sends is dropped
+    def _answer(self, error: APIError) -> None:
+        """Send a response past the application, and close the connection."""
+        if self._awaited == "body":  # the application reads no more, and its own response is dropped
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        headers = [*response.raw_headers, (b"connection", b"close")]
-        status = response.status_code
-        for event in (
-            h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status]),
-            h11.Data(data=bytes(response.body)),
-            h11.EndOfMessage(),
-        ):
+        response = error.response()
+        headers, status = [*response.raw_headers, (b"connection", b"close")], response.status_code
+        head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

@@ -7,24 +7,24 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
-from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from nanovllm.engine.request_stream import RequestFailedError, RequestRefusedError
 
 logger = logging.getLogger("nanovllm.server")
 
-# A message may quote what the client sent, which may be megabytes.
+# A message may quote the client's text, which may be megabytes.
 LONGEST_MESSAGE = 1000
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class APIError(HTTPException):
-    """Something to tell the client.
+    """An error that a client is told.
 
     Args:
         status: the HTTP status.
@@ -42,54 +42,47 @@ class APIError(HTTPException):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status, message, headers)
-        self.param = param
-        self.code = code
+        self.param, self.code = param, code
+
+    def json(self) -> bytes:
+        """The error as JSON. Pure ASCII, since a message may quote half of a surrogate pair, which is no valid UTF-8."""
+        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        message = self.detail if len(self.detail) <= LONGEST_MESSAGE else self.detail[:LONGEST_MESSAGE] + "..."
+        return json.dumps(
+            {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        ).encode()
+
+    def response(self) -> Response:
+        """The error as an HTTP response."""
+        return Response(self.json(), self.status_code, self.headers, "application/json")
+
+    def event(self) -> bytes:
+        """The error as an event of a stream that fails half-way."""
+        return b"data: " + self.json() + b"\n\n"
 
 
-class ErrorResponse(JSONResponse):
-    """An error as JSON. Pure ASCII, since a message may quote half of a surrogate pair, which is no valid UTF-8."""
+def engine_errors() -> dict[type[Exception], tuple[int, str | None]]:
+    """Status and code of the engine's errors."""
+    from nanovllm.engine.async_engine import EngineDeadError  # here, because `nanovllm replay` has no engine
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(error_body(status, message, param, code), status, headers)
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()
+    return {EngineDeadError: (503, "engine_dead"), RequestRefusedError: (400, None), RequestFailedError: (500, None)}
 
 
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The JSON object of an error; also what a stream sends when it fails half-way."""
-    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    if len(message) > LONGEST_MESSAGE:
-        message = message[:LONGEST_MESSAGE] + "..."
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
-    """Status, message, param and code for any exception."""
-    from nanovllm.engine.async_engine import EngineDeadError  # here: `nanovllm replay` has no engine
-
+def as_api_error(error: Exception) -> APIError:
+    """What a client is told about any exception."""
     if isinstance(error, APIError):
-        return error.status_code, str(error.detail), error.param, error.code
-    if isinstance(error, RequestRefusedError):
-        return 400, str(error), None, None
-    if isinstance(error, RequestFailedError):
-        return 500, str(error), None, None
-    if isinstance(error, EngineDeadError):
-        return 503, str(error), None, "engine_dead"
-    return 500, "internal error; the server's log has the details", None, None
+        return error
+    if isinstance(error, RequestValidationError):
+        return APIError(400, *validation_message(error))
+    for kind, (status, code) in engine_errors().items():
+        if isinstance(error, kind):
+            return APIError(status, str(error), None, code)
+    return APIError(500, "internal error; the server's log has the details")
 
 
 @contextlib.contextmanager
 def blaming_client() -> Iterator[None]:
-    """Around the checks of a request, where a ValueError says what is wrong with it. Anywhere else it is a bug here."""
+    """Around the checks of a request, where a ValueError says what is wrong with the request. Elsewhere it would be a bug."""
     try:
         yield
     except ValueError as error:
@@ -122,30 +115,19 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Let every error of the application leave in OpenAI's shape."""
-    from nanovllm.engine.async_engine import EngineDeadError
+    """Answer every error of the application in OpenAI's shape."""
 
-    async def on_http_error(request: Request, error: Exception) -> ErrorResponse:
-        assert isinstance(error, HTTPException)
-        if isinstance(error, APIError):
-            return ErrorResponse(*describe(error), error.headers)
-        message = {
-            404: f"there is no route {request.url.path}",
-            405: f"{request.url.path} does not answer {request.method}",
-            400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels, and its "
-            "numbers must be shorter than 4300 digits",
-        }.get(error.status_code, str(error.detail))
-        return ErrorResponse(error.status_code, message, headers=error.headers)
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and not isinstance(error, APIError):
+            message = {
+                404: f"there is no route {request.url.path}",
+                405: f"{request.url.path} does not answer {request.method}",
+                400: "the body cannot be read: it must be JSON in UTF-8, nested less deeply than a thousand levels, and its "
+                "numbers must be shorter than 4300 digits",
+            }.get(error.status_code, str(error.detail))
+            error = APIError(error.status_code, message, headers=error.headers)
+        return as_api_error(error).response()
 
-    async def on_validation_error(request: Request, error: Exception) -> ErrorResponse:
-        assert isinstance(error, RequestValidationError)
-        return ErrorResponse(400, *validation_message(error))
-
-    async def on_error(request: Request, error: Exception) -> ErrorResponse:
-        return ErrorResponse(*describe(error))
-
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_validation_error)
-    # Named, for what only `Exception` stands for is logged with a traceback, as a bug.
-    for kind in (EngineDeadError, RequestFailedError, RequestRefusedError, Exception):
+    # Every known kind is named, because errors that only `Exception` matches are logged with a traceback, as bugs.
+    for kind in (HTTPException, RequestValidationError, *engine_errors(), Exception):
         app.add_exception_handler(kind, on_error)

@@ -1,7 +1,7 @@
-"""How much a JSON body may contain: a megabyte of empty lists takes a parser longer than a megabyte of text.
+"""Limits of a JSON body's contents: a parser needs longer for a megabyte of empty lists than for a megabyte of text.
 
 The parser and the validation hold the interpreter lock from beginning to end, so a thread would not keep the event loop free.
-Instead the body is counted before it is parsed, which takes milliseconds.
+Instead the server counts a body's contents before it parses them, which takes milliseconds.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 
 import msgspec
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.access import MAX_NODES, MAX_VALUES
 from nanovllm.server.errors import APIError
 
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
-# Fields that a client may have filled with too much. Only a few: all of them are compared with each key of the body.
+# Fields that may be too large. Only a few, because all of them are compared with each key of the body.
 _LARGE_FIELDS = (
+    "chat_template_kwargs",
     "prompt",
     "messages",
     "tokens",
@@ -26,7 +26,6 @@ _LARGE_FIELDS = (
     "logit_bias",
     "metadata",
     "tools",
-    "chat_template_kwargs",
 )
 _LargeFields = msgspec.defstruct("_LargeFields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LARGE_FIELDS])
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
@@ -42,7 +41,7 @@ def check_contents(body: bytes) -> None:
         return
     if not json.detect_encoding(body).startswith("utf-8"):
         raise APIError(400, "the body must be JSON in UTF-8")
-    # What is left after an escaped backslash or quote is removed: each quote begins or ends a string.
+    # Without escaped backslashes and quotes, each quote begins or ends a string.
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     num_nodes = plain.count(b'"') // 2
     if num_nodes <= MAX_NODES:
@@ -58,7 +57,7 @@ def check_contents(body: bytes) -> None:
 
 def _refusal(body: bytes, limit: str) -> APIError:
     try:
-        fields = msgspec.json.decode(body, type=_LargeFields)  # skips other fields, and builds no value
+        fields = msgspec.json.decode(body, type=_LargeFields)  # skips other fields, and builds no values
         sizes = {name: len(memoryview(getattr(fields, name))) for name in _LARGE_FIELDS}
         largest = max(sizes, key=sizes.__getitem__)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -66,20 +65,3 @@ def _refusal(body: bytes, limit: str) -> APIError:
     if not largest or sizes[largest] < len(body) / 2:
         return APIError(400, f"the body must have {limit}")
     return APIError(400, f"the body must have {limit}; {largest} is too large", largest)
-
-
-class JSONLimitMiddleware:
-    """Checks a body when the application reads it. It expects the body in one message, as `BodyLimitMiddleware` hands it on."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on; reading its body may raise `APIError`."""
-
-        async def receive_checked() -> Message:
-            message = await receive()
-            check_contents(message.get("body", b""))
-            return message
-
-        await self.app(scope, receive_checked if scope["type"] == "http" else receive, send)

@@ -1,12 +1,12 @@
 """Prometheus metrics, under vLLM's names with our prefix, and with its labels: `model_name`, and `engine`, the data rank.
 
-A sequence counts where it is generated. One that was aborted before its first token, which nobody knows the place of any
-more, counts as engine 0's.
+A sequence counts where it is generated. One that was aborted before its first token counts for engine 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,46 +20,85 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 TOKEN_BUCKETS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
 
+# For each metric that is read when it is asked for: its kind, its help, and the attribute that has the value.
+Table = dict[str, tuple[type[Any], str, str]]
+GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
+STATS: Table = {
+    "num_requests_running": (GAUGE, "Sequences that hold KV blocks", "num_running"),
+    "num_requests_waiting": (GAUGE, "Sequences that wait to be admitted", "num_waiting"),
+    "num_requests_swapped": (GAUGE, "Sequences that wait in host memory", "num_swapped"),
+    "kv_cache_usage_perc": (GAUGE, "Share of the KV blocks that is held; 1 is all", "kv_cache_usage"),
+    "num_preemptions": (COUNTER, "Times that a sequence lost its blocks", "num_preemptions"),
+    "prefix_cache_queries": (COUNTER, "Tokens looked up in the prefix cache", "num_queried_tokens"),
+    "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
+    "external_prefix_cache_queries": (
+        COUNTER,
+        "Prompt tokens whose KV was asked for elsewhere",
+        "num_external_queried_tokens",
+    ),
+    "external_prefix_cache_hits": (
+        COUNTER,
+        "Prompt tokens whose KV has come from elsewhere",
+        "num_external_hit_tokens",
+    ),
+}
+REASONS = ("stop", "length", "abort")
 
-LABELS = ["model_name", "engine"]
 
+class Reader(Collector):
+    """Reads the values of a table from objects when the metrics are asked for.
 
-class EngineCollector(Collector):
-    """Reads the engine's own counts whenever somebody asks for the metrics."""
+    Args:
+        sources: returns the values of the labels for each object, and the object.
+    """
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self.engine = engine
-        self.model = model
+    def __init__(self, prefix: str, labels: Sequence[str], table: Table, sources: Callable[[], Iterable[Any]]) -> None:
+        self.prefix, self.labels, self.table, self.sources = prefix, labels, table, sources
 
     def collect(self) -> Iterable[Metric]:
-        """One metric a count, with a value for each engine."""
-        stats = self.engine.stats
-        gauges = {
-            "num_requests_running": ("Sequences that hold KV blocks", "num_running"),
-            "num_requests_waiting": ("Sequences that wait to be admitted", "num_waiting"),
-            "num_requests_swapped": ("Sequences that wait in host memory", "num_swapped"),
-            "kv_cache_usage_perc": ("Share of the KV blocks that is held; 1 is all", "kv_cache_usage"),
-        }
-        counters = {
-            "num_preemptions": ("Times that a sequence lost its blocks", "num_preemptions"),
-            "prefix_cache_queries": ("Tokens looked up in the prefix cache", "num_queried_tokens"),
-            "prefix_cache_hits": ("Tokens found in the prefix cache", "num_hit_tokens"),
-            "external_prefix_cache_queries": (
-                "Prompt tokens whose KV was asked for elsewhere",
-                "num_external_queried_tokens",
-            ),
-            "external_prefix_cache_hits": ("Prompt tokens whose KV has come from elsewhere", "num_external_hit_tokens"),
-        }
-        for family, counts in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, (text, attribute) in counts.items():
-                metric = family(f"nanovllm:{name}", text, labels=LABELS)
-                for i, each in enumerate(stats.engines or [stats]):
-                    metric.add_metric([self.model, str(i)], getattr(each, attribute))
-                yield metric
+        """One metric per row, with a value for each object."""
+        for name, (family, text, attribute) in self.table.items():
+            metric = family(self.prefix + name, text, labels=self.labels)
+            for labels, source in self.sources():
+                metric.add_metric(labels, getattr(source, attribute))
+            yield metric
 
 
-class Metrics(EngineObserver):
-    """All metrics of one server, in a registry of their own.
+class MetricSet:
+    """Metrics in a registry of their own.
+
+    Args:
+        prefix: with which all names begin.
+        labels: the labels of metrics that name no others.
+    """
+
+    def __init__(self, prefix: str, labels: Sequence[str]) -> None:
+        self.prefix, self.default_labels = prefix, labels
+        self.registry = CollectorRegistry()
+
+    def read(self, table: Table, sources: Callable[[], Iterable[Any]]) -> None:
+        """Add metrics that are read when they are asked for; see `Reader`."""
+        self.registry.register(Reader(self.prefix, self.default_labels, table, sources))
+
+    def counter(self, name: str, text: str, labels: Sequence[str] | None = None) -> Counter:
+        """Add a counter."""
+        labels = self.default_labels if labels is None else labels
+        return Counter(self.prefix + name, text, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] | None = None
+    ) -> Histogram:
+        """Add a histogram."""
+        labels = self.default_labels if labels is None else labels
+        return Histogram(self.prefix + name, text, labels, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text that Prometheus reads."""
+        return generate_latest(self.registry)
+
+
+class Metrics(MetricSet, EngineObserver):
+    """All metrics of one server.
 
     Args:
         engine: whose requests are counted.
@@ -67,37 +106,27 @@ class Metrics(EngineObserver):
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, model))
-        self._labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
-        self._time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion", TOKEN_BUCKETS
-        )
-        self._request_latency = self._histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token", REQUEST_BUCKETS
-        )
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens read")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated")
-        ended = Counter(
-            "nanovllm:request_success", "Completions that ended", [*LABELS, "finished_reason"], registry=self.registry
-        )
-        reasons = ("stop", "length", "abort")
-        self._ended = [{reason: ended.labels(*labels, reason) for reason in reasons} for labels in self._labels]
+        super().__init__("nanovllm:", ("model_name", "engine"))
+        labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
+        self.read(STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False))
+
+        def each(metric: Any) -> list[Any]:
+            return [metric.labels(*values) for values in labels]
+
+        about = "From a request's arrival to its first token"
+        self._time_to_first_token = each(self.histogram("time_to_first_token_seconds", about, FIRST_TOKEN_BUCKETS))
+        about = "Between two tokens of a completion"
+        self._inter_token_latency = each(self.histogram("inter_token_latency_seconds", about, TOKEN_BUCKETS))
+        about = "From a request's arrival to its last token"
+        self._request_latency = each(self.histogram("e2e_request_latency_seconds", about, REQUEST_BUCKETS))
+        self._prompt_tokens = each(self.counter("prompt_tokens", "Prompt tokens read"))
+        self._generation_tokens = each(self.counter("generation_tokens", "Tokens generated"))
+        ended = self.counter("request_success", "Completions that ended", ["model_name", "engine", "finished_reason"])
+        self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in labels]
         engine.observer = self
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
-        metric = Histogram(f"nanovllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
-        return [metric.labels(*labels) for labels in self._labels]
-
-    def _counter(self, name: str, text: str) -> list[Counter]:
-        metric = Counter(f"nanovllm:{name}", text, LABELS, registry=self.registry)
-        return [metric.labels(*labels) for labels in self._labels]
-
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
-        """A completion got tokens, or ended."""
+        """Count the tokens of a completion, or its end."""
         engine = piece.engine
         if piece.token_ids:
             self._generation_tokens[engine].inc(len(piece.token_ids))
@@ -110,9 +139,5 @@ class Metrics(EngineObserver):
             self._ended[engine][piece.finish_reason].inc()
 
     def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
-        """A request has ended with all its completions."""
+        """Note how long a request took."""
         self._request_latency[last.engine].observe(now - times.arrival)
-
-    def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pathlib
 import re
-from collections.abc import AsyncIterable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import nanovllm
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.middleware import protect
-from nanovllm.server.signalled import SignalledServer
+from nanovllm.server.streams import ClosingStream
 
 PACKAGE = pathlib.Path(nanovllm.__file__).parent
-# The page itself, and the pictures that it shares with the notebooks. (`nanovllm.lab.viz` is not imported: it needs matplotlib.)
+# The page itself, and the pictures that it shares with the notebooks. This module does not import `nanovllm.lab.viz`, which needs
+# matplotlib.
 FOLDERS = (PACKAGE / "server" / "web", PACKAGE / "trace" / "web")
 MEDIA_TYPES = {
     ".html": "text/html",
@@ -40,42 +40,23 @@ TRACE_MEDIA_TYPE = "application/x-ndjson"
 CHUNK_LINES = 500
 
 
-class LineStream(StreamingResponse):
-    """A trace on its way to one reader. `on_close` is called whatever happens, even if the reader leaves before the first
-    line."""
-
-    def __init__(self, chunks: AsyncIterable[bytes] | Iterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(chunks, media_type=TRACE_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
-        self._on_close = on_close
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_close()
+def line_stream(chunks: Any, on_close: Any) -> ClosingStream:
+    """A trace for one reader; see `ClosingStream`."""
+    return ClosingStream(chunks, on_close, media_type=TRACE_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
 
 
 def page_routes() -> list[Route]:
     """`/` and the files that it needs, under `/web/`."""
-    return [Route("/", page, name="page"), Route("/web/{name}", web_file, name="web_file")]
+    return [Route("/", file_response, name="page"), Route("/web/{name}", file_response, name="web_file")]
 
 
-def page(request: Request) -> Response:
-    """The page."""
-    return file_response("index.html")
-
-
-def web_file(request: Request) -> Response:
-    """A script, a style sheet or data."""
-    return file_response(request.path_params["name"])
-
-
-def file_response(name: str) -> Response:
-    """The file of this name, from one of `FOLDERS`.
+def file_response(request: Request) -> Response:
+    """The page, or the file that the path names, from one of `FOLDERS`.
 
     Raises:
-        HTTPException: there is none (404).
+        HTTPException: there is no such file (404).
     """
+    name = request.path_params.get("name", "index.html")
     if re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) and (suffix := pathlib.PurePath(name).suffix) in MEDIA_TYPES:
         for folder in FOLDERS:
             if (folder / name).is_file():
@@ -89,7 +70,7 @@ def create_replay(header: bytes, lines: list[bytes], access: Access = DEFAULT_AC
     Args:
         header: the trace's first line, with its end.
         lines: all others, without their ends.
-        access: which clients may come in.
+        access: which clients may see it.
     """
 
     def chunks() -> Iterator[bytes]:
@@ -98,30 +79,18 @@ def create_replay(header: bytes, lines: list[bytes], access: Access = DEFAULT_AC
             yield b"".join(line + b"\n" for line in lines[i : i + CHUNK_LINES])
 
     def trace(request: Request) -> Response:
-        return LineStream(chunks(), lambda: None)
+        return line_stream(chunks(), lambda: None)
 
     app = Starlette(routes=[*page_routes(), Route("/trace", trace)])
     protect(app, access)
     return app
 
 
-class ReplayServer(SignalledServer):
-    """Shows the page until a signal comes.
-
-    Args:
-        app: the application.
-        banner: printed when a browser can come.
-    """
-
-    def __init__(self, app: Starlette, banner: str) -> None:
-        super().__init__(app, banner, log_level="warning", timeout_graceful_shutdown=1)
-
-
 ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
 TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "What the engine does, a line of JSON a step (see nanovllm/trace/format.py): first the header, then all "
-        "steps from now on, until the server ends. Nobody's text or token ids, unless the server runs with --show-text.",
+        "description": "The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all "
+        "steps from now on, until the server ends. Without texts and token ids, unless the server runs with --show-text.",
         "content": {TRACE_MEDIA_TYPE: {"schema": {"type": "string"}}},
     }
 }

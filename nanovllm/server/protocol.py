@@ -1,9 +1,10 @@
-"""What clients may ask: OpenAI's requests with vLLM's additional sampling fields, as pydantic models."""
+"""The bodies of requests: OpenAI's, with vLLM's additional sampling fields, as pydantic models."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
@@ -15,7 +16,7 @@ logger = logging.getLogger("nanovllm.server")
 
 
 class _AtFirstError(FailFast):
-    """A list of a million wrong entries gives one error, not a million. (FailFast itself does not fit into a union.)"""
+    """Stop validating a list at its first wrong entry, of which there may be a million. (FailFast itself cannot be in a union.)"""
 
     __hash__ = object.__hash__
 
@@ -26,6 +27,11 @@ Strings = Annotated[list[str], AT_FIRST_ERROR]
 MAX_BIASES = 1024
 
 
+def names(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
 def _few_biases(value: Any) -> Any:
     """Refuse a large dictionary before each of its wrong entries becomes an error."""
     if isinstance(value, dict) and len(value) > MAX_BIASES:
@@ -33,70 +39,43 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-# Fields that would change the answer and that this server does not know -> the values that change nothing.
-# Empty values never do.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "tools": (),
+# Fields that would change the answer and that this server does not know, with the values that change nothing. Empty values never do.
+# Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep a
+# processor busy for ever.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    names(
+        "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
+        "truncate_prompt_tokens prompt_embeds documents structured_outputs guided_json guided_regex guided_choice "
+        "guided_grammar echo add_special_tokens return_token_ids return_tokens_as_token_ids chat_template"
+    ),
+    (),
+) | {
     "tool_choice": ("none",),
-    "functions": (),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
-    "audio": (),
     "modalities": (["text"],),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "suffix": (),
     "best_of": (1,),
-    "use_beam_search": (),
     "length_penalty": (1.0,),
-    "allowed_token_ids": (),
-    "bad_words": (),
-    "truncate_prompt_tokens": (),
-    "prompt_embeds": (),
-    "documents": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    # Where a request knows one of these itself, it never comes here: completions have echo and add_special_tokens.
-    "echo": (),
-    "add_special_tokens": (),
-    "return_token_ids": (),
-    "return_tokens_as_token_ids": (),
-    # Jinja from strangers can keep a processor busy for ever.
-    "chat_template": (),
 }
 # Fields that do not change the answer.
-HARMLESS = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "parallel_tool_calls",
-        "prediction",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "request_id",
-    ]
+HARMLESS = names(
+    "user metadata store service_tier parallel_tool_calls prediction safety_identifier prompt_cache_key prompt_cache_retention "
+    "request_id"
 )
-# The same name may come a million times, but there are not so many that are worth a line in the log.
+# A client may send any number of unknown names; so many of them get a line in the log.
 MAX_WARNINGS = 100
 _warned: set[str] = set()
 
 
 class Body(BaseModel):
-    """A request's body. Types are taken literally: "5" is no number, and 1 is not true."""
+    """A request's body. Types are strict: "5" is no number, and 1 is not true."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = Field(None, description="default: the one model that is served")
 
     def check_unknown_fields(self) -> None:
-        """Refuse fields that would change the answer; warn once of fields that nobody knows.
+        """Refuse fields that would change the answer; warn once of unknown fields.
 
         Raises:
             APIError: names the field.
@@ -150,25 +129,6 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    PASSED_ON: ClassVar[tuple[str, ...]] = [
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "min_tokens",
-        "prompt_logprobs",
-        "skip_special_tokens",
-    ]  # type: ignore[assignment]
-
     @property
     def include_usage(self) -> bool:
         """Whether the stream ends with the numbers of tokens."""
@@ -180,12 +140,12 @@ class SamplingBody(Body):
         return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
-        """What was asked for, else what the checkpoint recommends (`defaults`), else OpenAI's defaults.
+        """The given values, else those that the checkpoint recommends (`defaults`), else OpenAI's.
 
         Raises:
             ValueError: a value out of its range; names the field and the range.
         """
-        given = {name: value for name in self.PASSED_ON if (value := getattr(self, name)) is not None}
+        given = {name: value for name in PASSED_ON if (value := getattr(self, name)) is not None}
         if self.logit_bias:
             if not all(key.isascii() and key.isdigit() for key in self.logit_bias):
                 raise ValueError("logit_bias must be an object whose keys are token ids")
@@ -195,6 +155,10 @@ class SamplingBody(Body):
         if self.stream_options and not self.stream:
             raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
         return SamplingParams(**{**defaults, **given, **values})
+
+
+# Fields that become sampling parameters as they are.
+PASSED_ON = {f.name for f in dataclasses.fields(SamplingParams)} & SamplingBody.model_fields.keys() - {"logit_bias"}
 
 
 class CompletionRequest(SamplingBody):
@@ -234,6 +198,14 @@ class ChatMessage(BaseModel):
         return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
 
 
+# Arguments of `apply_chat_template` that are set here or not supported. "self" is one of every method that is called on the way, and
+# in Jinja the template itself.
+TEMPLATE_VARIABLES_IN_USE = names(
+    "messages conversations tools documents chat_template add_generation_prompt continue_final_message "
+    "return_assistant_tokens_mask self tokenize"
+)
+
+
 class ChatBody(Body):
     """A chat that is to be rendered by the model's template."""
 
@@ -242,21 +214,6 @@ class ChatBody(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the template, such as enable_thinking"
-    )
-
-    TEMPLATE_VARIABLES_IN_USE: ClassVar[frozenset[str]] = frozenset(
-        [
-            "messages",
-            "conversations",
-            "tools",
-            "documents",
-            "chat_template",
-            "add_generation_prompt",
-            "continue_final_message",
-            "return_assistant_tokens_mask",
-            "self",  # of every method on the way, and in Jinja the template itself
-            "tokenize",
-        ]
     )
 
     def template_arguments(self) -> dict[str, Any]:
@@ -270,7 +227,7 @@ class ChatBody(Body):
                 if (message.model_extra or {}).get(name):
                     raise APIError(400, f"messages[{i}].{name} is not supported by this server", "messages")
         variables = self.chat_template_kwargs or {}
-        if taken := self.TEMPLATE_VARIABLES_IN_USE & variables.keys():
+        if taken := TEMPLATE_VARIABLES_IN_USE & variables.keys():
             raise APIError(400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs")
         continued = bool(self.continue_final_message)
         generation_prompt = self.add_generation_prompt

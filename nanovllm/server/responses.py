@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects as plain structures. A field that is UNSET does not appear in the JSON."""
+"""Answers: OpenAI's objects as plain structures. A field that is UNSET does not appear in the JSON."""
 
 from __future__ import annotations
 
@@ -74,28 +74,33 @@ class ChatChoice(Struct):
     stop_reason: int | str | None
 
 
-class ChatCompletion(Struct):
-    """Answer of /v1/chat/completions."""
+class Answer(Struct, kw_only=True):
+    """The fields that answers and chunks share."""
 
     id: str
     created: int
     model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    object: str = "chat.completion"
-    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+    usage: Usage | UnsetType | None = UNSET
     kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
+class ChatCompletion(Answer, kw_only=True):
+    """Answer of /v1/chat/completions."""
+
+    object: str = "chat.completion"
+    choices: list[ChatChoice]
+    prompt_logprobs: list[Any] | UnsetType | None = UNSET
+
+
 class Delta(Struct):
-    """What is new in an answer."""
+    """The new part of an answer."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
-    """News of one of the `n` answers."""
+    """The new part of one of the `n` answers."""
 
     index: int
     delta: Delta
@@ -104,20 +109,15 @@ class ChatChunkChoice(Struct):
     stop_reason: int | str | UnsetType | None = UNSET
 
 
-class ChatChunk(Struct):
+class ChatChunk(Answer, kw_only=True):
     """An event in the stream of a chat."""
 
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
-    usage: Usage | UnsetType | None = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    choices: list[ChatChunkChoice]
 
 
 class CompletionChoice(Struct):
-    """One completion, or what is new in it."""
+    """One completion, or its new part."""
 
     index: int
     text: str
@@ -127,16 +127,11 @@ class CompletionChoice(Struct):
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
-class Completion(Struct):
+class Completion(Answer, kw_only=True):
     """Answer of /v1/completions, and an event in its stream."""
 
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
     object: str = "text_completion"
-    usage: Usage | UnsetType | None = UNSET
-    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+    choices: list[CompletionChoice]
 
 
 class Model(Struct):
@@ -180,7 +175,7 @@ class Version(Struct):
 
 
 class KVTransfer(Struct):
-    """Answer of /kv_transfer: of each engine that shares KV, who it is and where others may ask for it."""
+    """Answer of /kv_transfer: for each engine that shares KV, its id, its role, and its address for other engines."""
 
     engines: list[dict[str, Any]]
 
@@ -195,7 +190,7 @@ class ErrorDetails(Struct):
 
 
 class Error(Struct):
-    """The answer when something is wrong."""
+    """The answer to a request that fails."""
 
     error: ErrorDetails
 
@@ -210,7 +205,7 @@ def schemas() -> dict[str, Any]:
 
 
 def documented(answer: type[Struct] | None) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route, for the OpenAPI description; without an answer, those to what goes wrong."""
+    """The `responses` of a route, for the OpenAPI description; without an answer, only the errors."""
 
     def reference(name: str) -> dict[str, Any]:
         return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}

@@ -1,4 +1,4 @@
-"""The server's process: its signals, and its end."""
+"""The server's process: its signals and its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm.server.app import create_app
 from nanovllm.server.listen import ready_message
 from nanovllm.server.signalled import SignalledServer
 
-# When the time to drain is over, requests are aborted and only have to send their last chunk.
+# After the time to drain, requests are aborted and get this time to send their last chunk.
 LAST_CHUNK_SECONDS = 5
 
 
@@ -32,14 +32,12 @@ class Server(SignalledServer):
     def __init__(self, app: FastAPI, engine: AsyncEngine, banner: str, shutdown_timeout: float) -> None:
         grace = int(shutdown_timeout) + LAST_CHUNK_SECONDS
         super().__init__(app, banner, timeout_graceful_shutdown=grace)
-        self.engine = engine
-        self.shutdown_timeout = shutdown_timeout
-        self._draining: asyncio.Task[None] | None = None
+        self.engine, self.shutdown_timeout = engine, shutdown_timeout
 
     def on_signal(self, number: int) -> None:
-        """Drain the engine, or at a second signal leave at once."""
+        """Drain the engine; at a second signal, end at once."""
         if self.should_exit:
-            os._exit(128 + number)  # the engine's process notices that its parent is gone
+            os._exit(128 + number)  # the engine's process notices that its parent has ended
         self.should_exit = True
         self._draining = asyncio.get_running_loop().create_task(self.engine.drain(self.shutdown_timeout))
 
@@ -56,13 +54,13 @@ async def run_server(
     Args:
         listener: a bound socket.
         model: the model's name in the API.
-        access: which clients may come in.
+        access: which clients may use the server.
         shutdown_timeout: seconds after which requests that still run are aborted.
     """
     try:
         app = create_app(engine, model, access)
         server = Server(app, engine, ready_message(listener, model, access.api_keys), shutdown_timeout)
-        # The garbage collector stops the event loop: it need not walk over modules, routes and the tokenizer each time.
+        # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
         gc.freeze()
         await server.serve([listener])
     finally:

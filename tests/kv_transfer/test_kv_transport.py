@@ -344,15 +344,15 @@ class Guest:
         Fetch(0, 2, 0, 3, [1]),
         Fetch(0, 2, -1, 1, [1]),
         Fetch(0, 2, 0, 0, [1]),
-        Push("never asked for", 0, 1, 0, 2, [1]),
-        Push("expected", 0, 1, 0, 2, [3]),
-        Push("expected", 0, 1, 0, 2, [-9]),
-        Push("expected", 2, 3, 0, 2, [1]),
-        Push("expected", 0, 3, 0, 2, [1]),
-        Push("expected", 1, 1, 0, 2, [1]),
-        Push("expected", -1, 1, 0, 2, [1]),
-        Push("expected", 0, 1, 0, 1, [1]),
-        Push("expected", 0, 1, 1, 2, [1]),
+        Push(0, 1, 0, 2, [1], "never asked for"),
+        Push(0, 1, 0, 2, [3], "expected"),
+        Push(0, 1, 0, 2, [-9], "expected"),
+        Push(2, 3, 0, 2, [1], "expected"),
+        Push(0, 3, 0, 2, [1], "expected"),
+        Push(1, 1, 0, 2, [1], "expected"),
+        Push(-1, 1, 0, 2, [1], "expected"),
+        Push(0, 1, 0, 1, [1], "expected"),
+        Push(0, 1, 1, 2, [1], "expected"),
         Finish("never asked for"),
     ],
 )
@@ -362,7 +362,7 @@ def test_requests_that_are_refused(pair, message):
     rank.transport.expect("expected", [other.transport.address], [1, 2])
     with pytest.raises(Refused):
         guest.ask(message)
-    guest.ask(Push("expected", 0, 1, 0, 2, [1]))  # it goes on
+    guest.ask(Push(0, 1, 0, 2, [1], "expected"))  # it goes on
     assert not rank.wrong_blocks()
     guest.connection.close()
 
@@ -386,7 +386,7 @@ def test_a_payload_of_another_length_is_not_written(size):
     rank, other = two_ranks("tcp", layouts()[0], layouts()[0])
     rank.transport.expect("expected", [other.transport.address], [1])
     guest = Guest(rank, other.transport.id)
-    guest.ask(Push("expected", 0, 1, 0, 2, [1]))
+    guest.ask(Push(0, 1, 0, 2, [1], "expected"))
     with suppress(PeerLost):  # it may have closed the connection before all is sent
         guest.connection.send(encode(Moved()), [memoryview(b"x" * size)])
     assert only(rank.wait()).invalid_block_ids == {1}

@@ -20,7 +20,7 @@ import pytest_asyncio
 from starlette.testclient import TestClient
 
 from nanovllm import SamplingParams
-from nanovllm.cli import main as cli
+from nanovllm.cli import serve as serve_cli
 from nanovllm.cli import trace as trace_cli
 from nanovllm.cli.main import main
 from nanovllm.data.config import EngineConfig
@@ -517,7 +517,7 @@ def test_one_is_told_when_everybody_can_read(
     async def serve(config: EngineConfig, listener: socket.socket, arguments: Any) -> None:
         listener.close()
 
-    monkeypatch.setattr(cli, "_serve", serve)
+    monkeypatch.setattr(serve_cli, "_serve", serve)
     assert main(["serve", "--port", "0", *words]) == 0
     error = capsys.readouterr().err
     assert error.count("\n") == error.count("all who can reach 0.0.0.0 can read all prompts") == is_open
@@ -677,8 +677,10 @@ def test_a_trace_that_was_cut_off_can_be_read_all_the_same(
 def test_without_matplotlib_pictures_are_a_clear_error(
     recorded: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nanovllm.lab.viz.animation.animate", None)
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in list(sys.modules):
+        if name.startswith("nanovllm.lab.viz"):
+            monkeypatch.delitem(sys.modules, name)
+        elif name.split(".")[0] == "matplotlib":
+            monkeypatch.setitem(sys.modules, name, None)
     assert main(["trace", str(recorded), "--gif", "never.gif"]) == 2
     assert "pip install 'nanovllm[course]'" in capsys.readouterr().err

@@ -17,10 +17,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from nanovllm.cli.main import engine_config, main
+from nanovllm.cli.main import COMMANDS, main
+from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
 from nanovllm.server import connections, listen
 from nanovllm.server.access import Access, api_keys
+from nanovllm.server.commandline import Parser, engine_config
 from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware, OriginMiddleware, protect
 from nanovllm.server.shares import Share, check_room, current_share, place
 from nanovllm.server.signalled import SignalledServer
@@ -51,11 +53,9 @@ def client_of(access: Access, base: str = "http://127.0.0.1:8000") -> httpx.Asyn
 
 def arguments_of(command: str, *words: str) -> argparse.Namespace:
     """A command line as `main` parses it."""
-    from nanovllm.cli.main import COMMANDS, Parser
-
     parser = Parser()
-    COMMANDS[command].load(COMMANDS[command].add_arguments)(parser)
-    return parser.parse_args(words, argparse.Namespace(parser=parser))
+    load(f"{COMMANDS[command][1]}:add_arguments", command)(parser)
+    return parser.parse_args(words)
 
 
 # ---------------------------------------------------------------- host names and origins

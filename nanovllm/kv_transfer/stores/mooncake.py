@@ -21,13 +21,14 @@ BUFFER_BYTES = 32 << 20  # passes at a time
 
 # Mooncake's return codes which say that the master does not answer.
 _NO_MASTER = range(-999, -899)
-_DEFAULTS: dict[str, Any] = {
-    "master_server_address": "127.0.0.1:50051",
-    "metadata_server": "P2PHANDSHAKE",
+_DEFAULTS: dict[str, Any] = {  # in the order of the arguments of Mooncake's `setup`, except for the last one
     "local_hostname": "127.0.0.1",
+    "metadata_server": "P2PHANDSHAKE",
+    "global_segment_size": 1 << 30,
+    "local_buffer_size": 1 << 20,
     "protocol": "tcp",
     "device_name": "",
-    "global_segment_size": 1 << 30,
+    "master_server_address": "127.0.0.1:50051",
     "listen_on_all_interfaces": False,
 }
 
@@ -41,8 +42,8 @@ class MooncakeStore(ServerStore):
     Args:
         entry_bytes: length of every entry.
         settings: under the names of Mooncake's own configuration file: master_server_address, metadata_server, local_hostname,
-            protocol ("tcp" or "rdma"), device_name, global_segment_size in bytes. And listen_on_all_interfaces, which must be
-            true: Mooncake's client listens on every interface, and requires no secret.
+            protocol ("tcp" or "rdma"), device_name, global_segment_size and local_buffer_size in bytes. And
+            listen_on_all_interfaces, which must be true: Mooncake's client listens on every interface, and requires no secret.
 
     Raises:
         ValueError: a setting that makes no sense, a missing package, or no master.
@@ -81,16 +82,7 @@ class MooncakeStore(ServerStore):
                 f"the pool 'mooncake' needs a package, pip install 'nanovllm[mooncake]', and the system's libibverbs1: {error}"
             ) from error
         store = MooncakeDistributedStore()
-        code = store.setup(
-            settings["local_hostname"],
-            settings["metadata_server"],
-            settings["global_segment_size"],
-            1 << 20,  # of Mooncake's own, which this class does not use
-            settings["protocol"],
-            settings["device_name"],
-            settings["master_server_address"],
-        )
-        if code != 0:
+        if (code := store.setup(*list(settings.values())[:-1])) != 0:
             raise ValueError(
                 f"Mooncake's master at {settings['master_server_address']} cannot be used (error {code}): start it with "
                 f"mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1, or name another master_server_address"

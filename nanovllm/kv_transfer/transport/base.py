@@ -279,7 +279,7 @@ class Transport(BlockServer):
             _, _, mark = peer.writes.popleft()
             end += 1
         transfer_id, piece, local, remote = parts
-        request = messages.Push(transfer_id, first, end, piece.remote_head, piece.num_heads, remote)
+        request = messages.Push(first, end, piece.remote_head, piece.num_heads, remote, transfer_id)
 
         def push(connection: Connection, reach: Reach) -> None:
             messages.ask(connection, request, self.timeout)
@@ -317,15 +317,14 @@ class Transport(BlockServer):
             Why it could not be done.
         """
         # Connecting may take seconds, during which the transfer can still be cancelled: no block is touched yet.
-        error = peer.attempt(lambda connection, reach: None)
-        if not error and (refused := self.transfers.enter(transfer_id, peer.id)):
-            return refused
-        if not error:
-            failed = "the thread that moves blocks has met an error; see the log"
+        if not (error := peer.attempt(lambda connection, reach: None)):
+            if refused := self.transfers.enter(transfer_id, peer.id):
+                return refused
+            error = "the thread that moves blocks has met an error; see the log"
             try:
-                failed = error = peer.attempt(work)
+                error = peer.attempt(work)
             finally:
-                self.transfers.leave(transfer_id, peer.id, arrived, failed, finished)
+                self.transfers.leave(transfer_id, peer.id, arrived, error, finished)
         if error:
             self.cancel(transfer_id, error)
         return error

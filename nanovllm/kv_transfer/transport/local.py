@@ -248,7 +248,7 @@ class LocalTransport(Transport):
 
     def serve_fetch(self, connection: Connection, fetch: Fetch) -> None:
         """Send blocks straight out of the cache."""
-        for layer in range(fetch.first_layer, fetch.end_layer):
+        for layer in fetch.layers:
             data = self._rows.outgoing(layer, fetch.head, fetch.num_heads, fetch.block_ids)
             connection.send(encode(Answer()), data)
 

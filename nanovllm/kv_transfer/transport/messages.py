@@ -53,21 +53,16 @@ class Fetch(msgspec.Struct, tag="fetch"):
     num_heads: int
     block_ids: list[int]
 
+    @property
+    def layers(self) -> range:
+        """The layers to be moved."""
+        return range(self.first_layer, self.end_layer)
 
-class Push(msgspec.Struct, tag="push"):
+
+class Push(Fetch, tag="push"):
     """Asks to write into the receiver's blocks. After its `Answer` the sender writes, and then sends `Moved`."""
 
     transfer_id: str
-    first_layer: int
-    end_layer: int
-    head: int
-    num_heads: int
-    block_ids: list[int]
-
-    @property
-    def layers(self) -> range:
-        """The layers to be written."""
-        return range(self.first_layer, self.end_layer)
 
 
 class Moved(msgspec.Struct, tag="moved"):

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -43,7 +43,7 @@ class _Memory(msgspec.Struct):
     agent: bytes
     addresses: list[int]
     device: int
-    kind: str
+    kind: Literal["DRAM", "VRAM"]
 
 
 def _load(host: str, device: torch.device) -> Any:
@@ -71,8 +71,6 @@ class NixlReach:
     def __init__(self, transport: NixlTransport, connection: Connection, theirs: messages.Hello) -> None:
         self._transport, self._connection, self._layout = transport, connection, theirs.layout
         self._memory = msgspec.msgpack.decode(theirs.memory, type=_Memory)
-        if self._memory.kind not in ("DRAM", "VRAM"):
-            raise ValueError(f"{connection.peer} has its caches in {self._memory.kind!r}")
         self._addresses = dict(zip(theirs.layout.layers, self._memory.addresses, strict=True))
         self._name = transport.call("add_remote_agent", self._memory.agent)
 
@@ -154,7 +152,7 @@ class NixlTransport(Transport):
     def _prepare(self, host: str) -> None:
         api = _load(host, self.device)
         self.device_index = self.device.index or 0
-        self.memory_kind = "VRAM" if self.device.type == "cuda" else "DRAM"
+        self.memory_kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
         self._lock = threading.Lock()
         known = vars(api.nixlBind).values()
         self._errors = tuple(kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -64,6 +64,13 @@ def common_piece(mine: KVLayout, theirs: KVLayout, peer: int = 0) -> Piece | Non
     return Piece(peer, layers, first - mine.heads.start, first - theirs.heads.start, num_heads)
 
 
+def _pieces(mine: KVLayout, theirs: tuple[KVLayout, ...], exchanges: Callable[[KVLayout], bool]) -> tuple[Piece, ...]:
+    for other in theirs:
+        check_same(mine.fingerprint, other.fingerprint)
+    peers = [(common_piece(mine, other, peer), other) for peer, other in enumerate(theirs)]
+    return tuple(piece for piece, other in peers if piece is not None and exchanges(other))
+
+
 @lru_cache(maxsize=256)
 def pieces_from(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ...]:
     """What this rank reads from which ranks of another engine: every layer and head of its own exactly once.
@@ -76,15 +83,11 @@ def pieces_from(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ..
     Raises:
         ValueError: the layouts do not fit, or a layer or head is missing or there twice.
     """
-    found = []
-    for peer, other in enumerate(theirs):
-        check_same(mine.fingerprint, other.fingerprint)
-        if other.replica == mine.replica % other.num_replicas and (piece := common_piece(mine, other, peer)):
-            found.append(piece)
+    found = _pieces(mine, theirs, lambda other: other.replica == mine.replica % other.num_replicas)
     cells = [(layer, p.local_head + head) for p in found for layer in p.layers for head in range(p.num_heads)]
     if len(cells) != len(set(cells)) or len(cells) != len(mine.layers) * len(mine.heads):
         raise ValueError(f"the other engine's {len(theirs)} ranks do not have every layer and KV head exactly once")
-    return tuple(found)
+    return found
 
 
 @lru_cache(maxsize=256)
@@ -94,9 +97,4 @@ def pieces_to(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ...]
     Raises:
         ValueError: the layouts do not fit.
     """
-    found = []
-    for peer, other in enumerate(theirs):
-        check_same(mine.fingerprint, other.fingerprint)
-        if mine.replica == other.replica % mine.num_replicas and (piece := common_piece(mine, other, peer)):
-            found.append(piece)
-    return tuple(found)
+    return _pieces(mine, theirs, lambda other: mine.replica == other.replica % mine.num_replicas)

@@ -60,16 +60,16 @@ class BlockServer:
         if isinstance(request, Moved):
             raise CorruptFrame(f"{connection.peer} wrote what it was not allowed to")
         try:
-            if not isinstance(request, Fetch):  # a writer may be ahead of what this rank's engine has been told
+            if isinstance(request, Push | Finish):  # a writer may be ahead of what this rank's engine has been told
                 self.transfers.is_known(request.transfer_id, min(_GRACE, self.timeout))
-            if isinstance(request, Fetch):
-                self._check_fetch(request)
-                self.serve_fetch(connection, request)
-            elif isinstance(request, Push):
+            if isinstance(request, Push):
                 self._check_push(theirs, request)
-            else:
+            elif isinstance(request, Finish):
                 self._finish(theirs, request)
                 connection.send(messages.encode(Answer()))
+            else:
+                self._check_fetch(request)
+                self.serve_fetch(connection, request)
         except (Refused, ValueError) as error:
             connection.send(messages.encode(Answer(str(error))))
             return

@@ -1,0 +1,125 @@
+"""`nanovllm serve`: a server for one model; or, with --prefill N --decode M, several servers and a router."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import MissingPartError, load
+from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access
+from nanovllm.server.commandline import (
+    UsageError,
+    add_address_arguments,
+    add_model_argument,
+    add_shutdown_argument,
+    engine_config,
+    keys_of,
+    listen,
+)
+from nanovllm.server.listen import is_loopback
+from nanovllm.server.options import add_options, count
+
+if TYPE_CHECKING:
+    from nanovllm.engine.async_engine import AsyncEngine
+
+# When the engine dies, the server still answers requests for this time.
+LAST_ANSWER_SECONDS = 0.5
+FLEET = "--prefill and --decode"
+
+API_KEY_HELP = (
+    "a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable "
+    "NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, unseen by ps. No key is needed for "
+    f"{', '.join(sorted(OPEN_PATHS))} and {OPEN_FOLDER}. Of several keys, each has its share of the waiting places: "
+    "--max-num-waiting divided by the number of keys"
+)
+SHOW_TEXT_HELP = "let everybody who watches (GET / and /trace) read the prompts and answers of all requests"
+EXIT_HELP = (
+    "end at once when standard input is closed, as by the end of the process that has started this one, and when the "
+    "engine is dead (else the server answers 503 until it is ended)"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    add_model_argument(parser)
+    group = parser.add_argument_group("server", LIMITS)
+    add_address_arguments(group)
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
+    add_shutdown_argument(group)
+    group.add_argument("--show-text", action="store_true", help=SHOW_TEXT_HELP)
+    group.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
+    about = "start several servers on this machine, each for one of the two, and a router"
+    group = parser.add_argument_group("prefill and decode", about)
+    for name in ("prefill", "decode"):
+        help = f"servers that {name} (default: no such)"
+        group.add_argument(f"--{name}", type=count, default=0, metavar="N", help=help)
+    with contextlib.suppress(MissingPartError):
+        add_options(load("nanovllm.router.config:RouterConfig", FLEET), group)
+    EngineConfig.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes. Under torchrun only rank 0 listens; the others compute for it, and end with it."""
+    from nanovllm.executor.base import is_follower
+
+    config = engine_config(arguments)
+    if is_follower(config):
+        follow = load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")
+        try:
+            follow(config)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    arguments.api_key = keys_of(arguments.api_key)
+    if arguments.prefill or arguments.decode:
+        return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
+    listener = listen(arguments)
+    if arguments.show_text and not arguments.api_key and not is_loopback(listener):
+        host = listener.getsockname()[0]
+        warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
+        print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
+    try:
+        asyncio.run(_serve(config, listener, arguments))
+    except asyncio.CancelledError:  # a signal came while the engine was starting
+        return 128 + signal.SIGTERM
+    return 0
+
+
+async def _serve(config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
+    from nanovllm.engine.async_engine import AsyncEngine
+    from nanovllm.text.chat_template import PROCESS
+
+    this_task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert this_task is not None
+    loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
+    if arguments.exit_with_stdin:  # the engine's process notices that its parent has ended
+        loop.add_reader(sys.stdin.fileno(), os._exit, 1)
+    # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
+    # that renders templates starts.
+    server, _, engine = await asyncio.gather(
+        asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
+        asyncio.to_thread(PROCESS.start),
+        AsyncEngine.start(config, arguments.show_text),
+    )
+    # The process that has started this server starts another one in its place; this one would answer 503 for ever.
+    ending = asyncio.create_task(_end_with(engine)) if arguments.exit_with_stdin else None
+    access = Access.from_arguments(arguments, listener, arguments.api_key)
+    try:
+        name = config.served_model_name or config.model
+        await server.run_server(engine, listener, name, access, arguments.shutdown_timeout)
+    finally:
+        if ending is not None:
+            ending.cancel()
+
+
+async def _end_with(engine: AsyncEngine) -> None:
+    await engine.died.wait()
+    await asyncio.sleep(LAST_ANSWER_SECONDS)
+    os._exit(1)
