@@ -67,7 +67,7 @@ def free_memory(runner: ModelRunner) -> int:
         ranks = config.world_size * config.data_parallel_size
         return min(psutil.virtual_memory().available // 4, 4 * gib) // ranks
     with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-        found = profile(runner)
+        found = profile_run(runner)
     share = config.gpu_memory_utilization
     left = found.left(share)
     logger.info(
@@ -77,7 +77,7 @@ def free_memory(runner: ModelRunner) -> int:
     return left
 
 
-def profile(runner: ModelRunner) -> MemoryProfile:
+def profile_run(runner: ModelRunner) -> MemoryProfile:
     """Run the largest step that there can be, record two graphs, and measure what that takes."""
     device = runner.device
     torch.cuda.empty_cache()
