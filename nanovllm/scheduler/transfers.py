@@ -35,8 +35,11 @@ def update_from_transfers(scheduler: Scheduler) -> list[EngineOutput]:
     if not (ended := scheduler.connector.take_output()):
         return []
     for request_id, transfer_id in ended.abandoned.items():
-        request = scheduler.requests[request_id]
-        scheduler.manager.hold(request, transfer_id)  # the peer may still write to these blocks
+        # The peer may still write to these blocks: they are held under the transfer's name.
+        if (request := scheduler.requests.get(request_id)) is None:  # it has ended meanwhile
+            scheduler.manager.held[transfer_id] = scheduler.manager.held.pop(request_id)
+            continue
+        scheduler.manager.hold(request, transfer_id)
         request.num_computed_tokens = 0
         scheduler.move(request, RequestStatus.WAITING)
     for name in ended.finished_sending | ended.finished_recving:
