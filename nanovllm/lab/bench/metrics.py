@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 #: Ratios closer to 1 than this are ties, since a shared machine is no steadier.
@@ -126,9 +128,28 @@ def compare(runs: Sequence[tuple[float, float]], higher_is_better: bool) -> tupl
     return pairs, "unclear" if not agree else "better" if ratio > 1 else "worse"
 
 
-def in_turn(names: Sequence[T], round_number: int) -> list[T]:
-    """The names, in reverse order every other time, so that no trend favours any of them."""
-    return list(names)[:: -1 if round_number % 2 else 1]
+def alternate(works: Mapping[K, Callable[[], T]], rounds: int, warm_up: int = 1) -> dict[K, list[T]]:
+    """Run works in turn, and return their results by round. Every other round runs in reverse order, so that no trend favours
+    any of the works.
+
+    Args:
+        warm_up: rounds before those that count.
+    """
+    found: dict[K, list[T]] = {name: [] for name in works}
+    for turn in range(warm_up + rounds):
+        for name in list(works)[:: -1 if turn % 2 else 1]:
+            result = works[name]()
+            if turn >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def timed(*works: Callable[[], object]) -> float:
+    """Run works one after another; returns the seconds of all."""
+    start = time.perf_counter()
+    for work in works:
+        work()
+    return time.perf_counter() - start
 
 
 def slowest(per_rank: Sequence[Sequence[float]]) -> list[float]:

@@ -36,7 +36,7 @@ from nanovllm.lab.bench.roofline import ModelCost
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.cases import attention_case, oracle, relative_error
 from nanovllm.models.config import ModelConfig
-from tests.gpu import test_kernels, test_sanitizer, test_tokens
+from tests.gpu import test_divided, test_kernels, test_sanitizer
 from tests.oracle import reference_tokens
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -331,11 +331,11 @@ def test_a_wrong_divided_engine_is_found(
             os.write(2, f"balancedness of experts: 0.50, now 0.90; {moved} bytes moved\n".encode())
         return tokens
 
-    monkeypatch.setattr(test_tokens, "tiny", lambda kind: "")
-    monkeypatch.setattr(test_tokens, "undivided", lambda kind: ([], {}, [[1, 2]]))
-    monkeypatch.setattr(test_tokens, "tokens_of", run)
+    monkeypatch.setattr(test_divided, "tiny", lambda kind: "")
+    monkeypatch.setattr(test_divided, "undivided", lambda kind: ([], {}, [[1, 2]]))
+    monkeypatch.setattr(test_divided, "tokens_of", run)
     with pytest.raises(AssertionError, match=message) if message else contextlib.nullcontext():
-        test_tokens.test_two_ranks_sample_the_tokens_of_one(name)
+        test_divided.test_two_ranks_sample_the_tokens_of_one(name)
 
 
 # ---------------------------------------------------------------- arithmetic

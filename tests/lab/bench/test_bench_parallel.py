@@ -17,7 +17,7 @@ from nanovllm.cli.main import main
 from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.lab.bench.metrics import in_turn, slowest
+from nanovllm.lab.bench.metrics import alternate, slowest
 from nanovllm.lab.bench.parallel import all_reduce, engines, pipeline, shuffle
 from nanovllm.lab.bench.report import number
 from nanovllm.lab.processes import RankFailed, run_ranks
@@ -131,7 +131,9 @@ def test_executors_are_compared_in_pairs() -> None:
 
 
 def test_small_things() -> None:
-    assert in_turn(("a", "b"), 0) == ["a", "b"] and in_turn(("a", "b"), 1) == ["b", "a"]
+    done: list[str] = []
+    works = {name: lambda name=name: done.append(name) or len(done) for name in "ab"}
+    assert alternate(works, rounds=2) == {"a": [4, 5], "b": [3, 6]} and "".join(done) == "abbaab"
     assert slowest([[1.0, 5.0], [2.0, 3.0]]) == [2.0, 5.0]
 
 

@@ -70,7 +70,8 @@ def plan(dry_run: bool) -> list[Part]:
             for i in range(shares)
         ),
         ("compute-sanitizer", "proofs:prove", ("test_sanitizer.py",), 120),
-        ("greedy tokens", "proofs:prove", ("test_tokens.py",), 180),
+        ("greedy tokens", "proofs:prove", ("test_tokens.py",), 120),
+        ("two GPUs, greedy tokens", "proofs:prove", ("test_divided.py",), 180),
         ("decode attention", "attention:decode", (), 60),
         ("latent attention", "attention:latent", (), 60),
         ("prefill attention", "attention:prefill", (), 90),

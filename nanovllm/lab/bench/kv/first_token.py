@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from nanovllm.lab.bench.kv import transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
 
@@ -46,21 +48,23 @@ def ask(engines: Engines, way: str, prompt: Sequence[int]) -> Answer:
 
 
 def measure(engines: Engines, cases: list[Case], rounds: int, vocab_size: int) -> None:
-    """All ways in turn, each with prompts of its own; the first round is to warm up."""
-    for turn in range(rounds + 1):
-        for case in cases:
-            for way in in_turn(WAYS, turn):
-                prompt = draw(case.length, vocab_size, case.length, case.cached, way, turn)
-                warmed = ["one"] if way == ONE else ["decode", *["prefill"] * (case.cached == BOTH)]
-                for name in warmed if case.cached else ():
-                    engines.complete(engines.ask(name, prompt[: case.length // 2]))
-                answer = ask(engines, way, prompt)
-                if way != ONE and answer.num_cached < case.length - 1:
-                    raise RuntimeError(f"{way}: decode has KV of {answer.num_cached} of {case.length} tokens")
-                if turn:
-                    case.seconds[way].append(answer.ttft)
-                    if answer.prefilled is not None:
-                        case.prefilled.append(answer.prefilled - answer.timeline.start)
+    """All cases and ways in turn, each with prompts of its own."""
+
+    def run(case: Case, way: str, turns: Iterator[int]) -> Answer:
+        prompt = draw(case.length, vocab_size, case.length, case.cached, way, next(turns))
+        warmed = ["one"] if way == ONE else ["decode", *["prefill"] * (case.cached == BOTH)]
+        for name in warmed if case.cached else ():
+            engines.complete(engines.ask(name, prompt[: case.length // 2]))
+        answer = ask(engines, way, prompt)
+        if way != ONE and answer.num_cached < case.length - 1:
+            raise RuntimeError(f"{way}: decode has KV of {answer.num_cached} of {case.length} tokens")
+        return answer
+
+    works = {(i, way): partial(run, case, way, itertools.count()) for i, case in enumerate(cases) for way in WAYS}
+    for (i, way), answers in alternate(works, rounds).items():
+        cases[i].seconds[way] = [answer.ttft for answer in answers]
+        if way == PREFILL_FIRST:
+            cases[i].prefilled = [(answer.prefilled or 0.0) - answer.timeline.start for answer in answers]
 
 
 def measure_again(engines: Engines, length: int, vocab_size: int, rounds: int) -> float:

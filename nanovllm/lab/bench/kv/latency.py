@@ -8,12 +8,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 
@@ -169,9 +170,11 @@ def latency(setting: Setting) -> Iterator[Row]:
             prompts = [draw(load.prompt_len, vocab_size, "alone", i, way.name) for i in range(3)]
             way.alone = min(engines.complete(way.send(engines, prompt, load.output_len)).ttft for prompt in prompts)
         load = replace(load, pause=min(SPARE * max(way.alone for way in ways), LONGEST_PAUSE))
-        for turn in range(repeats):
-            for way in in_turn(ways, turn):
-                way.runs.append(run_load(engines, way, load, vocab_size, turn))
+
+        def run(way: Way) -> None:
+            way.runs.append(run_load(engines, way, load, vocab_size, len(way.runs)))
+
+        alternate({way.name: partial(run, way) for way in ways}, repeats, warm_up=0)
     yield from compare(load, ways)
 
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import psutil
 
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal
 from nanovllm.server.listen import bind
@@ -133,11 +133,8 @@ def router(setting: Setting) -> Iterator[Row]:
                 for ask in both * 3:  # connections open, and code gets warm
                     ask()
                 before = sum(process.cpu_times()[:2])
-                times: tuple[list[float], list[float]] = [], []
-                for turn in range(rounds):
-                    for index in in_turn((0, 1), turn):
-                        times[index].append(both[index]())
-                yield from compare(name, *times, (sum(process.cpu_times()[:2]) - before) / rounds)
+                times = alternate(dict(enumerate(both)), rounds, warm_up=0)
+                yield from compare(name, times[0], times[1], (sum(process.cpu_times()[:2]) - before) / rounds)
 
 
 def compare(name: str, direct: Sequence[float], routed: Sequence[float], processor: float) -> Iterator[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -9,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from nanovllm.kv_transfer.stores.store import KEY_BYTES, KVStore
 from nanovllm.lab.bench.kv import transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
 from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, places
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 
@@ -124,35 +126,42 @@ def measure_lengths(engines: Engines, found: Sequence[Place], tiers: Tiers, voca
         for prompt in prompts.values():
             fill(engines, place.name, prompt)
     by_name = {place.name: place for place in found}
-    names = [AGAIN, *by_name]
+
+    def run(length: int, name: str) -> dict[str, float]:
+        engine, prompt = PLAIN if name == AGAIN else name, prompts[length]
+        took = {name: ask_again(engines, engine, prompt, by_name.get(name))}
+        if name == AGAIN:  # now it is in the pool
+            took[POOL] = engines.complete(engines.ask(PLAIN, prompt))
+        for way, answer in took.items():
+            if answer.num_cached != (0 if way == AGAIN else length):
+                raise RuntimeError(f"{way}: {answer.num_cached} of {length} tokens were cached")
+        return {way: answer.ttft for way, answer in took.items()}
+
+    ways = list(itertools.product(prompts, (AGAIN, *by_name)))
     tiers.ttfts = {name: {length: [] for length in prompts} for name in (AGAIN, POOL, *by_name)}
-    for turn in range(tiers.plan.rounds + 1):
-        for length, prompt in prompts.items():
-            for name in in_turn(names, turn):
-                engine = PLAIN if name == AGAIN else name
-                took = {name: ask_again(engines, engine, prompt, by_name.get(name))}
-                if name == AGAIN:  # now it is in the pool
-                    took[POOL] = engines.complete(engines.ask(PLAIN, prompt))
-                for way, answer in took.items():
-                    expected = 0 if way == AGAIN else length
-                    if answer.num_cached != expected:
-                        raise RuntimeError(f"{way}: {answer.num_cached} tokens were there, and not {expected}")
-                    if turn:  # the first round is to warm up
-                        tiers.ttfts[way][length].append(answer.ttft)
+    for (length, _), rounds in alternate({way: partial(run, *way) for way in ways}, tiers.plan.rounds).items():
+        for name, ttft in itertools.chain.from_iterable(took.items() for took in rounds):
+            tiers.ttfts[name][length].append(ttft)
 
 
 def measure_documents(engines: Engines, tiers: Tiers, vocab_size: int) -> None:
     """Questions about documents, one after another, to an engine with each place, in turn. All caches are empty at first."""
     plan, names = tiers.plan, list(engines.specs)
     documents = [draw(plan.document_len, vocab_size, "document", i) for i in range(plan.num_documents)]
-    tiers.documents = {name: [] for name in names}
+    prompts = [
+        [*documents[chosen], *draw(plan.question_len, vocab_size, "question", turn)]
+        for turn, chosen in enumerate(plan.questions())
+    ]
+
+    def run(name: str, questions: Iterator[list[int]]) -> tuple[float, float]:
+        prompt = next(questions)
+        answer = engines.complete(engines.ask(name, prompt))
+        return answer.ttft, answer.num_cached / len(prompt)
+
     for name in names:
         engines.reset_prefix_cache(name)
-    for turn, chosen in enumerate(plan.questions()):
-        prompt = [*documents[chosen], *draw(plan.question_len, vocab_size, "question", turn)]
-        for name in in_turn(names, turn):
-            answer = engines.complete(engines.ask(name, prompt))
-            tiers.documents[name].append((answer.ttft, answer.num_cached / len(prompt)))
+    works = {name: partial(run, name, iter(prompts)) for name in names}
+    tiers.documents = alternate(works, len(prompts), warm_up=0)
 
 
 def tiers(setting: Setting) -> Iterator[Row]:

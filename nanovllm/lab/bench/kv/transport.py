@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import mmap
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +17,7 @@ from nanovllm.distributed.groups import Grid, get_world_group
 from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate, timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, number, paired
 from nanovllm.lab.processes import run_ranks
@@ -72,24 +72,22 @@ def time_transfers(layout: KVLayout, rounds: int) -> Seconds:
     random.Random(0).shuffle(ids)
     here, there = ids[: len(ids) // 2], ids[len(ids) // 2 :]
     ways = {name: _Way(kind, layout) for name, kind in transports().items()}
-    copy = _plain_copy(layout, len(here))
-    seconds: Seconds = {name: [] for name in (COPY, *ways)}
+    copy, names = _plain_copy(layout, len(here)), map(str, itertools.count())
+
+    def run(name: str) -> float:
+        if name == COPY:
+            took = timed(copy) if world.is_last else 0.0
+        else:
+            took = (ways[name].write if name == WRITE else ways[name].read)(next(names), here, there)
+        world.barrier()
+        return took
+
     try:
-        for turn in range(rounds + 1):
-            for name in in_turn(list(seconds), turn):
-                if name == COPY:
-                    took = _timed(copy) if world.is_last else 0.0
-                elif name == WRITE:
-                    took = ways[name].write(f"{name} {turn}", here, there)
-                else:
-                    took = ways[name].read(f"{name} {turn}", here, there)
-                world.barrier()
-                if turn:  # the first round is to warm up: memory is slow when it is touched for the first time
-                    seconds[name].append(took)
+        # The round to warm up matters: memory is slow when it is touched for the first time.
+        return alternate({name: partial(run, name) for name in (COPY, *ways)}, rounds)
     finally:
         for way in ways.values():
             way.transport.close()
-    return seconds
 
 
 class _Way:
@@ -108,7 +106,7 @@ class _Way:
         """The second rank fills its blocks `here` with the first one's `there`."""
         if self.world.is_first:
             return 0.0
-        took = _timed(lambda: self.transport.read(name, self.peers, here, there), self._end)
+        took = timed(lambda: self.transport.read(name, self.peers, here, there), self._end)
         assert all((cache[here[0]] == 1).all() for cache in self.caches.values()), "the other rank's numbers"
         for cache in self.caches.values():
             cache[here[0]] = 2
@@ -122,7 +120,7 @@ class _Way:
             self._end()
             return 0.0
         self.world.barrier()
-        return _timed(lambda: self._push(name, here, there), self._end)
+        return timed(lambda: self._push(name, here, there), self._end)
 
     def _push(self, name: str, here: list[int], there: list[int]) -> None:
         for layer in self.caches:
@@ -147,13 +145,6 @@ def _plain_copy(layout: KVLayout, num_blocks: int) -> Callable[[], None]:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 
     return copy
-
-
-def _timed(*works: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    for work in works:
-        work()
-    return time.perf_counter() - start
 
 
 def cache_layout(setting: Setting) -> KVLayout:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from nanovllm.distributed.cost_model import fit, one_shot_all_reduce, ring_all_reduce
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.lab.bench.metrics import in_turn, slowest
+from nanovllm.lab.bench.metrics import alternate, slowest, timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.processes import run_ranks
@@ -33,21 +33,17 @@ def time_all_reduces(sizes: Sequence[int], calls: int, rounds: int) -> Times:
     shared = group.shared
     if shared is None:
         raise RuntimeError("there is no all-reduce in shared memory here: its functions are not compiled")
-    times: Times = {way: {size: [] for size in sizes} for way in (SHARED, GLOO)}
-    for turn in range(rounds + 1):
-        for size in sizes:
-            x = torch.zeros(size // 4)
-            count = calls if size <= 1 << 16 else max(2, calls // 5)
-            for way in in_turn(list(times), turn):
-                group.shared = shared if way == SHARED else None
-                group.all_reduce(x)  # the ranks begin together
-                start = time.perf_counter()
-                for _ in range(count):
-                    group.all_reduce(x)
-                if turn:  # the first round is to warm up
-                    times[way][size].append((time.perf_counter() - start) / count)
+
+    def run(way: str, size: int) -> float:
+        x, count = torch.zeros(size // 4), calls if size <= 1 << 16 else max(2, calls // 5)
+        group.shared = shared if way == SHARED else None
+        group.all_reduce(x)  # the ranks begin together
+        return timed(*[partial(group.all_reduce, x)] * count) / count
+
+    # The ways are neighbours in time, since they are compared pair by pair.
+    times = alternate({(way, size): partial(run, way, size) for size in sizes for way in (SHARED, GLOO)}, rounds)
     group.shared = shared
-    return times
+    return {way: {size: times[way, size] for size in sizes} for way in (SHARED, GLOO)}
 
 
 def predict(times: Times, world_size: int) -> Times:

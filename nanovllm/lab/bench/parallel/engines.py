@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from nanovllm.distributed.groups import Grid, get_tp_group
 from nanovllm.engine.core import EngineCore
 from nanovllm.lab.bench.local import TINY, add_requests, run_requests, start_engine, write_config
-from nanovllm.lab.bench.metrics import in_turn
+from nanovllm.lab.bench.metrics import alternate, timed
 from nanovllm.lab.bench.parallel.pipeline import Stopwatch
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal, paired
@@ -37,15 +38,10 @@ def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, di
     found: dict[int, dict[str, list[float]]] = {}
     try:
         for batch in BATCHES:
-            found[batch] = {name: [] for name in BACKENDS}
             for core in cores.values():
                 add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
                 core.step()  # the prompts
-            for turn in range(rounds + 1):
-                for name in in_turn(BACKENDS, turn):
-                    seconds = _median_step(cores[name], steps)
-                    if turn:  # the first round is to warm up
-                        found[batch][name].append(seconds)
+            found[batch] = alternate({name: partial(_median_step, core, steps) for name, core in cores.items()}, rounds)
             for core in cores.values():
                 for index in range(batch):
                     core.abort_request(str(index))
@@ -56,12 +52,7 @@ def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, di
 
 
 def _median_step(core: EngineCore, steps: int) -> float:
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        core.step()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(timed(core.step) for _ in range(steps))
 
 
 def executor(setting: Setting) -> Iterator[Row]:
@@ -141,22 +132,19 @@ def compare_weights(shares: dict[int, list[tuple[int, int]]]) -> Iterator[Row]:
 
 def time_grids(
     options: dict[str, Any], work: Workload, grids: dict[str, dict[str, int]], repeats: int
-) -> dict[str, list[tuple[float, float]]]:
-    """For each grid: seconds of the workload on one rank and on the grid, in turn."""
-    base, found = start_engine(**options), dict[str, list[tuple[float, float]]]()
+) -> dict[str, dict[str, list[float]]]:
+    """For each grid: seconds of the workload on "one" rank and on the "grid", in turn."""
+    base, found = start_engine(**options), dict[str, dict[str, list[float]]]()
+
+    def run(engine: Any, turns: Iterator[int]) -> float:
+        requests = work.requests(base.model_config.vocab_size, repeat=next(turns))
+        return timed(partial(run_requests, engine, requests))
+
     for name, sizes in grids.items():
         core = start_engine(**options | sizes)
         try:
-            found[name] = pairs = []
-            for repeat in range(repeats + 1):
-                requests = work.requests(base.model_config.vocab_size, repeat=repeat)
-                both = [0.0, 0.0]
-                for index in in_turn((0, 1), repeat):
-                    start = time.perf_counter()
-                    run_requests((base, core)[index], requests)
-                    both[index] = time.perf_counter() - start
-                if repeat:  # the first round is to warm up
-                    pairs.append((both[0], both[1]))
+            both = {"one": partial(run, base, itertools.count()), "grid": partial(run, core, itertools.count())}
+            found[name] = alternate(both, repeats)
         finally:
             core.close()
     return found
@@ -173,10 +161,7 @@ def count_collectives(options: dict[str, Any], batch: int, steps: int) -> dict[s
         core.step()
     watches = [Stopwatch(group, name) for name in ("all_reduce", "all_gather")]
     group.bytes_sent.clear()
-    start = time.perf_counter()
-    for _ in range(steps):
-        core.step()
-    seconds = (time.perf_counter() - start) / steps
+    seconds = timed(*[core.step] * steps) / steps
     config = core.model_config
     return {
         "step_seconds": seconds,
@@ -195,14 +180,13 @@ def throughput(setting: Setting) -> Iterator[Row]:
     grids |= {"pipeline parallel 2": {"pipeline_parallel_size": 2}, "data parallel 2": {"data_parallel_size": 2}}
     arguments = options, work, grids, setting.repeats
     for name, both in run_ranks(time_grids, Grid(), *arguments, threads=setting.threads)[0].items():
-        one, grid = ([pair[i] for pair in both] for i in (0, 1))
-        ratio = paired(grid, one)
+        ratio = paired(both["grid"], both["one"])
         yield goal(f"{name}: tokens/s, of one rank with all cores", ratio["median"], "×")
         yield {
             "table": f"{count} requests of {length} + {length} tokens on {setting.threads} cores",
             "grid": name,
-            "one rank, tokens/s": [count * length / seconds for seconds in one],
-            "the grid, tokens/s": [count * length / seconds for seconds in grid],
+            "one rank, tokens/s": [count * length / seconds for seconds in both["one"]],
+            "the grid, tokens/s": [count * length / seconds for seconds in both["grid"]],
             "ratio": ratio,
         }
     if size is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import pickle
 import statistics
@@ -9,12 +10,14 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Client, Listener
+from typing import Any
 
 from nanovllm.distributed.groups import Grid, get_world_group
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.lab.bench.local import TINY, add_requests, start_engine, write_config
-from nanovllm.lab.bench.metrics import in_turn, slowest
+from nanovllm.lab.bench.metrics import alternate, slowest
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal
 from nanovllm.lab.bench.workloads import BenchRequest
@@ -48,24 +51,27 @@ def send_orders(num_bytes: int, count: int, repeats: int) -> dict[str, list[floa
             for pipe in pipes:
                 pipe.send_bytes(message)
 
-        senders: dict[str, Callable[[bytes], None]] = {QUEUE: queue.put, PIPES: send_all}
+        channels: dict[str, Any] = {QUEUE: queue.put, PIPES: send_all}
     else:
         handle, address = world.broadcast_object(None)
         queue, pipe = MessageQueue.attach(handle, world.rank - 1), Client(address)
-        receivers: dict[str, Callable[[], bytes]] = {QUEUE: queue.get, PIPES: pipe.recv_bytes}
-    times: dict[str, list[float]] = {QUEUE: [], PIPES: []}
-    for turn in range(repeats):
-        for way in in_turn(list(times), turn):
-            for _ in range(count):
-                if world.is_first:
-                    time.sleep(PAUSE_SECONDS)
-                    start = time.perf_counter()
-                    senders[way](_STAMP.pack(start) + bytes(max(0, num_bytes - _STAMP.size)))
-                else:
-                    (start,) = _STAMP.unpack_from(receivers[way]())
-                times[way].append(time.perf_counter() - start)
+        channels = {QUEUE: queue.get, PIPES: pipe.recv_bytes}
+
+    def run(channel: Callable[..., bytes]) -> list[float]:
+        times = []
+        for _ in range(count):
+            if world.is_first:
+                time.sleep(PAUSE_SECONDS)
+                start = time.perf_counter()
+                channel(_STAMP.pack(start) + bytes(max(0, num_bytes - _STAMP.size)))
+            else:
+                (start,) = _STAMP.unpack_from(channel())
+            times.append(time.perf_counter() - start)
+        return times
+
+    found = alternate({way: partial(run, channel) for way, channel in channels.items()}, repeats, warm_up=0)
     world.barrier()
-    return times
+    return {way: list(itertools.chain(*rounds)) for way, rounds in found.items()}
 
 
 def orders(setting: Setting) -> Iterator[Row]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_ep_group
-from nanovllm.lab.bench.metrics import in_turn, slowest
+from nanovllm.lab.bench.metrics import alternate, slowest, timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.processes import run_ranks
@@ -67,13 +67,12 @@ def shuffle(num_tokens: int, num_experts: int, top_k: int, hidden: int, rounds: 
     whole()
     counted = group.bytes_sent["all_to_all"]
     works = {SHUFFLE: whole, BARE: bare, COPY: copy}
-    times: dict[str, list[float]] = {way: [] for way in works}
-    for turn in range(rounds):
-        for way in in_turn(list(works), turn):
-            group.all_reduce(torch.zeros(1))  # the ranks begin together
-            start = time.perf_counter()
-            works[way]()
-            times[way].append(time.perf_counter() - start)
+
+    def run(work: Callable[[], None]) -> float:
+        group.all_reduce(torch.zeros(1))  # the ranks begin together
+        return timed(work)
+
+    times = alternate({way: partial(run, work) for way, work in works.items()}, rounds, warm_up=0)
     # Each rank is also told how many rows will come: 8 bytes for each rank.
     sizes = hidden, x.element_size(), top_k
     formula = 8 * group.world_size + shuffle_bytes(sum(sent), sum(received), *sizes)
