@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
+from nanovllm.server import commandline
 from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access
-from nanovllm.server.commandline import (
-    UsageError,
-    add_address_arguments,
-    add_model_argument,
-    add_shutdown_argument,
-    engine_config,
-    keys_of,
-    listen,
-)
 from nanovllm.server.listen import is_loopback
 from nanovllm.server.options import add_options, count
 
@@ -40,7 +32,7 @@ API_KEY_HELP = (
     f"{', '.join(sorted(OPEN_PATHS))} and {OPEN_FOLDER}. Of several keys, each has its share of the waiting places: "
     "--max-num-waiting divided by the number of keys"
 )
-SHOW_TEXT_HELP = "let everybody who watches (GET / and /trace) read the prompts and answers of all requests"
+SHOW_TEXT_HELP = "let all readers of GET / and /trace see the prompts and answers of all requests"
 EXIT_HELP = (
     "end at once when standard input is closed, as by the end of the process that has started this one, and when the "
     "engine is dead (else the server answers 503 until it is ended)"
@@ -49,11 +41,11 @@ EXIT_HELP = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    add_model_argument(parser)
+    commandline.add_model_argument(parser)
     group = parser.add_argument_group("server", LIMITS)
-    add_address_arguments(group)
+    commandline.add_address_arguments(group)
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
-    add_shutdown_argument(group)
+    commandline.add_shutdown_argument(group)
     group.add_argument("--show-text", action="store_true", help=SHOW_TEXT_HELP)
     group.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
     about = "start several servers on this machine, each for one of the two, and a router"
@@ -67,20 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes. Under torchrun only rank 0 listens; the others compute for it, and end with it."""
+    """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for it, and end with it."""
     from nanovllm.executor.base import is_follower
 
-    config = engine_config(arguments)
+    config = commandline.engine_config(arguments)
     if is_follower(config):
         follow = load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")
         try:
             follow(config)
         except ValueError as error:
-            raise UsageError(str(error)) from error
-    arguments.api_key = keys_of(arguments.api_key)
+            raise commandline.UsageError(str(error)) from error
+    arguments.api_key = commandline.keys_of(arguments.api_key)
     if arguments.prefill or arguments.decode:
         return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
-    listener = listen(arguments)
+    listener = commandline.listen(arguments)
     if arguments.show_text and not arguments.api_key and not is_loopback(listener):
         host = listener.getsockname()[0]
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"

@@ -323,10 +323,10 @@ class AsyncEngine:
             broadcast.put(report.steps.get(i, ()))
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
-        news, stopped = self.output_processor.process(outputs)
+        new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:
             self._send(Command(abort=dict.fromkeys(stopped, "stop")))
-        for output in news:
+        for output in new_outputs:
             if self._texts is not None:
                 self._texts.add(output)
             stream = self._streams[output.request_id]

@@ -63,8 +63,8 @@ class Report:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
         refused: sequence id to reason, for what the engine could not take.
-        steps: by engine, lines of its trace (see `trace_format`) while somebody watches it, each with whether one can start to
-            read there.
+        steps: by engine, lines of its trace (see `trace.format`) while the trace has readers, each with whether a reader can start
+            there.
         limits: in the first report only: the engine is ready.
         trace_settings: in the first report only: what the trace's header says, of each engine.
         fatal: why the engine is about to end; empty while it lives.

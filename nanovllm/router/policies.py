@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
+
+from nanovllm.router.backends import Backend
 
 # Bytes per piece: some sixty tokens, a few blocks.
 PIECE_BYTES = 256
@@ -22,21 +24,6 @@ ROUTED_PIECES = 64
 CAPACITY = 16384
 # A server may have so many more running requests than the least busy one and still get a request for the sake of its prefix.
 MAX_IMBALANCE = 8
-
-
-class Candidate(Protocol):
-    """The attributes of a server that a policy reads.
-
-    Attributes:
-        index: its position among the servers of its kind.
-        num_running: requests that have been sent to it and have not ended.
-    """
-
-    index: int
-    num_running: int
-
-
-Server = TypeVar("Server", bound=Candidate)
 
 
 class RoundRobin:
@@ -49,7 +36,7 @@ class RoundRobin:
     def __init__(self, size: int) -> None:
         self.size, self._turn = size, 0
 
-    def choose(self, candidates: Sequence[Server], body: Mapping[str, Any]) -> Server:
+    def choose(self, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
         """The server that gets the request.
 
         Args:
@@ -61,10 +48,10 @@ class RoundRobin:
     def forget(self, index: int) -> None:
         """Note that a server has been restarted, and has an empty cache."""
 
-    def _distance(self, candidate: Candidate) -> int:
+    def _distance(self, candidate: Backend) -> int:
         return (candidate.index - self._turn) % self.size
 
-    def _take_turn(self, chosen: Server) -> Server:
+    def _take_turn(self, chosen: Backend) -> Backend:
         self._turn = (chosen.index + 1) % self.size
         return chosen
 
@@ -82,7 +69,7 @@ class PrefixAware(RoundRobin):
         self.capacity = capacity
         self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]
 
-    def choose(self, candidates: Sequence[Server], body: Mapping[str, Any]) -> Server:
+    def choose(self, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
         """The server that gets the request; from now on its text counts as cached there."""
         names = prefix_names(body)
 

@@ -30,9 +30,11 @@ def run_router(arguments: argparse.Namespace) -> None:
         servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    key = next(iter(keys_of([arguments.api_key])), None)
+    config, key = options_of(RouterConfig, arguments), next(iter(keys_of([arguments.api_key])), None)
+    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
     listener = listen(arguments)
-    asyncio.run(route(servers, listener, arguments, key, Access.from_arguments(arguments, listener)))
+    access = Access.from_arguments(arguments, listener)
+    asyncio.run(RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route())
 
 
 def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence[str] = ()) -> list[Backend]:
@@ -50,15 +52,6 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
     if twice := [url for url in urls if urls.count(url) > 1]:
         raise ValueError(f"{twice[0]} is named twice: every server has one role")
     return servers
-
-
-async def route(
-    servers: list[Backend], listener: socket.socket, arguments: argparse.Namespace, key: str | None, access: Access
-) -> None:
-    """Route as a command line says, until a signal comes."""
-    config = options_of(RouterConfig, arguments)
-    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
-    await RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route()
 
 
 class RouterServer(SignalledServer):

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import nanovllm
 from nanovllm.engine.async_engine import AsyncEngine
-from nanovllm.server import responses
+from nanovllm.server import protocol, responses
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.chat import ChatEndpoint, ChatWriter
 from nanovllm.server.completions import CompletionEndpoint, CompletionWriter
@@ -22,14 +22,6 @@ from nanovllm.server.generation import Endpoint, EventStream, json_response, unl
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
 from nanovllm.server.page import ENGINE_CHOICE, TRACE_RESPONSES, line_stream, page_routes
-from nanovllm.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    KVReleaseRequest,
-    SamplingBody,
-    TokenizeRequest,
-)
 
 
 def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
@@ -67,15 +59,15 @@ def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: Completi
     """Chats and completions."""
 
     @app.post("/v1/chat/completions", responses=responses.documented(responses.ChatCompletion))
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
+    async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
         return await answer(body, request, await chat.submit_request(body))
 
     @app.post("/v1/completions", responses=responses.documented(responses.Completion))
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         return await answer(body, request, await completion.submit_request(body))
 
 
-async def answer(body: SamplingBody, request: Request, writer: ChatWriter | CompletionWriter) -> Response:
+async def answer(body: protocol.SamplingBody, request: Request, writer: ChatWriter | CompletionWriter) -> Response:
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
     if body.stream:
         return EventStream(writer.chunks(), writer.generation.close)
@@ -90,7 +82,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
     tokenizer, limits = endpoint.engine.tokenizer, endpoint.engine.limits
 
     @app.post("/tokenize", responses=responses.documented(responses.Tokens))
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: protocol.TokenizeRequest) -> Response:
         endpoint.check(body)
         if (body.prompt is None) == (not body.messages):
             raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
@@ -105,7 +97,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         return json_response(responses.Tokens(len(token_ids), limits.max_model_len, token_ids, strings))
 
     @app.post("/detokenize", responses=responses.documented(responses.Text))
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
         endpoint.check(body)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
@@ -134,7 +126,7 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
         return json_response(responses.KVTransfer(engine.limits.kv_transfer))
 
     @app.post("/kv_transfer/release", status_code=204, responses=responses.documented(None))
-    async def release_kv(body: KVReleaseRequest) -> Response:
+    async def release_kv(body: protocol.KVReleaseRequest) -> Response:
         """Free the KV blocks of a prefilled prompt that no decode server will read."""
         engine.release_kv(body.remote_request_id)
         return Response(status_code=204)

@@ -10,18 +10,10 @@ from collections.abc import AsyncIterator
 from msgspec import UNSET
 
 from nanovllm.data.outputs import CompletionOutput
+from nanovllm.server import responses
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import Endpoint, Writer, encoded, token_logprob
 from nanovllm.server.protocol import ChatCompletionRequest
-from nanovllm.server.responses import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatLogprobs,
-    Delta,
-)
 from nanovllm.text.portions import in_portions
 
 
@@ -59,42 +51,44 @@ class ChatWriter(Writer):
 
     body: ChatCompletionRequest
 
-    async def complete(self) -> ChatCompletion:
+    async def complete(self) -> responses.ChatCompletion:
         """The whole answer."""
         (output,) = await self.generation.collect()
         choices = []
         for piece in output.outputs:
-            message, logprobs = AssistantMessage(piece.text), await self._logprobs(piece)
-            choices.append(ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
-        answer = self.generation.answer(ChatCompletion, choices, self.generation.usage())
+            message, logprobs = responses.AssistantMessage(piece.text), await self._logprobs(piece)
+            choices.append(responses.ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
+        answer = self.generation.answer(responses.ChatCompletion, choices, self.generation.usage())
         answer.prompt_logprobs = await self.prompt_logprobs(output)
         return answer
 
-    async def chunks(self) -> AsyncIterator[ChatChunk]:
+    async def chunks(self) -> AsyncIterator[responses.ChatChunk]:
         """The answer as it comes: first the role of each choice, then text, then why it ended."""
         for index in range(self.generation.params.n):
-            yield self._chunk(ChatChunkChoice(index, Delta(role="assistant", content="")))
+            yield self._chunk(responses.ChatChunkChoice(index, responses.Delta(role="assistant", content="")))
         async for _, output in self.generation.outputs():
             for piece in output.outputs:
                 logprobs = await self._logprobs(piece)
                 if piece.text or (logprobs and logprobs.content):
-                    yield self._chunk(ChatChunkChoice(piece.index, Delta(content=piece.text), logprobs))
+                    yield self._chunk(
+                        responses.ChatChunkChoice(piece.index, responses.Delta(content=piece.text), logprobs)
+                    )
                 if piece.finish_reason:
                     reasons = piece.finish_reason, piece.stop_reason
-                    yield self._chunk(ChatChunkChoice(piece.index, Delta(), None, *reasons))
+                    yield self._chunk(responses.ChatChunkChoice(piece.index, responses.Delta(), None, *reasons))
         if self.body.include_usage:
-            yield self.generation.answer(ChatChunk, [], self.generation.usage())
+            yield self.generation.answer(responses.ChatChunk, [], self.generation.usage())
 
-    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+    def _chunk(self, choice: responses.ChatChunkChoice) -> responses.ChatChunk:
         """A chunk with the new part of one choice. If the client wants the numbers of tokens at the end only, they are null here."""
         without = None if self.body.include_usage else UNSET
         usage = self.generation.usage() if self.body.continuous_usage else without
-        return self.generation.answer(ChatChunk, [choice], usage)
+        return self.generation.answer(responses.ChatChunk, [choice], usage)
 
-    async def _logprobs(self, piece: CompletionOutput) -> ChatLogprobs | None:
+    async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:
             return None
         content = []
         async for token_id, position in in_portions(zip(piece.token_ids, piece.logprobs, strict=True)):
             content.append(encoded(token_logprob(self.engine, token_id, position, self.body.top_logprobs or 0)))
-        return ChatLogprobs(content)
+        return responses.ChatLogprobs(content)

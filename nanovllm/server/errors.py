@@ -20,6 +20,7 @@ logger = logging.getLogger("nanovllm.server")
 
 # A message may quote the client's text, which may be megabytes.
 LONGEST_MESSAGE = 1000
+Fields = Mapping[str, str] | None
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -34,12 +35,7 @@ class APIError(HTTPException):
     """
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Fields = None
     ) -> None:
         super().__init__(status, message, headers)
         self.param, self.code = param, code

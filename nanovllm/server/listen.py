@@ -1,4 +1,4 @@
-"""Where the server listens, and how to call it. Imports nothing, so that a taken port shows at once."""
+"""The socket of a server, and its address for users. Imports nothing heavy, so that a taken port shows at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, taken before the model loads so that a mistake shows at once. Port 0: any free one.
+    """A bound socket, made before the model loads so that a mistake shows at once. Port 0: any free one.
 
     Raises:
-        OSError: the address is taken or is not ours.
+        OSError: the address is taken, or not one of this machine.
     """
     (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -27,19 +27,19 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Whether only this machine can connect to the socket."""
     return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser on this machine finds what listens there, without a slash at the end."""
+    """The URL of the server for a browser on this machine, without a slash at the end."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) -> str:
-    """Where the server is, with a curl line that works."""
+    """The server's address, with a curl command that works."""
     url = url_of(listener)
     key = ' -H "Authorization: Bearer <key>"' if api_keys else ""
     return (

@@ -42,7 +42,7 @@ STATS: Table = {
         "num_external_hit_tokens",
     ),
 }
-REASONS = ("stop", "length", "abort")
+REASONS = ("stop", "length", "abort", "error")
 
 
 class Reader(Collector):
@@ -69,7 +69,7 @@ class MetricSet:
 
     Args:
         prefix: with which all names begin.
-        labels: the labels of metrics that name no others.
+        labels: the default labels.
     """
 
     def __init__(self, prefix: str, labels: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Renders the chats of all requests one after another, so that a slow template delays other chats and nothing else."""
+"""Renders the chats of all requests one after another, so that a slow template delays only other chats."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ChatRenderer:
             arguments: those of `Tokenizer.apply_chat_template`.
 
         Raises:
-            APIError: 429, too many chats wait already.
+            APIError: too many chats wait already (429).
             ValueError: as `Tokenizer.apply_chat_template`.
         """
         limit = engine.config.max_num_waiting
-        if self._num_chats > limit:  # one is being rendered, and the others wait
+        if self._num_chats > limit:  # one chat is being rendered, the rest wait
             message = f"too many chats wait for the chat template already (--max-num-waiting {limit})"
             raise APIError(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         self._num_chats += 1

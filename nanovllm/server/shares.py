@@ -1,4 +1,4 @@
-"""Waiting places: how many requests may wait, and how many of them may be one API key's."""
+"""Waiting places: how many requests may wait, and how many of them may have the same API key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Share:
-    """One API key's part of the waiting places. Nothing that other keys do can take it away.
+    """One API key's part of the waiting places, which requests with other keys cannot take.
 
     Args:
         num_keys: how many keys share the places.
@@ -23,7 +23,7 @@ class Share:
 
     def __init__(self, num_keys: int) -> None:
         self.num_keys = num_keys
-        self.num_preparing = 0  # sequences that have a place, and are not in the engine yet
+        self.num_preparing = 0  # sequences that have a place and are not in the engine yet
         self._waiting: list[tuple[RequestStream, int]] = []
 
     def limit(self, engine: AsyncEngine) -> int:
@@ -32,19 +32,19 @@ class Share:
         return min(places, max(places // self.num_keys, 1))
 
     def has_room(self, engine: AsyncEngine, num_sequences: int) -> bool:
-        """Whether so many sequences more may come in: they need not wait, or this key's part has room for them."""
+        """Whether so many more sequences can run at once, or have room in this key's part."""
         if engine.has_room(num_sequences, max_num_waiting=0):
             return True
         waiting = sum(count for stream, count in self._waiting if stream.is_waiting)
         return waiting + self.num_preparing + num_sequences <= self.limit(engine)
 
     def add(self, stream: RequestStream, num_sequences: int) -> None:
-        """Count a request until it has its first token."""
+        """Count a request as waiting until it has its first token."""
         self._waiting = [entry for entry in self._waiting if entry[0].is_waiting]
         self._waiting.append((stream, num_sequences))
 
 
-# The share of the key that the request at hand has brought; None: there is one key, or none at all.
+# The share of the current request's key; None if the server has at most one key.
 current_share: ContextVar[Share | None] = ContextVar("current_share", default=None)
 
 
@@ -69,10 +69,10 @@ def check_room(engine: AsyncEngine, num_sequences: int) -> None:
 
 @contextmanager
 def place(engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
-    """Give so many sequences their places while they are prepared for the engine, which may take a while.
+    """Reserve places for so many sequences while they are prepared for the engine.
 
     Raises:
-        APIError: too many wait already; see `check_room`.
+        APIError: too many sequences wait already; see `check_room`.
     """
     check_room(engine, num_sequences)
     share = current_share.get()
@@ -87,6 +87,6 @@ def place(engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
 
 
 def note_request(stream: RequestStream, num_sequences: int) -> None:
-    """Count a request that has been queued, in the share of its API key."""
+    """Count a queued request in the share of its API key."""
     if (share := current_share.get()) is not None:
         share.add(stream, num_sequences)

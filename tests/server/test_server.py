@@ -433,6 +433,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
     metrics.tokens(times, last, 2.0)
+    metrics.tokens(times, CompletionOutput(0, finish_reason="error"), 3.0)
     metrics.finished(times, last, 2.0)
     found: dict[str, dict[str, float]] = {}
     for family in metric_families(metrics.render().decode()):
