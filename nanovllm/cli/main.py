@@ -15,7 +15,7 @@ COMMANDS = {
     "serve": ("serve a model through OpenAI's API", "nanovllm.cli.serve"),
     "router": (
         "divide requests among servers, which may prefill and decode in different places",
-        "nanovllm.router.config",
+        "nanovllm.router.command",
     ),
     "chat": ("talk with a model in the terminal", "nanovllm.cli.chat"),
     "trace": ("sum up a recorded trace, or convert it", "nanovllm.cli.trace"),

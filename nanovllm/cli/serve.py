@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # When the engine dies, the server still answers requests for this time.
 LAST_ANSWER_SECONDS = 0.5
-FLEET = "--prefill and --decode"
+FLEET = "nanovllm serve --prefill"
 
 API_KEY_HELP = (
     "a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable "

@@ -1,13 +1,10 @@
-"""How a router routes, and its flags. Imports nothing heavy, so that help and mistakes show at once."""
+"""How a router routes, as flags. Imports nothing heavy, so that help and mistakes show at once."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
-from nanovllm.server.access import LIMITS
-from nanovllm.server.commandline import add_address_arguments, add_shutdown_argument
-from nanovllm.server.options import add_options, option, positive_seconds
+from nanovllm.server.options import option, positive_seconds
 
 
 @dataclass
@@ -46,35 +43,3 @@ class RouterConfig:
         type=positive_seconds,
         metavar="SECONDS",
     )
-
-
-SERVERS = {
-    "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
-    "--decode": "servers that generate, and answer clients (nanovllm serve --kv-role consumer)",
-    "--worker-urls": "servers that do both",
-}
-KEY_HELP = (
-    "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
-    "clients' keys on, and the servers check them"
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of `router`."""
-    group = parser.add_argument_group("servers", "either some that prefill and some that decode, or some that do both")
-    for flag, help in SERVERS.items():
-        group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
-    group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
-    help = "seconds between two health checks (default: %(default)s)"
-    group.add_argument("--health-check-interval", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
-    group = parser.add_argument_group("router", LIMITS)
-    add_address_arguments(group)
-    add_shutdown_argument(group)
-    add_options(RouterConfig, group)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Route until a signal comes."""
-    from nanovllm.router.run import run_router
-
-    run_router(arguments)

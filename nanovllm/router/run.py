@@ -1,40 +1,18 @@
-"""The router's process, from its command line to its end."""
+"""The router's server: its servers, its signals, and its end."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Sequence
 
 from nanovllm.router.app import create_app
-from nanovllm.router.backends import Backend, Backends
+from nanovllm.router.backends import Backend, Backends, Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import DEFAULT_ACCESS, Access
-from nanovllm.server.commandline import UsageError, keys_of, listen
 from nanovllm.server.listen import url_of
-from nanovllm.server.options import options_of
 from nanovllm.server.signalled import SignalledServer
-
-
-def run_router(arguments: argparse.Namespace) -> None:
-    """The command `nanovllm router`: route until a signal comes."""
-    if arguments.worker_urls and (arguments.prefill or arguments.decode):
-        raise UsageError("--worker-urls are servers that do all of it: leave out --prefill and --decode")
-    if not arguments.worker_urls and not (arguments.prefill and arguments.decode):
-        raise UsageError("name servers: --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    config, key = options_of(RouterConfig, arguments), next(iter(keys_of([arguments.api_key])), None)
-    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
-    listener = listen(arguments)
-    access = Access.from_arguments(arguments, listener)
-    asyncio.run(RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route())
 
 
 def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence[str] = ()) -> list[Backend]:
@@ -43,11 +21,8 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
     Raises:
         ValueError: a text that is no URL of a server, or a URL that is given twice.
     """
-    servers = [
-        *(Backend(url, "prefill", i) for i, url in enumerate(prefill)),
-        *(Backend(url, "decode", i) for i, url in enumerate(decode)),
-        *(Backend(url, "regular", i) for i, url in enumerate(regular)),
-    ]
+    given: dict[Role, Sequence[str]] = {"prefill": prefill, "decode": decode, "regular": regular}
+    servers = [Backend(url, role, i) for role, urls in given.items() for i, url in enumerate(urls)]
     urls = [server.url for server in servers]
     if twice := [url for url in urls if urls.count(url) > 1]:
         raise ValueError(f"{twice[0]} is named twice: every server has one role")

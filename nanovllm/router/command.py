@@ -1,0 +1,61 @@
+"""The command `nanovllm router`. Imports nothing heavy before it runs, so that help and mistakes show at once."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+
+from nanovllm.router.config import RouterConfig
+from nanovllm.server.access import LIMITS, Access
+from nanovllm.server.commandline import UsageError, add_address_arguments, add_shutdown_argument, keys_of, listen
+from nanovllm.server.options import add_options, options_of, positive_seconds
+
+SERVERS = {
+    "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
+    "--decode": "servers that generate, and answer clients (nanovllm serve --kv-role consumer)",
+    "--worker-urls": "servers that do both",
+}
+KEY_HELP = (
+    "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
+    "clients' keys on, and the servers check them"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `router`."""
+    group = parser.add_argument_group("servers", "either some that prefill and some that decode, or some that do both")
+    for flag, help in SERVERS.items():
+        group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
+    group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
+    help = "seconds between two health checks (default: %(default)s)"
+    group.add_argument("--health-check-interval", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
+    group = parser.add_argument_group("router", LIMITS)
+    add_address_arguments(group)
+    add_shutdown_argument(group)
+    add_options(RouterConfig, group)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Route until a signal comes.
+
+    Raises:
+        UsageError: flags that do not go together.
+    """
+    from nanovllm.router.backends import Backends
+    from nanovllm.router.run import RouterServer, backends_of
+
+    if arguments.worker_urls and (arguments.prefill or arguments.decode):
+        raise UsageError("--worker-urls are servers that do all of it: leave out --prefill and --decode")
+    if not arguments.worker_urls and not (arguments.prefill and arguments.decode):
+        raise UsageError("name servers: --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    config, key = options_of(RouterConfig, arguments), next(iter(keys_of([arguments.api_key])), None)
+    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
+    listener = listen(arguments)
+    access = Access.from_arguments(arguments, listener)
+    asyncio.run(RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route())
