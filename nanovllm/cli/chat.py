@@ -14,7 +14,8 @@ from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.server.commandline import ServerError, UsageError, add_model_argument, engine_config, keys_of
+from nanovllm.server.access import api_keys
+from nanovllm.server.commandline import ServerError, UsageError, add_model_argument, engine_config
 
 Message = dict[str, str]
 # Streams the answer to a chat in pieces of text.
@@ -120,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
         answers = engine_answers(config, options)
     else:  # the default model is one for an own engine; a server answers with the model that it serves
         model = config.model if config.model != EngineConfig.model else arguments.model_argument
-        answers = server_answers(url, next(iter(keys_of([key])), None), model, options)
+        answers = server_answers(url, next(iter(api_keys([key])), None), model, options)
     # The event loop runs only during an answer: Ctrl-C then cancels this answer, and nothing else.
     with asyncio.Runner() as runner:
         answer = runner.run(answers.__aenter__())

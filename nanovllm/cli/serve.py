@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server import commandline
-from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access
+from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, api_keys
 from nanovllm.server.listen import is_loopback
-from nanovllm.server.options import add_options, count
+from nanovllm.server.options import UsageError, add_options, count
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             follow(config)
         except ValueError as error:
-            raise commandline.UsageError(str(error)) from error
-    arguments.api_key = commandline.keys_of(arguments.api_key)
+            raise UsageError(str(error)) from error
+    arguments.api_key = api_keys(arguments.api_key)
     if arguments.prefill or arguments.decode:
         return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
     listener = commandline.listen(arguments)

@@ -313,7 +313,6 @@ class AsyncEngine:
 
     def _take(self, report: Report) -> None:
         self.stats, self._num_taken = report.stats, report.num_taken
-        self.observer.step(report.stats)
         for sequence_id, reason in report.refused.items():
             stream = self._streams.get(self.output_processor.owner(sequence_id) or "")
             if stream is not None:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from nanovllm.data.outputs import CompletionOutput, EngineStats, OutputCollector, RequestOutput
+from nanovllm.data.outputs import CompletionOutput, OutputCollector, RequestOutput
 
 
 class RequestRefusedError(ValueError):
@@ -36,9 +36,6 @@ class RequestTimes:
 
 class EngineObserver:
     """Its methods are called when something happens in an engine. They do nothing; metrics override them."""
-
-    def step(self, stats: EngineStats) -> None:
-        """Called after a step."""
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Called when a completion gets tokens or ends. `times` still shows the tokens before these."""

@@ -7,8 +7,8 @@ import asyncio
 import logging
 
 from nanovllm.router.config import RouterConfig
-from nanovllm.server.access import LIMITS, Access
-from nanovllm.server.commandline import UsageError, add_address_arguments, add_shutdown_argument, keys_of, listen
+from nanovllm.server.access import LIMITS, Access, api_keys
+from nanovllm.server.commandline import UsageError, add_address_arguments, add_shutdown_argument, listen
 from nanovllm.server.options import add_options, options_of, positive_seconds
 
 SERVERS = {
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    config, key = options_of(RouterConfig, arguments), next(iter(keys_of([arguments.api_key])), None)
+    config, key = options_of(RouterConfig, arguments), next(iter(api_keys([arguments.api_key])), None)
     backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
     listener = listen(arguments)
     access = Access.from_arguments(arguments, listener)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanovllm.server.listen import is_loopback
-from nanovllm.server.options import option, options_of, words
+from nanovllm.server.options import UsageError, option, options_of, words
 
 MAX_BODY_BYTES = 10 * 2**20
 # The bodies of all unanswered requests together.
@@ -116,18 +116,18 @@ def is_same_site(origin: str, host: str) -> bool:
     return site.removesuffix(default_port) == host.lower().removesuffix(default_port)
 
 
-def api_keys(given: Sequence[str] = ()) -> list[str]:
+def api_keys(given: Sequence[str | None] = ()) -> list[str]:
     """The keys of --api-key, or else those of the environment, where `ps` does not show them.
 
     Raises:
-        ValueError: a text that cannot be a key.
+        UsageError: a text that cannot be a key.
     """
-    source, keys = "--api-key", list(given)
+    source, keys = "--api-key", [key for key in given if key is not None]
     if not keys and (text := os.environ.get("NANOVLLM_API_KEY", "").strip()):
         source, keys = "NANOVLLM_API_KEY", text.split(",")
     if not keys and (key := os.environ.get("VLLM_API_KEY", "")):
         source, keys = "VLLM_API_KEY", [key]
     keys = [key.strip() for key in keys]  # a secret from a file often ends with a line break
     if any(not key or "," in key for key in keys):
-        raise ValueError(f"{source} must not be empty, and must not have commas in a key")
+        raise UsageError(f"{source} must not be empty, and must not have commas in a key")
     return keys

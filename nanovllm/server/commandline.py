@@ -11,13 +11,9 @@ from typing import Any, NoReturn
 
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.parts import MissingPartError
-from nanovllm.server.access import Access, api_keys
+from nanovllm.server.access import Access
 from nanovllm.server.listen import bind
-from nanovllm.server.options import add_options, port, seconds
-
-
-class UsageError(ValueError):
-    """The command line asks for something that cannot be done. The command ends with exit code 2."""
+from nanovllm.server.options import UsageError, add_options, port, seconds
 
 
 class ServerError(RuntimeError):
@@ -103,15 +99,3 @@ def listen(arguments: argparse.Namespace) -> socket.socket:
         return bind(arguments.host, arguments.port)
     except OSError as error:
         raise UsageError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from error
-
-
-def keys_of(given: Sequence[str | None]) -> list[str]:
-    """The API keys that `--api-key` gives, or else those of the environment.
-
-    Raises:
-        UsageError: a text that cannot be a key.
-    """
-    try:
-        return api_keys([key for key in given if key is not None])
-    except ValueError as error:
-        raise UsageError(str(error)) from error

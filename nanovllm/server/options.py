@@ -1,4 +1,4 @@
-"""Flags that are declared as fields of a dataclass, and the types of their values. Imports nothing heavy."""
+"""Flags that are declared as fields of a dataclass, the types of their values, and their errors. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 Options = TypeVar("Options")
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done. The command ends with exit code 2."""
 
 
 def option(default: Any, help: str, **argument: Any) -> Any:
