@@ -98,7 +98,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
-    attention_class: type[nn.Module] = SelfAttention
+    attention_class: type[Any] = SelfAttention
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
