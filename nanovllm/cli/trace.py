@@ -15,7 +15,7 @@ from nanovllm.trace.format import require_sizes
 from nanovllm.trace.metrics import percentile, request_metrics
 from nanovllm.trace.trace import Trace, TraceError
 
-# The views of `nanovllm.lab.viz.animation.animate`, the default first. They are named here because that module needs matplotlib.
+# The keys of `nanovllm.lab.viz.film.VIEWS`, the default first; repeated here because that module needs matplotlib.
 VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
 
 
@@ -96,20 +96,19 @@ def animation(trace: Trace, view: str, steps: tuple[int, int | None] | None) -> 
     """A GIF.
 
     Raises:
-        UsageError: matplotlib is not installed, or the trace has no such steps.
+        UsageError: a package or Chromium is missing, or there are no such steps.
     """
-    try:
-        animate = load("nanovllm.lab.viz.animation.animate:animate", "an animation")
-    except ModuleNotFoundError as error:
-        message = f"pictures need {error.name}, which is not installed: pip install 'nanovllm[course]'"
-        raise UsageError(message) from error
     chosen = None
     if steps is not None:
         begin, end = steps
         chosen = [record.step for record in trace if record.step >= begin and (end is None or record.step < end)]
     try:
-        return animate(trace, view, chosen)
-    except ValueError as error:
+        return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"pictures need {error.name}, which is not installed: pip install 'nanovllm[course]' playwright"
+        ) from error
+    except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
 

@@ -29,8 +29,8 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.process import Report
 from nanovllm.lab.viz import SimulatedRequest, simulate
-from nanovllm.lab.viz.animation.animate import VIEWS
 from nanovllm.lab.viz.data import pool_states
+from nanovllm.lab.viz.film import VIEWS
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.server import page
 from nanovllm.trace import stream as step_stream
@@ -677,10 +677,8 @@ def test_a_trace_that_was_cut_off_can_be_read_all_the_same(
 def test_without_matplotlib_pictures_are_a_clear_error(
     recorded: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in list(sys.modules):
-        if name.startswith("nanovllm.lab.viz"):
-            monkeypatch.delitem(sys.modules, name)
-        elif name.split(".")[0] == "matplotlib":
-            monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "nanovllm.lab.viz.film", None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["trace", str(recorded), "--gif", "never.gif"]) == 2
     assert "pip install 'nanovllm[course]'" in capsys.readouterr().err

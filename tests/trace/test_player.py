@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm.lab.viz import SimulatedRequest, request_metrics, simulate
-from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play
+from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play, widget_module
 from nanovllm.lab.viz.what_if import figures, what_if
 from nanovllm.trace.trace import Trace, TraceError
 from tests.browser import open_site
@@ -141,7 +141,7 @@ def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(page: A
         )
         assert focused[1] == "solid"
         names.append(focused[0])
-    assert names == ["Step back", "Play", "Step forward", "Step", "Speed, in steps a second"]
+    assert names == ["Step back", "Play", "Step forward", "Step", "Speed, in steps per second"]
     page.keyboard.press("Tab")  # on into the story, whose names are buttons
     page.keyboard.press("Enter")
     assert "prompt" in story(page)
@@ -458,13 +458,15 @@ def test_an_unknown_view_is_refused(page: Any) -> None:
 
 
 def test_the_bundle_has_every_module_and_no_name_twice() -> None:
-    text = bundle()
+    text = bundle("film.js")
     names = re.findall(r"^(?:async )?(?:class|function\*?|const|let) +(\w+)", text, re.MULTILINE)
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
     modules = re.findall(r"^// (\S+\.js)$", text, re.MULTILINE)
     assert sorted(modules) == sorted(path.name for path in WEB.glob("*.js"))
     assert not re.search(r"^import\b", text, re.MULTILINE)
-    assert re.findall(r"^export .*", text, re.MULTILINE) == ["export default { render: renderWidget };"]
+    assert not re.search(r"^export\b", text, re.MULTILINE)
+    exports = re.findall(r"^export .*", widget_module(), re.MULTILINE)
+    assert exports == ["export default { render: renderWidget };"] and "film.js" not in widget_module()
 
 
 MODEL = """async ({ bundle, text, step }) => {
@@ -486,7 +488,7 @@ MODEL = """async ({ bundle, text, step }) => {
 def test_the_widget_keeps_its_step_and_the_kernels_equal(page: Any, trace: Trace) -> None:
     open_site(page, body='<div id="root"></div>', head=HEAD)
     text = b"".join(trace.lines()).decode()
-    page.evaluate(MODEL, {"bundle": bundle(), "text": text, "step": 5})
+    page.evaluate(MODEL, {"bundle": widget_module(), "text": text, "step": 5})
     settle(page)
     assert position(page).startswith("step 5 of")
     page.get_by_role("button", name="Step forward").click()

@@ -1,30 +1,28 @@
-"""Pictures of the engine at work, all drawn from its own records. The engine never imports this package.
+"""Pictures of the engine, all drawn from its own traces. The engine never imports this package.
 
 The visual language, the same in every figure, animation and page:
 
 *   **A request has one colour everywhere**, by its order of appearance: six colours that people with the common forms
     of colour blindness can tell apart (Okabe and Ito, 2008), then the same six darker, then again from the start.
     Colour never carries meaning alone: rows are labelled, and what happens to a token is shown by its mark.
-*   **What happens to a token or a request has one mark**, in the request's colour: `style.MEANINGS` has a sentence for each,
-    `draw_language` draws them all, and figures/README.md shows them.
+*   **What happens to a token or a request has one mark**, in the request's colour: `style.MEANINGS` describes each in a
+    sentence, `draw_language` draws them all, and figures/README.md shows them.
 *   **A block is a square of `block_size` cells** (a strip of them where blocks are listed), filled from the top left as
     tokens are written. The pool is a grid of blocks in the order of their ids. A shared block is striped in the colours of
     its holders and carries its reference count; a free block is empty; a free block whose content can still be found is
     hatched in grey, like any cached token.
-*   Figures have a white background of their own, so that they read the same on a light and on a dark page; text is at least
-    9 points and figures at most 9 inches wide, so that they survive being shown at half size.
-*   The x axis counts steps, computed tokens (a step is as wide as the tokens it computes, a stand-in for time that is the
-    same on every machine), or time as recorded. Drawing the same record twice gives the same bytes.
+*   Figures have a white background, so that they look the same on a light and on a dark page. Text has at least 9 points and
+    figures are at most 9 inches wide, so that they are legible at half size.
+*   The x axis counts steps, computed tokens (a step is as wide as the tokens it computes: a substitute for time that is the
+    same on every machine), or recorded time. Drawing the same trace twice gives the same bytes.
 
-Stills are drawn by the `draw_...` functions, GIF files by `animate`; `play` shows a trace in a notebook, `what_if` one that
-changes with its settings, and the live page of `nanovllm serve` is made of the same scripts, in `trace/web`.
+The `draw_...` functions draw stills. `play` shows a trace in a notebook, `what_if` simulates it again when the reader changes
+a setting, and `animate` films it as a GIF file; all three use the player in `trace/web`, as the page of `nanovllm serve` does.
 
-What a picture shows can be had as data, to be asserted on: `timeline_spans`, `timeline_events`, `request_metrics`,
+What a picture shows is available as data for assertions: `timeline_spans`, `timeline_events`, `request_metrics`,
 `pool_state`, `pool_state_at`, `pool_states`. `simulate` makes traces with the real scheduler and block tables, without a model.
 """
 
-from nanovllm.lab.viz.animation.animate import animate
-from nanovllm.lab.viz.attention import draw_attention
 from nanovllm.lab.viz.data import (
     Event,
     PoolState,
@@ -35,27 +33,17 @@ from nanovllm.lab.viz.data import (
     pool_states,
     request_ids,
     request_metrics,
-    share_kind,
     step_edges,
     timeline_events,
     timeline_spans,
 )
+from nanovllm.lab.viz.film import animate
 from nanovllm.lab.viz.language import draw_language
 from nanovllm.lab.viz.memory import draw_block_tables, draw_memory, draw_pool
 from nanovllm.lab.viz.player import Player, play
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
-from nanovllm.lab.viz.style import (
-    INK,
-    MUTED,
-    PALETTE,
-    RequestColors,
-    image_bytes,
-    legend,
-    request_color,
-    save,
-    use_style,
-)
-from nanovllm.lab.viz.timeline import compare, draw_budget, draw_queues, draw_timeline, draw_usage, overview
+from nanovllm.lab.viz.style import INK, MUTED, PALETTE, RequestColors, image_bytes, legend, request_color, use_style
+from nanovllm.lab.viz.timeline import compare, draw_budget, draw_timeline, draw_usage, overview
 from nanovllm.lab.viz.what_if import WhatIf, what_if
 
 __all__ = [
@@ -71,13 +59,11 @@ __all__ = [
     "WhatIf",
     "animate",
     "compare",
-    "draw_attention",
     "draw_block_tables",
     "draw_budget",
     "draw_language",
     "draw_memory",
     "draw_pool",
-    "draw_queues",
     "draw_timeline",
     "draw_usage",
     "image_bytes",
@@ -91,8 +77,6 @@ __all__ = [
     "request_color",
     "request_ids",
     "request_metrics",
-    "save",
-    "share_kind",
     "simulate",
     "step_edges",
     "timeline_events",

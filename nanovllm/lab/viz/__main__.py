@@ -1,13 +1,12 @@
-"""Draws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The same records give the same bytes."""
+"""Redraws the pictures in figures/: `python -m nanovllm.lab.viz [FOLDER]`. The animations are filmed in Chromium."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
-from collections.abc import Callable
 
 from nanovllm.lab.viz import draw_language, image_bytes, use_style
-from nanovllm.lab.viz.animation import memory_figures, schedule_figures
+from nanovllm.lab.viz.figures import FILMS
 
 
 def visual_language() -> bytes:
@@ -15,19 +14,13 @@ def visual_language() -> bytes:
     return image_bytes(draw_language(), "svg")
 
 
-FIGURES: dict[str, Callable[[], bytes]] = {
-    "visual_language.svg": visual_language,
-    **memory_figures.FIGURES,
-    **schedule_figures.FIGURES,
-}
-
-
 def draw_all(folder: pathlib.Path) -> None:
     """Write every figure into the folder."""
     use_style()
     folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        (folder / name).write_bytes(draw())
+    (folder / "visual_language.svg").write_bytes(visual_language())
+    for name, film in FILMS.items():
+        (folder / name).write_bytes(film().shoot())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The data behind the pictures: what a trace says about requests, steps and blocks."""
+"""The data behind the pictures: spans and events of requests, and the state of the pool after each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.trace.metrics import StepScale, step_edges
 from nanovllm.trace.metrics import percentile as percentile
 from nanovllm.trace.metrics import request_metrics as request_metrics
-from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
+from nanovllm.trace.trace import Snapshot, StepRecord, Trace
 
 
 @dataclass
@@ -17,8 +17,8 @@ class Span:
     """What one request did from `begin` to `end`, in units of the x axis.
 
     Attributes:
-        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span lies over the first
-            prefill span after an admission, since tokens from the cache take no time of their own.
+        kind: "waiting", "stalled", "swapped", "cached", "prefill" or "decode". A "cached" span covers the same time
+            as the first prefill span after an admission, since tokens from the cache take no time.
         first_step, last_step: steps that the span covers, both included.
         start, num_tokens: position of its first token and how many there are; 0 for kinds without tokens.
     """
@@ -55,17 +55,12 @@ def request_ids(*traces: Trace) -> list[str]:
     return list(found)
 
 
-def share_kind(share: TracedRequest) -> str:
-    """ "prefill" or "decode", see `TracedRequest.kind`."""
-    return share.kind
-
-
 def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> list[Span]:
-    """What each request did when, in order of time.
+    """Return what each request did when, in order of time.
 
     Args:
         x: see `step_edges`.
-        merge: join equal kinds of adjacent steps into one span. Else there is a span a step.
+        merge: join equal kinds of adjacent steps into one span. Otherwise there is one span per step.
     """
     spans: list[Span] = []
     last: dict[str, Span] = {}  # the newest span of each request, cached ones left out
@@ -107,7 +102,7 @@ def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
 
 
 def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
-    """First tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
+    """Return first tokens and ends (at the end of their step), preemptions and aborts (at its beginning), in order of time."""
     events: list[Event] = []
     ended: set[str] = set()
     for step, (begin, end) in zip(trace, step_edges(trace, x), strict=True):
@@ -120,7 +115,7 @@ def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
         busy = {share.request_id for share in step.requests}
         for request_id, reason in step.finished.items():
             if request_id in ended:
-                continue  # said again, for those who began to read in between
+                continue  # repeated for readers that joined in between
             if request_id in busy:
                 events.append(Event(request_id, "finished", end, step.step, reason))
             else:  # ended between the last step and this one
@@ -187,7 +182,7 @@ def pool_state(
     Args:
         source: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
         tables, num_tokens: as in `PoolState`; a manager and a state bring their own tables.
-        block_size: tokens a block, 16 if nobody says; a manager and a state bring their own.
+        block_size: tokens per block, 16 by default; a manager and a state bring their own.
     """
     if isinstance(source, PoolState):
         given = {"tables": tables, "num_tokens": num_tokens, "block_size": block_size}
@@ -209,8 +204,8 @@ def pool_state(
 def pool_state_at(trace: Trace, step: int) -> PoolState:
     """The pool right after the steps up to `step` (a step number) had been scheduled, rebuilt from a trace.
 
-    A trace does not say which free blocks can still be found; those that were full when they were given up, and have not
-    been handed out since, are taken to be.
+    A trace does not say which free blocks are still cached. Those count as cached that were full when they were freed and have
+    not been allocated since.
     """
     replay = _PoolReplay(trace)
     for record in trace:
@@ -221,8 +216,7 @@ def pool_state_at(trace: Trace, step: int) -> PoolState:
 
 
 def pool_states(trace: Trace) -> Iterator[PoolState]:
-    """The pool right after each record's step had been scheduled, one state a record: as `pool_state_at`, for those who
-    want them all."""
+    """Yield the pool right after each record's step had been scheduled, one state per record; see `pool_state_at`."""
     replay = _PoolReplay(trace)
     for record in trace:
         replay.apply(record)
@@ -230,8 +224,8 @@ def pool_states(trace: Trace) -> Iterator[PoolState]:
 
 
 class _PoolReplay:
-    """Follows tables and reference counts from record to record. A table is replaced, never changed, so that states
-    can share it."""
+    """Follows tables and reference counts from record to record. A changed table is a new list, so that states can share
+    the old one."""
 
     def __init__(self, trace: Trace) -> None:
         self.block_size = trace.settings["block_size"]
@@ -242,11 +236,11 @@ class _PoolReplay:
         self.cached: set[int] = set()
         self.held: dict[str, list[int]] = {}
         self.cached_held: set[int] = set()  # blocks whose content could be found when a transfer took them
-        self.ended: set[str] = set()  # they ended in an earlier record and may still hold their blocks
+        self.ended: set[str] = set()  # requests that ended in an earlier record and may still hold their blocks
         self.appeared = request_ids(trace)
 
     def state(self) -> PoolState:
-        """A copy of where it stands."""
+        """A copy of the present state."""
         return PoolState(
             len(self.ref_counts), self.block_size, dict(self.tables), dict(self.num_tokens), set(self.cached),
             list(self.ref_counts), self.appeared, self.held,
@@ -255,8 +249,8 @@ class _PoolReplay:
     def apply(self, record: StepRecord) -> None:
         """Go on to the state after the record's step had been scheduled."""
         computed, held = {share.request_id for share in record.requests}, set(record.running)
-        # A step can be scheduled before the results of the one before it are there: whoever ended with those still holds
-        # its blocks, and may even be computed once more.
+        # A step can be scheduled before the results of the previous step are known: a request that ended with those still
+        # holds its blocks, and may even be computed once more.
         over = [r for r in self.ended if r not in held or r in record.arrived]
         for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted]:
             self._release(request_id)
@@ -272,7 +266,7 @@ class _PoolReplay:
         self.ended.update(r for r in record.finished if r in self.tables)
 
     def _hold(self, held: dict[str, list[int]]) -> None:
-        """Transfers hold these tables now, and those of the record before no longer."""
+        """Let KV transfers hold these tables, and no longer those of the record before."""
         before, self.held = self.held, held
         for request_id, table in held.items():
             self._release(request_id)

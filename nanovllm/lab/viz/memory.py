@@ -1,4 +1,4 @@
-"""Pictures of KV memory: the pool, block tables, and what memory is spent on."""
+"""Pictures of KV memory: the pool, block tables, and shares of memory."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def draw_pool(
     legend: bool | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """The pool as a grid of blocks in the colours of their holders, with fill levels and reference counts.
+    """Draw the pool as a grid of blocks in the colours of their holders, with fill levels and reference counts.
 
     Args:
         pool: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
         tables: request id to block ids; without it, held blocks are grey.
         num_tokens: request id to tokens written; without it, held blocks are full.
-        block_size: tokens a block (16 if nobody says).
+        block_size: tokens per block (16 by default).
         columns: blocks in a row of the grid.
         show_ids: write each block's id into it; by default if there are few blocks.
         colors: to keep colours across figures.
@@ -69,7 +69,7 @@ def _grid_columns(num_blocks: int) -> int:
 
 
 def _pool_legend(ax: Axes, state: PoolState, colors: RequestColors) -> None:
-    """What is in the picture and nothing else. Many requests are left out: their rows would fill the page."""
+    """Explain the marks that are in the picture, and its requests if there are at most ten."""
     counts = state.ref_counts
     kinds = {"free"} if any(not c and b not in state.cached for b, c in enumerate(counts)) else set()
     kinds |= {"cached"} if any(not counts[b] for b in state.cached) else set()
@@ -112,7 +112,7 @@ def _draw_id(ax: Axes, x: float, y: float, block_id: int, state: PoolState) -> N
 
 
 def cell_columns(block_size: int) -> int:
-    """How many cells stand in a row of a block: a divisor of `block_size`, near its square root."""
+    """How many cells are in a row of a block: a divisor of `block_size`, near its square root."""
     return next(c for c in range(math.isqrt(max(0, block_size - 1)) + 1, block_size + 1) if block_size % c == 0)
 
 
@@ -128,7 +128,7 @@ def draw_block(
     owners: Sequence[str],
     with_cells: bool = True,
 ) -> None:
-    """A block whose first `filled` of `size` cells are coloured, row by row from the top left, in a stripe an owner."""
+    """A block whose first `filled` of `size` cells are coloured, row by row from the top left, with one stripe per owner."""
     cell_width, cell_height = width / across, height / (size // across)
     whole, part = divmod(filled, across)
     boxes = [(y, width, whole * cell_height)] if whole else []
@@ -172,7 +172,7 @@ def draw_block_tables(
     legend: bool | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
+    """Draw the logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
 
     With more than 24 table entries or blocks in the pool, arrows would hide each other: then logical blocks are squares
     in rows, each with the id of its physical block.
@@ -180,7 +180,7 @@ def draw_block_tables(
     Args:
         tables: request id to block ids.
         num_tokens: request id to tokens written; without it, all blocks are full.
-        block_size: tokens a block (16 if nobody says).
+        block_size: tokens per block (16 by default).
         pool: as in `draw_pool`; by default just large enough for the tables.
         colors: to keep colours across figures.
         legend: explain marks below; by default if the figure is made here.
@@ -210,7 +210,7 @@ def draw_block_tables(
 
 
 def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
-    """Two lists of blocks, logical and physical, drawn as strips; an arrow for each table entry."""
+    """Draw two lists of blocks, logical and physical, as strips, and an arrow for each table entry."""
     right, size = _STRIP_WIDTH + 3.2, state.block_size
     ax.text(_STRIP_WIDTH / 2, -0.45, "logical blocks", ha="center", va="center")
     ax.text(right + _STRIP_WIDTH / 2, -0.45, "physical blocks (the pool)", ha="center", va="center")
@@ -248,7 +248,7 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color
 
 
 def _draw_rows(ax: Axes, state: PoolState, colors: RequestColors) -> None:
-    """Squares, each with the id of its physical block; a request begins a new row, and goes on in the next if need be."""
+    """Draw squares, each with the id of its physical block; each request begins a new row."""
     across, row = cell_columns(state.block_size), 0
     for request_id, table in state.tables.items():
         ax.text(-0.2, row + _SIZE / 2, request_id, ha="right", va="center", fontsize=9)
@@ -270,31 +270,21 @@ def filled_of(state: PoolState, request_id: str, index: int) -> int:
 
 _CATEGORIES: dict[str, dict[str, Any]] = {
     "used": {"facecolor": "#0072B2", "edgecolor": "#0072B2"},
-    "cached": {"facecolor": BACKGROUND, "edgecolor": "#0072B2", "hatch": "////"},
     "reserved": {"facecolor": "#A6CEE3", "edgecolor": "#0072B2"},
     "internal fragmentation": {"facecolor": "#E69F00", "edgecolor": "#8A5F00"},
     "external fragmentation": {"facecolor": "#D55E00", "edgecolor": "#803800"},
     "wasted": {"facecolor": "#E69F00", "edgecolor": "#8A5F00"},
-    "free": {"facecolor": BACKGROUND, "edgecolor": "#999999"},
 }
 
 
 def draw_memory(
-    rows: Mapping[str, Mapping[str, float]],
-    *,
-    unit: str = "",
-    percent: bool = True,
-    title: str = "",
-    legend: bool | None = None,
-    ax: Axes | None = None,
+    rows: Mapping[str, Mapping[str, float]], *, title: str = "", legend: bool | None = None, ax: Axes | None = None
 ) -> Axes:
-    """What memory is spent on: one stacked bar a row.
+    """Draw what memory is spent on, in percent of the whole: one stacked bar per row.
 
     Args:
-        rows: label to {category: amount}. The categories "used", "cached", "reserved", "internal fragmentation",
-            "external fragmentation", "wasted" and "free" have fixed colours; others get their own.
-        unit: of the amounts, for the x axis.
-        percent: scale each bar to 100 % of its sum.
+        rows: label to {category: amount}. The categories "used", "reserved", "internal fragmentation", "external
+            fragmentation" and "wasted" have fixed colours; others get their own.
         legend: explain colours below; by default if the figure is made here.
     """
     legend = ax is None if legend is None else legend
@@ -302,29 +292,18 @@ def draw_memory(
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     others = [name for name in names if name not in _CATEGORIES]
     looks = {n: _CATEGORIES.get(n) or {"facecolor": style.request_color(2 + others.index(n))} for n in names}
-    widest = max((sum(row.values()) for row in rows.values()), default=1.0) or 1.0
     for y, row in enumerate(rows.values()):
-        scale = 100 / (sum(row.values()) or 1.0) if percent else 1.0
-        full, left = 100.0 if percent else widest, 0.0
+        left = 0.0
         for name, amount in row.items():
-            width = amount * scale
+            width = 100 * amount / (sum(row.values()) or 1.0)
             ax.barh(y, width, left=left, height=0.66, linewidth=0.8, **looks[name])
-            if width >= 0.06 * full:
-                text = f"{width:.0f} %" if percent else f"{amount:,.4g}"
-                _bar_label(ax, left + width / 2, y, text, looks[name])
+            if width >= 6:
+                color = style.ink_on(looks[name]["facecolor"])
+                ax.text(left + width / 2, y, f"{width:.0f} %", ha="center", va="center", fontsize=10, color=color)
             left += width
     ax.set_yticks(range(len(rows)), list(rows))
     ax.tick_params(axis="y", length=0)
-    ax.set_ylim(len(rows) - 0.5, -0.5)
-    ax.set(xlabel="% of the memory" if percent else unit, title=title)
-    if percent:
-        ax.set_xlim(0, 100)
+    ax.set(xlabel="% of the memory", title=title, xlim=(0, 100), ylim=(len(rows) - 0.5, -0.5))
     if legend:
         style.legend(ax, (), [Patch(label=name, **looks[name]) for name in names])
     return ax
-
-
-def _bar_label(ax: Axes, x: float, y: float, text: str, look: Mapping[str, Any]) -> None:
-    box = {"boxstyle": "round,pad=0.1", "facecolor": BACKGROUND, "edgecolor": "none"} if "hatch" in look else None
-    color = style.ink_on(look["facecolor"])
-    ax.text(x, y, text, ha="center", va="center", fontsize=10, color=color, bbox=box)

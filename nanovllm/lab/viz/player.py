@@ -1,4 +1,4 @@
-"""A player for traces as a notebook widget: the JavaScript of the live page in one bundle, and a trace of this kernel."""
+"""The player for traces as a notebook widget: the JavaScript modules of the live page in one bundle, and a trace."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from nanovllm.trace.trace import StepRecord, Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
-_ENTRY = "widget.js"
 _IMPORT = re.compile(r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE)
 
 
-def bundle() -> str:
-    """All modules that the widget needs as one module without imports, which is what a widget can carry. Each stands behind
-    those that it imports; a JSON file becomes a constant.
+def bundle(entry: str) -> str:
+    """All modules that a module of the web folder needs, and itself, as one module without imports. Each follows those that
+    it imports; a JSON file becomes a constant.
 
     Raises:
         ValueError: an import or export of a form that cannot be taken out.
@@ -45,17 +44,22 @@ def bundle() -> str:
             raise ValueError(f"{name}: cannot bundle {left[0]!r}")
         texts[name] = f"// {name}\n{body}"
 
-    add(_ENTRY)
-    return "\n".join([*texts.values(), "export default { render: renderWidget };\n"])
+    add(entry)
+    return "\n".join(texts.values())
+
+
+def widget_module() -> str:
+    """The module of the notebook widget, in the form that anywidget expects."""
+    return bundle("widget.js") + "\nexport default { render: renderWidget };\n"
 
 
 class Player(anywidget.AnyWidget):
     """A trace with controls to play, pause, step and scrub, and linked pictures of it.
 
     Attributes:
-        step: number of the step that the reader looks at; setting it takes the reader there.
+        step: number of the step that is shown; setting it moves the player there.
         views: names of the pictures, from top to bottom.
-        speed: steps a second, until the reader chooses another.
+        speed: steps per second, until the reader chooses another.
         theme: "light", "dark", or "auto": as the page around it.
         lines: the trace, in the format of trace files.
     """
@@ -67,13 +71,14 @@ class Player(anywidget.AnyWidget):
     lines = traitlets.Bytes().tag(sync=True)
 
     def __init__(self, trace: Trace | str | pathlib.Path, **options: Any) -> None:
-        self._esm, self._css = bundle(), (WEB / "player.css").read_text(encoding="utf-8")
+        self._esm = widget_module()
+        self._css = (WEB / "player.css").read_text(encoding="utf-8")
         self.trace = Trace()
         super().__init__(**options)
         self.show(trace)
 
     def show(self, trace: Trace | str | pathlib.Path) -> None:
-        """Take another trace; the reader stays at the step with the same number, if there is one.
+        """Show another trace, at the step with the same number if there is one.
 
         Raises:
             TraceError: the file is not a trace.
@@ -87,7 +92,7 @@ class Player(anywidget.AnyWidget):
 
     @property
     def record(self) -> StepRecord:
-        """What the reader looks at: the last record whose step is not after `step`."""
+        """The record that is shown: the last one whose step is not after `step`."""
         until = bisect.bisect_right(self.trace.steps, self.step, key=lambda record: record.step)
         return self.trace.steps[max(0, until - 1)]
 
@@ -111,7 +116,7 @@ def play(
             steps), "budget" (the step's tokens), "queues", "usage" (blocks and tokens over time), "attention" (pages that
             the step reads and writes), "batch" (the step as the model sees it).
         step: where to begin, a step number.
-        speed: steps a second.
+        speed: steps per second.
         theme: "light", "dark", or "auto": as the page around it.
 
     Raises:

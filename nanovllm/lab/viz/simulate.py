@@ -1,4 +1,4 @@
-"""Run the real scheduler and the real block tables without a model: thousands of steps in less than a second."""
+"""Runs the real scheduler and the real block tables without a model: thousands of steps in less than a second."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class SimulatedRequest:
     """A request of a simulation.
 
     Attributes:
-        arrival_step: it is queued right before the step of this number.
+        arrival_step: it is queued right before the step with this number.
         prompt: the prompt's length, or its token ids. Prompts given by length share no prefix with any other; equal
             token ids hit the prefix cache.
         output_len: tokens it generates.
         priority: smaller runs earlier, with `scheduling_policy="priority"`.
         request_id: by default r0, r1, ... in the order given.
-        abort_step: a client that goes away right before this step, if it has not ended by then.
+        abort_step: its client disconnects right before this step, if the request has not ended by then.
     """
 
     arrival_step: int
@@ -50,10 +50,10 @@ def simulate(
     max_steps: int = 100_000,
     **engine_options: Any,
 ) -> Trace:
-    """Serve requests with the real scheduler and the real memory manager, and a runner that samples token 7 at once.
+    """Serve requests with the real scheduler and the real KV cache manager, and a runner that samples token 7.
 
     Args:
-        requests: what arrives when.
+        requests: the requests, with their arrival steps.
         num_kv_blocks: blocks in the pool.
         num_host_blocks: blocks in host memory for swapped requests; by default as many as the pool has, if
             `preemption_mode="swap"`.
@@ -69,7 +69,7 @@ def simulate(
         next record's `step` is that of the next arrival.
 
     Raises:
-        ValueError: a request that could never run; an option that makes no sense.
+        ValueError: a request that could never run, or an invalid option.
         RuntimeError: requests are left after `max_steps`.
     """
     return _Simulation(requests, num_kv_blocks, num_host_blocks, step_cost, token_cost, engine_options).run(max_steps)
@@ -122,7 +122,7 @@ class _Simulation:
 
     def _add(self, name: str, source: SimulatedRequest) -> None:
         if isinstance(source.prompt, int):
-            # Ids that no other request has: nothing is found in the prefix cache by accident.
+            # Ids that no other request has, so that the prefix cache has no accidental hits.
             first = 1_000_000 * (self.num_added + 1)
             prompt = list(range(first, first + source.prompt))
         else:
@@ -146,7 +146,7 @@ class _Simulation:
     def _step(self, step: int) -> None:
         plan = self.scheduler.schedule()
         if plan.empty:
-            raise RuntimeError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
+            raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
         record = self.recorder.begin(plan, step, self.clock)
         result = self._sample(plan)
         outputs = self.scheduler.update_from_output(plan, result)
@@ -157,5 +157,5 @@ class _Simulation:
             self.scheduler.check_invariants()
 
     def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """What the runner would return: a token for each request that has caught up with its known tokens."""
+        """What the runner would return: a token for each request whose known tokens are all computed."""
         return ModelRunnerOutput({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})

@@ -27,7 +27,7 @@ INK: str = _LANGUAGE["ink"]
 MUTED: str = _LANGUAGE["muted"]
 FAINT: str = _LANGUAGE["faint"]
 BACKGROUND: str = _LANGUAGE["background"]
-MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # a sentence a mark
+MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # mark to a sentence
 MAX_WIDTH = 9.0  # inches
 
 _STYLE: dict[str, Any] = {
@@ -38,7 +38,7 @@ _STYLE: dict[str, Any] = {
     "savefig.facecolor": BACKGROUND,
     "savefig.transparent": False,
     "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so figures are the same everywhere
+    "font.family": "DejaVu Sans",  # is part of matplotlib, so that figures are the same on every machine
     "font.size": 11,
     "axes.titlesize": 12,
     "axes.titlelocation": "left",
@@ -71,8 +71,8 @@ _SVG_METADATA: dict[str, Any] = {"Date": None, "Creator": None}
 
 
 def use_style() -> None:
-    """Give matplotlib the settings of the course: once, at the top of a lecture. In a notebook, figures become PNG
-    images of which every re-run makes the same bytes."""
+    """Give matplotlib the settings of the course; each lecture calls it once, at the top. In a notebook, figures become PNG
+    images, and running it again gives the same bytes."""
     matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
     try:
         from IPython import get_ipython
@@ -115,7 +115,7 @@ def pale(color: str) -> str:
 
 
 class RequestColors:
-    """Colours of requests by order of appearance. Pass one object to several figures to keep the colours, for
+    """Gives requests their colours by order of appearance. Pass one object to several figures to keep the colours, for
     example `RequestColors(request_ids(trace))`, or one that is empty at first while a pool is watched.
 
     `colors[request_id]` is a hex colour; an id that was not seen before gets the next one.
@@ -165,7 +165,7 @@ def line_style(kind: str, color: str) -> dict[str, Any]:
     }[kind]
 
 
-# Its tip is the point it marks, so that it hides nothing of the bar below.
+# Its tip is the point it marks, so that it does not hide the bar below.
 _TRIANGLE = ((0.0, 0.0), (-0.6, 1.0), (0.6, 1.0), (0.0, 0.0))
 
 
@@ -194,7 +194,7 @@ def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[A
 
     Args:
         where: the figure, or Axes in it.
-        kinds: which marks to explain; they stand in the order of `MARKS` whatever the order given.
+        kinds: which marks to explain; they are shown in the order of `MARKS`.
         extra: more matplotlib handles with labels, put last.
         names: other words for a mark, as in `cached="free, still cached"`.
     """
@@ -209,7 +209,7 @@ def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[A
 
 
 def legend_handle(kind: str, label: str) -> Patch | Line2D:
-    """What stands for a mark in a legend."""
+    """The legend entry of a mark."""
     if kind in PATCHES:
         return Patch(label=label, **mark_style(kind, FAINT if kind == "free" else MUTED))
     if kind in LINES:
@@ -223,14 +223,8 @@ def new_axes(height: float, width: float = MAX_WIDTH) -> Axes:
     return plt.subplots(figsize=(min(width, MAX_WIDTH), height), layout="constrained")[1]
 
 
-def save(where: Axes | Figure, path: str | pathlib.Path) -> None:
-    """Write a figure to a PNG or SVG file; the same picture gives the same bytes."""
-    path = pathlib.Path(path)
-    path.write_bytes(image_bytes(where, path.suffix.removeprefix(".") or "png"))
-
-
 def image_bytes(where: Axes | Figure, format: str = "png") -> bytes:
-    """A figure as the bytes of a PNG or SVG image, without date and version.
+    """Return a figure as the bytes of a PNG or SVG image, without date and version.
 
     Raises:
         ValueError: another format.

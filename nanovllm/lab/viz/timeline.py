@@ -1,9 +1,9 @@
-"""Pictures of steps: who computed what when, the token budget, memory in use, queues; several policies compared."""
+"""Pictures of steps: the timeline of requests, the token budget, the blocks in use; several traces compared."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -14,16 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from nanovllm.lab.viz import style
-from nanovllm.lab.viz.data import (
-    Event,
-    Span,
-    StepScale,
-    request_ids,
-    share_kind,
-    step_edges,
-    timeline_events,
-    timeline_spans,
-)
+from nanovllm.lab.viz.data import Event, Span, StepScale, request_ids, step_edges, timeline_events, timeline_spans
 from nanovllm.lab.viz.style import INK, RequestColors
 from nanovllm.trace.trace import Trace
 
@@ -33,25 +24,19 @@ _LABEL_PITCH = 0.15  # inches that a row label needs
 
 
 def draw_timeline(
-    trace: Trace,
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    title: str = "",
-    legend: bool | None = None,
-    ax: Axes | None = None,
+    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """Requests by steps: each row shows when a request waited, was prefilled, decoded, was thrown out and ended. Where
+    """Draw requests by steps: each row shows when a request waited, was prefilled, decoded, was preempted and ended. Where
     there is room, a prefill carries its number of tokens.
 
     Args:
         x: the x axis, see `step_edges`.
         colors: to keep colours across figures.
-        legend: explain marks below; by default if the figure is made here.
+        ax: where to draw. Without it, a figure is made, with a legend.
     """
     ids = request_ids(trace)
     colors = colors or RequestColors(ids)
-    legend = ax is None if legend is None else legend
+    legend = ax is None
     ax = ax or style.new_axes(timeline_height(len(ids)) + (0.7 if legend else 0.3) + (0.3 if title else 0))
     _set_x(ax, trace, x)
     ax.set_ylim(max(1, len(ids)) - 0.5, -0.5)
@@ -60,7 +45,9 @@ def draw_timeline(
     spans = timeline_spans(trace, x, merge=joined)
     cached = {(s.request_id, s.begin): s.num_tokens for s in spans if s.kind == "cached"}
     rows = {request_id: row for row, request_id in enumerate(ids)}
-    digits = len(str(max((span.num_tokens for span in spans), default=0)))  # all labels or none, in equal steps
+    digits = len(
+        str(max((span.num_tokens for span in spans), default=0))
+    )  # either all prefills of equal width have a label or none
     for span in (s for s in spans if s.kind != "cached"):
         row, color = rows[span.request_id], colors[span.request_id]
         num_cached = cached.get((span.request_id, span.begin), 0)
@@ -75,7 +62,7 @@ def draw_timeline(
     ax.tick_params(axis="y", length=0, labelsize=10 if pitch > 0.17 else 9)
     ax.set_title(title)
     if legend:
-        _legend(ax, draw_timeline, [trace])
+        style.legend(ax, *_timeline_legend([trace]))
     return ax
 
 
@@ -93,7 +80,7 @@ def _inches(ax: Axes, num_rows: int) -> tuple[float, float]:
 
 
 def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, joined: bool) -> None:
-    """A bar or a line. The part of an admission that came from the prefix cache stands on top of what was computed."""
+    """Draw a bar or a line. The part of an admission that came from the prefix cache is on top of what was computed."""
     if span.kind in ("waiting", "stalled", "swapped"):
         look = style.line_style(span.kind, color)
         ax.plot([span.begin, span.end], [row, row], solid_capstyle="butt", dash_capstyle="butt", **look)
@@ -106,7 +93,7 @@ def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, join
         top, height = top + part, height - part
     look = style.mark_style(span.kind, color)
     ax.add_patch(Rectangle((span.begin, top), width, height, linewidth=0.8, zorder=2, **look))
-    if span.kind == "prefill" and not joined:  # else the chunks of a prompt would look like one
+    if span.kind == "prefill" and not joined:  # without a gap the chunks of a prompt would look like one
         ax.vlines(span.end, top, top + height, color=style.BACKGROUND, linewidth=1.2, zorder=3)
 
 
@@ -116,7 +103,7 @@ def _label_prefill(ax: Axes, span: Span, row: int, color: str) -> None:
 
 
 def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
-    """A marker, smaller where rows are low, but never too small to see."""
+    """Draw a marker, smaller where rows are low, but large enough to be seen."""
     look, y = style.event_style(event.kind), float(row)
     if event.kind == "first token":
         y -= _BAR / 2
@@ -127,21 +114,15 @@ def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
 
 
 def draw_budget(
-    trace: Trace,
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    title: str = "",
-    legend: bool | None = None,
-    ax: Axes | None = None,
+    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """How each step spends its token budget: a bar stacked by request, in the order in which tokens are packed.
+    """Draw how each step spends its token budget: a bar stacked by request, in the order in which tokens are packed.
 
     Args:
-        x, colors, legend: as in `draw_timeline`.
+        x, colors, ax: as in `draw_timeline`.
     """
     colors = colors or RequestColors(request_ids(trace))
-    legend = ax is None if legend is None else legend
+    legend = ax is None
     ax = ax or style.new_axes(2.9 + (0.4 if legend else 0) + (0.3 if title else 0))
     edges, highest = step_edges(trace, x), 1
     boxes, faces, rims = [], [], []
@@ -149,40 +130,34 @@ def draw_budget(
         level = 0
         for share in step.requests:
             top = level + share.num_tokens
-            kind = share_kind(share)
+            kind = share.kind
             look = style.mark_style(kind, colors[share.request_id])
             boxes.append([(begin, level), (begin, top), (end, top), (end, level)])
             faces.append(look["facecolor"])
             rims.append(style.BACKGROUND if kind == "prefill" else look["edgecolor"])
             level = top
         highest = max(highest, level, step.token_budget)
-    # Rims thicker than what they enclose would show nothing but rims.
+    # Rims would hide small bars.
     rim_width = 0.6 if highest <= 64 and len(edges) <= 2 * _MOST_CELLS else 0.0
     ax.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=rims, linewidths=rim_width, zorder=2))
     budgets = [step.token_budget for step in trace]
     _draw_levels(ax, edges, budgets, idle=None, **_BUDGET_LINE)
     _set_x(ax, trace, x)
-    ax.set(ylim=(0, highest * 1.08), ylabel="tokens a step", title=title)
+    ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step", title=title)
     if legend:
-        _legend(ax, draw_budget, [trace])
+        style.legend(ax, *_budget_legend([trace]))
     return ax
 
 
 def draw_usage(
-    trace: Trace,
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    title: str = "",
-    legend: bool | None = None,
-    ax: Axes | None = None,
+    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
 ) -> Axes:
-    """KV blocks held by requests, step by step, against the size of the pool; crosses where a request was preempted.
+    """Draw the KV blocks that requests hold, step by step, against the size of the pool. A cross marks a preemption.
 
     Args:
-        x, legend: as in `draw_timeline`. `colors` is taken so that all functions here can be called alike.
+        x, ax: as in `draw_timeline`. `colors` is not used: `overview` calls all three functions alike.
     """
-    legend = ax is None if legend is None else legend
+    legend = ax is None
     ax = ax or style.new_axes(2.2 + (0.4 if legend else 0) + (0.3 if title else 0))
     edges = step_edges(trace, x)
     held = [step.num_blocks - step.num_free_blocks for step in trace]
@@ -195,112 +170,66 @@ def draw_usage(
     _set_x(ax, trace, x)
     ax.set(ylim=(0, total * 1.1), ylabel="KV blocks", title=title)
     if legend:
-        _legend(ax, draw_usage, [trace])
+        style.legend(ax, *_usage_legend([trace]))
     return ax
 
 
-def draw_queues(
-    trace: Trace,
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    title: str = "",
-    legend: bool | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Lengths of the three queues, after each step had been scheduled.
-
-    Args:
-        x, legend: as in `draw_timeline`. `colors` is taken so that all functions here can be called alike.
-    """
-    legend = ax is None if legend is None else legend
-    ax = ax or style.new_axes(2.2 + (0.4 if legend else 0) + (0.3 if title else 0))
-    edges = step_edges(trace, x)
-    for name, look in _QUEUE_LINES.items():
-        _draw_levels(ax, edges, [len(getattr(step, name)) for step in trace], **look)
-    _set_x(ax, trace, x)
-    ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-    ax.set(ylabel="requests", title=title)
-    if legend:
-        _legend(ax, draw_queues, [trace])
-    return ax
-
-
-def compare(
-    traces: Mapping[str, Trace],
-    draw: Callable[..., Axes] = draw_timeline,
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    **options: Any,
-) -> list[Axes]:
-    """Draw several traces under one another, on one x axis and in the same colours.
+def compare(traces: Mapping[str, Trace], x: StepScale = "step") -> list[Axes]:
+    """Draw the timelines of several traces under one another, on one x axis and in the same colours.
 
     Args:
         traces: title to trace.
-        draw: one of the functions of this module, or one that takes the same arguments.
         x: the x axis, see `step_edges`.
-        options: more arguments for `draw`.
 
     Returns:
         The Axes, from top to bottom.
     """
-    colors = colors or RequestColors(request_ids(*traces.values()))
+    colors = RequestColors(request_ids(*traces.values()))
     rows = max(len(request_ids(trace)) for trace in traces.values())
-    height = timeline_height(rows) if draw is draw_timeline else 1.9
-    height = min(height + 0.2, 12.0 / len(traces))
-    size = (style.MAX_WIDTH, len(traces) * height + 0.8)
-    grid = plt.subplots(len(traces), 1, sharex=True, squeeze=False, layout="constrained", figsize=size)[1]
-    axes: list[Axes] = list(grid[:, 0])
+    height = min(timeline_height(rows) + 0.2, 12.0 / len(traces))
+    axes = _stacked([height] * len(traces), 0.8)
     limits = []
     for ax, (name, trace) in zip(axes, traces.items(), strict=True):
-        draw(trace, x, colors=colors, title=name, ax=ax, legend=False, **options)
+        draw_timeline(trace, x, colors=colors, title=name, ax=ax)
         limits.append(ax.get_xlim())
         if ax is not axes[-1]:
             ax.set_xlabel("")
     axes[-1].set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    if draw in _LEGENDS:
-        _legend(axes[-1], draw, list(traces.values()))
+    style.legend(axes[-1], *_timeline_legend(list(traces.values())))
     return axes
 
 
-def overview(
-    trace: Trace,
-    draws: Sequence[Callable[..., Axes]] = (draw_timeline, draw_budget, draw_usage),
-    x: StepScale = "step",
-    *,
-    colors: RequestColors | None = None,
-    title: str = "",
-) -> list[Axes]:
-    """Several views of one trace under one another, on one x axis.
+def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Axes]:
+    """The timeline, the token budget and the blocks of one trace under one another, on one x axis.
 
     Args:
-        draws: functions of this module, from top to bottom.
-        x, colors: as in `draw_timeline`.
+        x: as in `draw_timeline`.
 
     Returns:
         The Axes, from top to bottom.
     """
-    ids = request_ids(trace)
-    colors = colors or RequestColors(ids)
-    heights = [timeline_height(len(ids)) if draw is draw_timeline else 1.6 for draw in draws]
-    size = (style.MAX_WIDTH, sum(heights) + 1.1 + (0.3 if title else 0))
-    grid = plt.subplots(
-        len(draws), 1, sharex=True, squeeze=False, layout="constrained", figsize=size, height_ratios=heights
-    )[1]
-    axes: list[Axes] = list(grid[:, 0])
+    colors = RequestColors(request_ids(trace))
+    axes = _stacked([timeline_height(len(colors)), 1.6, 1.6], 1.1 + (0.3 if title else 0))
     kinds: set[str] = set()
     lines: dict[str, Line2D] = {}
-    for ax, draw in zip(axes, draws, strict=True):
-        draw(trace, x, colors=colors, title=title if ax is axes[0] else "", ax=ax, legend=False)
+    for ax, (draw, explain) in zip(axes, _LEGENDS.items(), strict=True):
+        draw(trace, x, colors=colors, title=title if ax is axes[0] else "", ax=ax)
         if ax is not axes[-1]:
             ax.set_xlabel("")
-        more_kinds, more_lines = _LEGENDS[draw]([trace]) if draw in _LEGENDS else (set(), [])
+        more_kinds, more_lines = explain([trace])
         kinds |= more_kinds
         lines |= {str(line.get_label()): line for line in more_lines}
     style.legend(axes[-1], kinds, lines.values())
     return axes
+
+
+def _stacked(heights: Sequence[float], rest: float) -> list[Axes]:
+    """Axes under one another, of these heights in inches, on one x axis; `rest` is for titles and legends."""
+    size = (style.MAX_WIDTH, sum(heights) + rest)
+    grid = plt.subplots(
+        len(heights), 1, sharex=True, squeeze=False, layout="constrained", figsize=size, height_ratios=heights
+    )[1]
+    return list(grid[:, 0])
 
 
 def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
@@ -318,8 +247,8 @@ def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
 def _draw_levels(
     ax: Axes, edges: list[tuple[float, float]], values: list[int], idle: int | None = 0, **look: Any
 ) -> None:
-    """One value a step, as a line of steps. Between steps, when the engine has nothing to do, it is `idle`; None draws
-    the line through."""
+    """Draw one value per step, as a line of steps. In the gaps between steps, when the engine is idle, the value is `idle`; None
+    connects the steps."""
     xs: list[float] = []
     ys: list[int] = []
     for (begin, end), value in zip(edges, values, strict=True):
@@ -333,11 +262,6 @@ def _draw_levels(
 
 _BUDGET_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4}
 _HELD_LINE: dict[str, Any] = {"color": style.PALETTE[0]}
-_QUEUE_LINES: dict[str, dict[str, Any]] = {
-    "running": {"color": style.PALETTE[0], "linestyle": "-"},
-    "waiting": {"color": style.PALETTE[5], "linestyle": (0, (4, 1.5))},
-    "swapped": {"color": style.PALETTE[2], "linestyle": (0, (1, 1))},
-}
 
 
 def _timeline_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
@@ -346,7 +270,7 @@ def _timeline_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
 
 
 def _budget_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
-    kinds = {share_kind(share) for trace in traces for step in trace for share in step.requests}
+    kinds = {share.kind for trace in traces for step in trace for share in step.requests}
     return kinds, [Line2D([], [], label="token budget", **_BUDGET_LINE)]
 
 
@@ -359,17 +283,4 @@ def _usage_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
     return {"preempted"} if preempted else set(), lines
 
 
-def _queues_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
-    return set(), [Line2D([], [], label=f"{name} queue", **look) for name, look in _QUEUE_LINES.items()]
-
-
-_LEGENDS = {
-    draw_timeline: _timeline_legend,
-    draw_budget: _budget_legend,
-    draw_usage: _usage_legend,
-    draw_queues: _queues_legend,
-}
-
-
-def _legend(ax: Axes, draw: Callable[..., Axes], traces: Sequence[Trace]) -> None:
-    style.legend(ax, *_LEGENDS[draw](traces))
+_LEGENDS = {draw_timeline: _timeline_legend, draw_budget: _budget_legend, draw_usage: _usage_legend}

@@ -1,4 +1,4 @@
-"""What if the pool were smaller, or the budget larger? Knobs over a simulation, whose trace the player shows at once."""
+"""Controls over a simulation: when the reader changes a setting, the player shows the new trace."""
 
 from __future__ import annotations
 
@@ -45,25 +45,24 @@ def what_if(
     """Controls over `simulate`: the value of a notebook's cell. Every change runs the real scheduler again.
 
     Args:
-        requests: what arrives when; or a function that makes it, called with the controls that it names as its
-            parameters.
+        requests: the requests; or a function that makes them, called with the controls that are its parameters.
         views: as for `play`.
-        controls: options of `simulate` to turn; "arrival_rate", which divides the requests' arrival steps; "kv_tokens",
+        controls: options of `simulate` that the reader can change; "arrival_rate", which divides the requests' arrival steps; "kv_tokens",
             the pool's size in tokens, so that `block_size` divides the same memory otherwise. A mapping gives the values
             of each (None: the usual ones, around where it begins). A function's parameters can be controls too.
         options: further options of `simulate`, and where the controls begin.
 
     Raises:
-        ValueError: a control that nobody would hear; or `simulate` cannot run what the controls begin with.
+        ValueError: a control that is no option of `simulate` and no parameter of `requests`, or first settings that cannot run.
     """
     return WhatIf(requests, views, controls if isinstance(controls, Mapping) else dict.fromkeys(controls), options)
 
 
 class WhatIf(widgets.VBox):
-    """Controls, the player, and a table of what came of it.
+    """Controls, the player, and a table of metrics.
 
     Attributes:
-        controls: a widget for each name; setting its `value` is turning the knob.
+        controls: a widget for each name; setting its `value` runs the simulation again.
         player: shows the newest trace, as `player.trace`.
         figures: numbers of the newest trace by name, as in the table.
         error: why the newest settings could not be run; "" if they could.
@@ -79,7 +78,7 @@ class WhatIf(widgets.VBox):
         self._requests, self._options = requests, options
         self._parameters = inspect.signature(requests).parameters if callable(requests) else {}
         if deaf := [name for name in controls if name not in _OPTIONS | self._parameters.keys()]:
-            raise ValueError(f"neither simulate nor the requests know of {', '.join(deaf)}")
+            raise ValueError(f"neither simulate nor the requests have the option {', '.join(deaf)}")
         self.controls = {name: _control(name, self._begin(name), values) for name, values in controls.items()}
         self.error = ""
         trace = self._run()
@@ -102,7 +101,7 @@ class WhatIf(widgets.VBox):
 
     @property
     def values(self) -> dict[str, Any]:
-        """What the controls say."""
+        """The settings of the controls."""
         return {name: control.value for name, control in self.controls.items()}
 
     @property
@@ -125,7 +124,7 @@ class WhatIf(widgets.VBox):
     def _turned(self, change: object) -> None:
         try:
             trace = self._run()
-        except (ValueError, RuntimeError) as error:  # what `simulate` says of settings that cannot work
+        except (ValueError, RuntimeError) as error:  # raised by `simulate` for settings that cannot work
             self.error = str(error)
         else:
             self.error = ""
@@ -140,7 +139,7 @@ class WhatIf(widgets.VBox):
 
 
 def _control(name: str, begin: Any, values: Iterable[Any] | None) -> widgets.ValueWidget:
-    """A slider or a list for the values, which `begin` belongs to even if they leave it out."""
+    """A slider or a list for the values and `begin`."""
     look = {
         "description": _NAMES.get(name, name.replace("_", " ")),
         "style": {"description_width": "130px"},
@@ -152,7 +151,7 @@ def _control(name: str, begin: Any, values: Iterable[Any] | None) -> widgets.Val
     if any(isinstance(value, str) for value in values):
         return widgets.Dropdown(options=values, value=begin, **look)
     if not values and not isinstance(begin, int):
-        raise ValueError(f"nobody says which values {name} can have: controls={{{name!r}: [...]}} does")
+        raise ValueError(f"{name} needs its values: controls={{{name!r}: [...]}}")
     if not values:
         step = max(1, begin // 32)
         return widgets.IntSlider(begin, max(1, begin // 4 // step * step), 2 * begin, step, **look)
@@ -161,7 +160,7 @@ def _control(name: str, begin: Any, values: Iterable[Any] | None) -> widgets.Val
 
 
 def _usual(name: str, begin: Any) -> list[Any]:
-    """The values to choose from where nobody says; none for those that are simply counted."""
+    """The values to choose from by default; none for settings that get a slider."""
     if name == "arrival_rate":
         return list(_ARRIVAL_RATES)
     if name in _POWERS:
@@ -171,7 +170,7 @@ def _usual(name: str, begin: Any) -> list[Any]:
 
 
 def figures(trace: Trace) -> dict[str, float | None]:
-    """What the table under the controls says of a trace: latencies in units of the trace's time; None if there is none.
+    """Return the metrics in the table under the controls: latencies in units of the trace's time; None if there is none.
 
     Returns:
         `TTFT p50`, `TTFT p99`, `worst gap` (between two tokens of one request), `end` (of the last step), `preemptions`,

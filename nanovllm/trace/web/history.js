@@ -172,7 +172,7 @@ export class History {
     this.peakEntries = 0; // most table entries at a time
     this.peakLengths = NO_IDS; // lengths of the tables at that time
     this.peakHolders = 0; // most requests with a table at a time
-    this.seen = new Set(); // of "cached", "preempted", "swapped", "aborted": what a legend has to explain
+    this.seen = new Set(); // of "cached", "preempted", "swapped", "held", "aborted": what a legend has to explain
     const caching = settings.enable_prefix_caching ?? true;
     this.#tail = new PoolState(settings.num_blocks, settings.block_size, caching);
   }
@@ -245,6 +245,7 @@ export class History {
       this.#noteAdmission(this.#info(id), cached, known, note);
     }
     if (record.swapped.length) this.seen.add("swapped");
+    if (Object.keys(record.held).length) this.seen.add("held");
     for (const id of record.resumed) note(this.#info(id), "came back from host memory");
     for (const [id, mode] of record.preempted) {
       this.#info(id).preemptions.push(index);

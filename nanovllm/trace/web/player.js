@@ -3,7 +3,7 @@
 import { VIEWS, LIGHT, DARK } from "./views.js";
 import { StoryPanel, describeStep, makeElement } from "./story.js";
 
-const SPEEDS = [0.5, 1, 2, 4, 8, 16, 32, 64]; // steps a second
+const SPEEDS = [0.5, 1, 2, 4, 8, 16, 32, 64]; // steps per second
 const CALM_INTERVAL = 500; // milliseconds between pictures of a live page, where the reader asked for reduced motion
 // The browser may share its processors with the engine that it shows: drawing takes at most this share of one of them.
 const LIVE_SHARE = 0.03;
@@ -37,7 +37,7 @@ function pageIsDark() {
  * Make a player in an element.
  *
  * Options: `views`: names from VIEWS, top to bottom; `live`: records keep coming, and the player follows the latest until
- * it is paused; `theme`: "light", "dark" or "auto"; `speed`: steps a second; `onStep(index)`: called when the reader moves;
+ * it is paused; `theme`: "light", "dark" or "auto"; `speed`: steps per second; `onStep(index)`: called when the reader moves;
  * `settings`: further things for the views' scene.
  */
 export function createPlayer(root, options = {}) {
@@ -109,7 +109,7 @@ export class TracePlayer {
     this.onStep(wanted);
   }
 
-  /** Run on at `speed` steps a second; from the end, start over. */
+  /** Run on at `speed` steps per second; from the end, start over. */
   play() {
     if (!this._hasRecords()) return;
     if (this.index === this.history.length - 1) this.seek(this.history.first);
@@ -169,7 +169,7 @@ export class TracePlayer {
     const range = { type: "range", min: 0, max: 0, step: 1, value: 0 };
     this.slider = makeElement("input", { ...range, class: "nv-slider", "aria-label": "Step" });
     this.position = makeElement("span", { class: "nv-position" });
-    const inWords = { title: "Steps a second", "aria-label": "Speed, in steps a second" };
+    const inWords = { title: "Steps per second", "aria-label": "Speed, in steps per second" };
     this.speedSelect = makeElement("select", { class: "nv-speed", ...inWords });
     for (const speed of [...new Set([...SPEEDS, this.speed])].sort((a, b) => a - b)) {
       this.speedSelect.append(makeElement("option", { value: speed }, `${speed}/s`));
@@ -261,7 +261,7 @@ export class TracePlayer {
     return Math.floor(view.figure.clientWidth) === view.width;
   }
 
-  /** Pictures that nobody can see are not drawn; once they can be seen, they are. */
+  /** Pictures outside of the window are not drawn until they are scrolled into view. */
   _see(changes) {
     for (const { target, isIntersecting } of changes) {
       this.views.find((view) => view.figure === target).visible = isIntersecting;

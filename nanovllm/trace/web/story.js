@@ -173,7 +173,7 @@ export class StoryPanel {
     const size = history.settings.block_size;
     this._title(`Block ${block}`);
     this._facts([
-      ["held by", story.holders.length ? this._chips(story.holders) : "nobody"],
+      ["held by", story.holders.length ? this._chips(story.holders) : "no request"],
       ["filled", (story.holders.length || story.cached) && `${story.filled} of ${countOf(size, "token")}`],
       ["shared", story.refCount > 1 && `by ${story.refCount} requests`],
       ["cached", story.cached && !story.holders.length && "free, but its content can still be found"],

@@ -63,7 +63,7 @@ function drawPhysical(ctx, scene, state, block, box, gap) {
     const owners = holders.map((id) => history.requests.get(id).number);
     drawBlock(ctx, theme, box, state.filled(block), state.blockSize, owners);
     const what = freshness(state, block);
-    const color = theme.rim(owners.at(-1)); // of who found it or got it
+    const color = theme.rim(owners.at(-1)); // of the request that found or allocated it
     if (what && gap >= 4) drawFreshBox(ctx, theme, what, box, color);
     else if (what) drawFresh(ctx, theme, what, box.x, box.y, Math.min(box.width, 7), color);
   } else if (state.isTransferring(block)) {
@@ -128,10 +128,16 @@ function poolLayout(numBlocks, width) {
   throw new Error("unreachable: the smallest pitch is always taken");
 }
 
+const CACHE_MARKS = ["cached block", "prefix hit", "overwritten"];
+
 export const POOL_VIEW = makeView({
   title: "The pool of blocks",
-  nothing: "All blocks of the pool, and who holds them",
-  marks: ["free", "cached block", "in transfer", "new block", "prefix hit", "overwritten"],
+  nothing: "All blocks of the pool, and the requests that hold them",
+  marks: ["free", "new block", ...CACHE_MARKS, "in transfer"],
+  legend({ settings, seen }) {
+    const cache = settings.enable_prefix_caching === false ? [] : CACHE_MARKS;
+    return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : [])];
+  },
   height(history, width) {
     const { pitch, rows } = poolLayout(numBlocksOf(history), width);
     return rows * pitch + 30;
@@ -209,22 +215,27 @@ function mappedHeight(history) {
 function drawMapped(ctx, size, scene, state) {
   const { history, theme } = scene;
   const label = size.width < 480 ? 58 : 92;
-  const strip = clamp((size.width - label - 50) * 0.32, 60, 200);
-  const right = Math.min(size.width - strip - 6, label + 24 + strip + 300);
+  const words = scene.settings?.words; // the tokens of some requests as texts, which are written into the cells
+  const strip = clamp((size.width - label - 50) * (words ? 0.4 : 0.32), 60, 200);
+  const margin = words ? 34 : 6; // reference counts are not written over words
+  const right = Math.min(size.width - strip - margin, label + 24 + strip + 300);
   const left = label + 20;
   const regions = [];
   const arrows = [];
   const heading = { color: theme.ink, align: "center", width: strip + 12 };
-  const pool = size.width < 480 ? "the pool" : "physical blocks (the pool)";
+  const pool = size.width < 620 ? "the pool" : "physical blocks (the pool)";
   writeText(ctx, "logical blocks", left + strip / 2, 12, heading);
   writeText(ctx, pool, right + strip / 2, 12, heading);
   for (let block = 0; block < state.numBlocks; block++) {
     const box = { x: right, y: 28 + block * 20, width: strip, height: 15 };
     drawPhysical(ctx, scene, state, block, box, 4);
+    const [holder] = state.holders(block);
+    if (words && holder) writeWords(ctx, scene, state, holder, state.tables.get(holder).indexOf(block), box, true);
     if (!concerns(scene, state, block)) veil(ctx, theme, box);
     writeText(ctx, String(block), right - 6, box.y + 8, { color: theme.ink, size: 11, align: "right" });
     const count = state.refCount(block);
-    if (count > 1) drawBadge(ctx, theme, `×${count}`, right + strip - 14, box.y + 7.5, { bold: true });
+    const badge = right + strip + (words ? 16 : -14);
+    if (count > 1) drawBadge(ctx, theme, `×${count}`, badge, box.y + 7.5, { bold: true });
     regions.push({ ...box, x: right - 24, width: strip + 24, kind: "block", id: block });
   }
   let y = 28;
@@ -237,6 +248,7 @@ function drawMapped(ctx, size, scene, state) {
     table.forEach((block, i) => {
       const box = { x: left, y, width: strip, height: 15 };
       drawBlock(ctx, theme, box, filledOf(state, id, i), state.blockSize, [number]);
+      if (words) writeWords(ctx, scene, state, id, i, box);
       writeText(ctx, String(i), left - 5, y + 8, { color: theme.muted, size: 11, align: "right" });
       if (!concerns(scene, state, block)) veil(ctx, theme, box);
       regions.push({ ...box, kind: "block", id: block });
@@ -252,6 +264,20 @@ function drawMapped(ctx, size, scene, state) {
   ctx.globalAlpha = 1;
   if (!arrows.length) writeText(ctx, NO_TABLE_HELD, left, 36, { color: theme.muted, width: strip + 60 });
   return regions;
+}
+
+// The texts of a block's tokens, each in its cell; on a badge where a physical block has the stripes of several holders.
+function writeWords(ctx, { history, theme, settings }, state, id, position, { x, y, width, height }, physical = false) {
+  const first = position * state.blockSize;
+  const cell = width / state.blockSize;
+  const color = theme.inkOn(theme.fill(history.requests.get(id).number));
+  const shared = physical && state.refCount(state.tables.get(id)[position]) > 1;
+  const texts = settings.words[id]?.slice(first, first + filledOf(state, id, position)) ?? [];
+  texts.forEach((text, i) => {
+    const [middle, line] = [x + (i + 0.5) * cell, y + height / 2];
+    if (shared) drawBadge(ctx, theme, text, middle, line);
+    else writeText(ctx, text, middle, line + 0.5, { color, size: 11, align: "center", width: cell - 1 });
+  });
 }
 
 function orderedTables(history, state) {

@@ -151,19 +151,19 @@ function drawHeld(ctx, theme, history, window, y, bottom) {
 const QUEUES = ["waiting", "running", "swapped"];
 const CHIP = 22;
 
-// Why the first waiting request has to wait.
+// Why the first waiting request is not admitted.
 export const BLOCKED_BY = {
   "kv blocks": "too few blocks are free",
-  max_num_seqs: "as many requests run as are allowed",
+  max_num_seqs: "as many requests run as max_num_seqs allows",
   max_num_batched_tokens: "the token budget of this step is spent",
-  preemption: "a request was thrown out in this step",
-  "static batch": "the batch that runs takes nobody in",
+  preemption: "a request was preempted in this step",
+  "static batch": "the running batch admits no more requests",
   pipeline_parallel_size: "the rest is for the other stages' steps",
 };
 
 export const QUEUES_VIEW = makeView({
   title: "Queues",
-  nothing: "Who waits, who runs and who was swapped out",
+  nothing: "The requests that wait, run and are swapped out",
   height: () => QUEUES.length * 32 + 30,
   draw(ctx, { width }, scene) {
     const { theme } = scene;
@@ -171,7 +171,7 @@ export const QUEUES_VIEW = makeView({
     const regions = [];
     QUEUES.forEach((name, i) => drawQueue(ctx, scene, name, record[name], 20 + i * 32, width, regions));
     const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
-    const words = reason ? `The first in line waits: ${reason}.` : "Nobody has to wait.";
+    const words = reason ? `The first in line waits: ${reason}.` : "No request has to wait.";
     const color = reason ? theme.ink : theme.muted;
     writeText(ctx, words, 4, QUEUES.length * 32 + 18, { color, width: width - 8 });
     return regions;
@@ -198,7 +198,7 @@ function drawQueue(ctx, scene, name, ids, y, width, regions) {
     x += wide + (fits ? 4 : pitch > 8 ? 3 : 1);
   });
   if (ids.length > most) writeText(ctx, `+${ids.length - most}`, x + 4, y, { color: theme.ink });
-  if (!ids.length) writeText(ctx, "nobody", MARGIN.left, y, { color: theme.muted });
+  if (!ids.length) writeText(ctx, "none", MARGIN.left, y, { color: theme.muted });
 }
 
 function labelOf(history, id) {

@@ -1,4 +1,4 @@
-// Requests by steps: who waited, was prefilled, decoded, was thrown out, ended. Long traces are shown a
+// Requests by steps: when each waited, was prefilled, decoded, was preempted, ended. Long traces are shown a
 // window at a time.
 import {
   FONT, MARGIN, clamp, drawEvent, drawState, drawTokens, isSame, makeView, outlineBox, writeText,
@@ -97,7 +97,7 @@ const RARE_MARKS = new Set(["cached", "swapped", "preempted", "aborted"]);
 
 export const TIMELINE_VIEW = makeView({
   title: "Timeline",
-  nothing: "Requests by steps, who computed what when",
+  nothing: "What each request computes in which step",
   marks: ALL_MARKS,
   legend: ({ seen }) => ALL_MARKS.filter((mark) => !RARE_MARKS.has(mark) || seen.has(mark)),
   height(history, width, index) {
