@@ -59,7 +59,7 @@ PARTS: dict[str, list[str]] = {
 }
 
 # Code lines at most. A budget only ever gets smaller.
-BUDGETS = {"the engine": 17_200, "the workshop": 10_600, "the core that remains": 9_480}
+BUDGETS = {"the engine": 17_150, "the workshop": 7_600, "the core that remains": 9_450}
 MODULE_LINES = 450
 
 # The core in an afternoon.

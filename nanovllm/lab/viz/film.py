@@ -110,7 +110,7 @@ class Film:
                 raise RuntimeError(
                     "an animation is filmed in Chromium, which could not be started: `playwright install chromium` installs it"
                 ) from error
-            window = {"width": self.width, "height": _TALLEST}
+            window: Any = {"width": self.width, "height": _TALLEST}
             page = browser.new_page(viewport=window, device_scale_factor=_GIF_WIDTH / self.width)
             return self.play(page)
 
@@ -122,7 +122,7 @@ class Film:
         page.set_content(f'<!doctype html><meta charset="utf-8"><style>{style}</style><body></body>')
         page.add_script_tag(type="module", content=f"{bundle('film.js')}\nwindow.openFilm = openFilm;")
         page.wait_for_function("window.openFilm !== undefined")
-        film = {"text": b"".join(self.trace.lines()).decode(), "title": self.title}
+        film: dict[str, Any] = {"text": b"".join(self.trace.lines()).decode(), "title": self.title}
         film |= {"views": list(self.views), "settings": dict(self.settings)}
         page.evaluate("film => { window.film = openFilm(film); }", film)
         index = {record.step: number for number, record in enumerate(self.trace)}

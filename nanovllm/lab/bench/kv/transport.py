@@ -8,6 +8,7 @@ import itertools
 import mmap
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
