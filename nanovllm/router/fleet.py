@@ -58,7 +58,7 @@ class ServerProcess:
         url: its address; "" before it has served for the first time.
     """
 
-    _process: asyncio.subprocess.Process  # from `start` on
+    process: asyncio.subprocess.Process  # from `start` on
 
     def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
         self.name, self.words, self.environment, self.url = name, words, environment, ""
@@ -67,7 +67,7 @@ class ServerProcess:
         """Start it, and wait until it serves: None; or until it has ended: its exit code."""
         port = self.url.rpartition(":")[2] or "0"
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"),
             stdin=pipe,
             stdout=pipe,
@@ -76,9 +76,9 @@ class ServerProcess:
             start_new_session=True,  # Ctrl-C in the terminal is for this process
         )
         ready = asyncio.Event()
-        self._relay = asyncio.create_task(self._relay_output(self._process, ready))
+        self._relay = asyncio.create_task(self._relay_output(self.process, ready))
         await ready.wait()
-        return self._process.returncode
+        return self.process.returncode
 
     async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Show its output, and note the address in it. At the end of its output the process has ended, too."""
@@ -95,34 +95,30 @@ class ServerProcess:
         await process.wait()
         ready.set()
 
-    async def wait(self) -> int:
-        """Wait for its end; returns its exit code."""
-        return await self._process.wait()
-
     @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it, so that it can neither serve nor end."""
-        return is_stopped(self._process.pid)
+        return is_stopped(self.process.pid)
 
     def kill(self) -> None:
         """End it and its engine now."""
-        if hasattr(self, "_process") and self._process.returncode is None:
-            kill_tree(self._process.pid)
+        if hasattr(self, "process") and self.process.returncode is None:
+            kill_tree(self.process.pid)
 
     async def stop(self, seconds: float) -> None:
         """End it with a signal, and after so many seconds by force."""
-        if not hasattr(self, "_process"):
+        if not hasattr(self, "process"):
             return
         with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
+            self.process.terminate()
         if self.is_stopped:
             self.kill()
         try:
-            await asyncio.wait_for(self.wait(), seconds)
+            await asyncio.wait_for(self.process.wait(), seconds)
         except TimeoutError:
             logger.warning("[%s] does not end: it is killed", self.name)
             self.kill()
-            await self.wait()
+            await self.process.wait()
         await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
         self._relay.cancel()
 
@@ -164,7 +160,7 @@ class Fleet:
         Raises:
             ServerError: it cannot serve any more.
         """
-        while (code := await process.wait()) != 0:
+        while (code := await process.process.wait()) != 0:
             for pause in RESTART_PAUSES:
                 logger.warning("[%s] has ended with exit code %d: it is started again", process.name, code)
                 await asyncio.sleep(pause)

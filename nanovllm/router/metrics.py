@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from nanovllm.router.backends import Backend
@@ -24,15 +25,15 @@ class Metrics(MetricSet):
     """All metrics of a router, in a registry of their own."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
-        super().__init__("nanovllm_router_", LABELS)
-        self.read(GAUGES, lambda: [((backend.url, backend.role), backend) for backend in backends])
-        self.requests = self.counter("requests", "Requests that have come", ["route"])
-        self.processed = self.counter("processed_requests", "Requests that a server has answered")
-        self.failures = self.counter("request_errors", "Requests that a server has failed to answer")
-        self.retries = self.counter("retries", "Requests that were sent to another server", [])
-        self.transfers = self.counter("kv_transfers", TRANSFERS, ["outcome"])
+        sources = [((backend.url, backend.role), backend) for backend in backends]
+        super().__init__("nanovllm_router_", LABELS, GAUGES, lambda: sources)
+        self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
+        self.processed = self.add(Counter, "processed_requests", "Requests that a server has answered")
+        self.failures = self.add(Counter, "request_errors", "Requests that a server has failed to answer")
+        self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
+        self.transfers = self.add(Counter, "kv_transfers", TRANSFERS, ["outcome"])
         for backend in backends:  # so that a server without requests shows 0
             for counter in (self.processed, self.failures):
                 counter.labels(backend.url, backend.role)
-        about = "From a request's arrival to the beginning of its answer"
-        self.time_to_headers = self.histogram("generate_duration_seconds", about, BUCKETS, ["route"])
+        name, about = "generate_duration_seconds", "From a request's arrival to the beginning of its answer"
+        self.time_to_headers = self.add(Histogram, name, about, ["route"], buckets=BUCKETS)

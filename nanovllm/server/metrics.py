@@ -45,52 +45,33 @@ STATS: Table = {
 REASONS = ("stop", "length", "abort", "error")
 
 
-class Reader(Collector):
-    """Reads the values of a table from objects when the metrics are asked for.
+class MetricSet(Collector):
+    """Metrics in a registry of their own.
 
     Args:
-        sources: returns the values of the labels for each object, and the object.
+        prefix: with which all names begin.
+        labels: the default labels.
+        table: the metrics that are read when they are asked for.
+        sources: returns the objects to read, each with the values of its labels.
     """
 
     def __init__(self, prefix: str, labels: Sequence[str], table: Table, sources: Callable[[], Iterable[Any]]) -> None:
         self.prefix, self.labels, self.table, self.sources = prefix, labels, table, sources
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
-        """One metric per row, with a value for each object."""
+        """One metric per row of the table, with a value for each object."""
         for name, (family, text, attribute) in self.table.items():
             metric = family(self.prefix + name, text, labels=self.labels)
             for labels, source in self.sources():
                 metric.add_metric(labels, getattr(source, attribute))
             yield metric
 
-
-class MetricSet:
-    """Metrics in a registry of their own.
-
-    Args:
-        prefix: with which all names begin.
-        labels: the default labels.
-    """
-
-    def __init__(self, prefix: str, labels: Sequence[str]) -> None:
-        self.prefix, self.default_labels = prefix, labels
-        self.registry = CollectorRegistry()
-
-    def read(self, table: Table, sources: Callable[[], Iterable[Any]]) -> None:
-        """Add metrics that are read when they are asked for; see `Reader`."""
-        self.registry.register(Reader(self.prefix, self.default_labels, table, sources))
-
-    def counter(self, name: str, text: str, labels: Sequence[str] | None = None) -> Counter:
-        """Add a counter."""
-        labels = self.default_labels if labels is None else labels
-        return Counter(self.prefix + name, text, labels, registry=self.registry)
-
-    def histogram(
-        self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] | None = None
-    ) -> Histogram:
-        """Add a histogram."""
-        labels = self.default_labels if labels is None else labels
-        return Histogram(self.prefix + name, text, labels, buckets=buckets, registry=self.registry)
+    def add(self, kind: type[Any], name: str, text: str, labels: Sequence[str] | None = None, **settings: Any) -> Any:
+        """Add a metric that is counted here."""
+        labels = self.labels if labels is None else labels
+        return kind(self.prefix + name, text, labels, registry=self.registry, **settings)
 
     def render(self) -> bytes:
         """The text that Prometheus reads."""
@@ -106,22 +87,25 @@ class Metrics(MetricSet, EngineObserver):
     """
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
-        super().__init__("nanovllm:", ("model_name", "engine"))
         labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
-        self.read(STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False))
+        names = ("model_name", "engine")
+        super().__init__(
+            "nanovllm:", names, STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
+        )
 
-        def each(metric: Any) -> list[Any]:
+        def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
+            metric = self.add(kind, name, text, **settings)
             return [metric.labels(*values) for values in labels]
 
-        about = "From a request's arrival to its first token"
-        self._time_to_first_token = each(self.histogram("time_to_first_token_seconds", about, FIRST_TOKEN_BUCKETS))
-        about = "Between two tokens of a completion"
-        self._inter_token_latency = each(self.histogram("inter_token_latency_seconds", about, TOKEN_BUCKETS))
-        about = "From a request's arrival to its last token"
-        self._request_latency = each(self.histogram("e2e_request_latency_seconds", about, REQUEST_BUCKETS))
-        self._prompt_tokens = each(self.counter("prompt_tokens", "Prompt tokens read"))
-        self._generation_tokens = each(self.counter("generation_tokens", "Tokens generated"))
-        ended = self.counter("request_success", "Completions that ended", ["model_name", "engine", "finished_reason"])
+        about, buckets = "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
+        self._time_to_first_token = each(Histogram, "time_to_first_token_seconds", about, buckets=buckets)
+        about, buckets = "Between two tokens of a completion", TOKEN_BUCKETS
+        self._inter_token_latency = each(Histogram, "inter_token_latency_seconds", about, buckets=buckets)
+        about, buckets = "From a request's arrival to its last token", REQUEST_BUCKETS
+        self._request_latency = each(Histogram, "e2e_request_latency_seconds", about, buckets=buckets)
+        self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens read")
+        self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
+        ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
         self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in labels]
         engine.observer = self
 
