@@ -28,7 +28,9 @@ from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.process import Command, Report, run_engine
 from nanovllm.engine.request_stream import (
+    EngineDeadError,
     EngineObserver,
+    EngineStartError,
     RequestFailedError,
     RequestRefusedError,
     RequestStream,
@@ -49,20 +51,10 @@ LONG_PROMPT = 4096
 LAST_WORDS_SECONDS = 0.1
 
 
-class EngineDeadError(RuntimeError):
-    """The engine's process has ended; nothing can be generated any more."""
-
-
-class EngineStartError(ValueError):
-    """The engine cannot start with these settings; the message says why."""
-
-
 class AsyncEngine:
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
     Attributes:
-        config: the settings.
-        tokenizer: the model's tokenizer.
         limits: the longest request, the vocabulary, and what else a request has to fit.
         stats: the statistics after its latest step.
         error: why the engine ended; None while it lives.
@@ -229,7 +221,7 @@ class AsyncEngine:
         times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
         stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
         self._num_sent += len(requests)
-        self._send_encoded(command)
+        self._send(command)
         return stream
 
     async def generate(
@@ -282,14 +274,12 @@ class AsyncEngine:
         self.abort(request_id)
         self._streams.pop(request_id, None)
 
-    def _send(self, command: Command) -> None:
-        self._send_encoded(msgspec.msgpack.encode(command))
-
-    def _send_encoded(self, command: bytes) -> None:
+    def _send(self, command: Command | bytes) -> None:
         if self.error is not None:
             return
+        encoded = command if isinstance(command, bytes) else msgspec.msgpack.encode(command)
         try:
-            self._commands.send(command, zmq.NOBLOCK)
+            self._commands.send(encoded, zmq.NOBLOCK)
         except zmq.Again:  # the other end is closed
             self._die(self._exit_reason())
 
@@ -374,8 +364,7 @@ class AsyncEngine:
             stream.fail(EngineDeadError(reason))
 
     async def drain(self, timeout: float) -> None:
-        """Wait until every request has ended, and abort the unfinished ones after `timeout` seconds. Then the streams of the
-        trace end."""
+        """Wait until all requests have ended, and abort them after `timeout` seconds; then end the streams of the trace."""
         deadline = time.monotonic() + timeout
         while self._streams and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

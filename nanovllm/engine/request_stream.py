@@ -12,6 +12,14 @@ from dataclasses import dataclass, field
 from nanovllm.data.outputs import CompletionOutput, OutputCollector, RequestOutput
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's process has ended; nothing can be generated any more."""
+
+
+class EngineStartError(ValueError):
+    """The engine cannot start with these settings; the message says why."""
+
+
 class RequestRefusedError(ValueError):
     """The engine could not take a request that had passed the front end's checks."""
 

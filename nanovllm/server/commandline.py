@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.parts import MissingPartError
+from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
 from nanovllm.server.access import Access
 from nanovllm.server.listen import bind
 from nanovllm.server.options import UsageError, add_options, port, seconds
@@ -49,7 +50,6 @@ def run_command(
 def _exit_code(error: Exception) -> int | None:
     """2 for what the user can mend, 1 for an engine or a server that has failed, None for a bug."""
     from nanovllm.checkpoint.hub import ModelNotFoundError
-    from nanovllm.engine.async_engine import EngineDeadError, EngineStartError
 
     if isinstance(error, EngineStartError | MissingPartError | ModelNotFoundError | UsageError):
         return 2

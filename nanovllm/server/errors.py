@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanovllm.engine.request_stream import RequestFailedError, RequestRefusedError
+from nanovllm.engine.request_stream import EngineDeadError, RequestFailedError, RequestRefusedError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -57,11 +57,12 @@ class APIError(HTTPException):
         return b"data: " + self.json() + b"\n\n"
 
 
-def engine_errors() -> dict[type[Exception], tuple[int, str | None]]:
-    """Status and code of the engine's errors."""
-    from nanovllm.engine.async_engine import EngineDeadError  # here, because `nanovllm replay` has no engine
-
-    return {EngineDeadError: (503, "engine_dead"), RequestRefusedError: (400, None), RequestFailedError: (500, None)}
+# Status and code of the engine's errors.
+ENGINE_ERRORS: dict[type[Exception], tuple[int, str | None]] = {
+    EngineDeadError: (503, "engine_dead"),
+    RequestRefusedError: (400, None),
+    RequestFailedError: (500, None),
+}
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -70,7 +71,7 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, RequestValidationError):
         return APIError(400, *validation_message(error))
-    for kind, (status, code) in engine_errors().items():
+    for kind, (status, code) in ENGINE_ERRORS.items():
         if isinstance(error, kind):
             return APIError(status, str(error), None, code)
     return APIError(500, "internal error; the server's log has the details")
@@ -125,5 +126,5 @@ def install_error_handlers(app: Starlette) -> None:
         return as_api_error(error).response()
 
     # Every known kind is named, because errors that only `Exception` matches are logged with a traceback, as bugs.
-    for kind in (HTTPException, RequestValidationError, *engine_errors(), Exception):
+    for kind in (HTTPException, RequestValidationError, *ENGINE_ERRORS, Exception):
         app.add_exception_handler(kind, on_error)
