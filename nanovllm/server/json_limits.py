@@ -12,21 +12,12 @@ import msgspec
 
 from nanovllm.server.access import MAX_NODES, MAX_VALUES
 from nanovllm.server.errors import APIError
+from nanovllm.server.protocol import names
 
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
 # Fields that may be too large. Only a few, because all of them are compared with each key of the body.
-_LARGE_FIELDS = (
-    "chat_template_kwargs",
-    "prompt",
-    "messages",
-    "tokens",
-    "stop",
-    "stop_token_ids",
-    "logit_bias",
-    "metadata",
-    "tools",
-)
+_LARGE_FIELDS = names("prompt messages tokens stop stop_token_ids logit_bias metadata tools chat_template_kwargs")
 _LargeFields = msgspec.defstruct("_LargeFields", [(name, msgspec.Raw, msgspec.Raw(b"")) for name in _LARGE_FIELDS])
 _DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 

@@ -51,7 +51,7 @@ def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], b
 port = _number(int, "a number from 0 to 65535", lambda value: 0 <= value <= 65535)
 count = _number(int, "a number of servers", lambda value: value >= 0)
 seconds = _number(float, "a number of seconds, 0 or more", lambda value: 0 <= value < math.inf)
-positive_seconds = _number(float, "a number of seconds, and must be above 0", lambda value: 0 < value < math.inf)
+positive_seconds = _number(float, "above 0 seconds", lambda value: 0 < value < math.inf)
 
 
 def words(text: str, pattern: str = ".*", what: str = "") -> list[str]:
