@@ -97,12 +97,18 @@ class Metrics(MetricSet, EngineObserver):
             metric = self.add(kind, name, text, **settings)
             return [metric.labels(*values) for values in labels]
 
-        about, buckets = "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
-        self._time_to_first_token = each(Histogram, "time_to_first_token_seconds", about, buckets=buckets)
-        about, buckets = "Between two tokens of a completion", TOKEN_BUCKETS
-        self._inter_token_latency = each(Histogram, "inter_token_latency_seconds", about, buckets=buckets)
-        about, buckets = "From a request's arrival to its last token", REQUEST_BUCKETS
-        self._request_latency = each(Histogram, "e2e_request_latency_seconds", about, buckets=buckets)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
+            return each(Histogram, name, text, buckets=buckets)
+
+        self._time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Between two tokens of a completion", TOKEN_BUCKETS
+        )
+        self._request_latency = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its last token", REQUEST_BUCKETS
+        )
         self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens read")
         self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
         ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
