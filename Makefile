@@ -67,10 +67,10 @@ AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 NUMERICS := -m "not slow and not nightly" -k "not building" tests/ops tests/models/test_against_transformers.py
 
-quick: install  ## tests without processes, servers and browser, in a minute
+quick: install  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
 
-test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures (about a quarter of an hour on two cores)
+test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures
 	$(TESTS) tests
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
