@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field
 
 from nanovllm.lab.course.notebook import PACKAGE, Cell, Docstring, Lecture
-from nanovllm.lab.course.pieces import Piece, cut, first_row, inline_body, is_placeholder, label
+from nanovllm.lab.course.pieces import Piece, cut, first_row, label
 
 MARKER = "Built by {}: edit it there, then run `python -m nanovllm.lab.course build`."
 _COURSE = f"{PACKAGE}.lab.course"
@@ -67,14 +67,13 @@ def fold(lecture: Lecture, name: str) -> Module:
     for cell in cells:
         comments: list[Piece] = []
         for piece in cut(cell):
-            _refuse_course_imports(piece)
             if piece.kind == "comment":
                 comments.append(piece)
             elif piece.kind == "docstring":
                 if cell.sets_module is None:
                     raise cell.error("a module's docstring belongs into the cell of its `default_exp`", piece.start + 1)
             elif piece.kind == "import":
-                if not _imports_extend(piece.node):
+                if getattr(piece.node, "module", None) != _COURSE:  # `extend`, which only lectures need
                     module.imports.append(piece)
             elif piece.kind == "typing":
                 module.typing.append(piece)
@@ -143,12 +142,10 @@ def _extend(module: Module, part: Piece) -> None:
         message = f"class {name} is continued, but no earlier cell defines it in {module.name}"
         raise part.source.error(message, part.start + 1)
     target = found[-1]
-    _open_placeholder(target)
-    members = [member for member in part.members if not is_placeholder(member.node)]
-    if members:
-        target.members = [member for member in target.members if not is_placeholder(member.node)]
+    if target.kind != "class":
+        raise target.source.error(f"write the body of class {name} on its own lines to continue it", target.start + 1)
     comments: list[Piece] = []
-    for member in members:
+    for member in part.members:
         _refuse_late(target, member)
         if member.kind == "comment":
             comments.append(member)
@@ -160,20 +157,6 @@ def _extend(module: Module, part: Piece) -> None:
     target.members += comments
     target.parts.append(part)
     part.parts = []
-
-
-def _open_placeholder(piece: Piece) -> None:
-    """Give `class A: ...` a head, so that it can be continued."""
-    if piece.kind == "class":
-        return
-    assert isinstance(piece.node, ast.ClassDef)
-    if not is_placeholder(piece.node.body[0]):
-        raise piece.source.error(
-            f"write the body of class {piece.name} on its own lines to continue it", piece.start + 1
-        )
-    above = piece.node.body[0].lineno - 1 - piece.start
-    piece.kind, piece.head = "class", [*piece.lines[:above], inline_body(piece.source, piece.node)]
-    piece.parts = [piece]
 
 
 def _refuse_late(target: Piece, member: Piece) -> None:
@@ -203,26 +186,6 @@ def _own_scope(node: ast.AST) -> list[ast.AST]:
 def _is_dataclass(piece: Piece) -> bool:
     decorators = piece.node.decorator_list if isinstance(piece.node, ast.ClassDef) else []
     return any(ast.unparse(decorator).partition("(")[0].split(".")[-1] == "dataclass" for decorator in decorators)
-
-
-def _imports_extend(node: ast.stmt | None) -> bool:
-    return isinstance(node, ast.ImportFrom) and node.module == _COURSE
-
-
-def _refuse_course_imports(piece: Piece) -> None:
-    """The engine never imports the course; `extend` alone may be imported, and the build drops it."""
-    for node in ast.walk(piece.node) if piece.node else ():
-        if isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            extend_alone = all(alias.name == "extend" and not alias.asname for alias in node.names)
-            if node is piece.node and node.module == _COURSE and extend_alone:
-                continue
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        if any(f"{name}.".startswith(f"{_COURSE}.") for name in names):
-            raise piece.source.error(f"an exported cell imports {_COURSE}: only `extend` may be", node.lineno)
 
 
 def _render(pieces: list[Piece]) -> list[str]:

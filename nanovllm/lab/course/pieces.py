@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -74,13 +74,6 @@ def last_row(node: ast.stmt) -> int:
     return node.end_lineno or node.lineno
 
 
-def is_placeholder(node: ast.stmt | None) -> bool:
-    """Whether a statement is `pass` or `...`."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        return node.value.value is ...
-    return isinstance(node, ast.Pass)
-
-
 def label(pieces: Sequence[Piece]) -> None:
     """Give siblings unique keys: a name, counted where it recurs, or the distance to the last named piece."""
     seen: dict[str, int] = {}
@@ -101,17 +94,17 @@ def _cut(source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: P
     pieces: list[Piece] = []
     column = 4 if parent else 0
     row = start
-    for group in _with_overloads(nodes):
-        first, last = first_row(group[0]), last_row(group[-1])
+    for node in nodes:
+        first, last = first_row(node), last_row(node)
         if first < row:
             raise source.error("two statements on one line", first + 1)
-        if hasattr(group[-1], "body"):
+        if hasattr(node, "body"):
             last = _with_trailing_comments(source.lines, last, stop, column)
         above = first
         while above > row and source.lines[above - 1].lstrip().startswith("#"):
             above -= 1
         pieces += _comments(source, row, above, parent)
-        pieces.append(_piece(source, group[-1], above, last, parent, opens=group[0] is nodes[0]))
+        pieces.append(_piece(source, node, above, last, parent, opens=node is nodes[0]))
         row = last
     return pieces + _comments(source, row, stop, parent)
 
@@ -173,22 +166,6 @@ def _function_name(node: Function) -> str:
         if isinstance(decorator, ast.Attribute) and decorator.attr in ("setter", "deleter"):
             return f"{node.name}.{decorator.attr}"
     return "" if node.name == "_" else node.name
-
-
-def _with_overloads(nodes: list[ast.stmt]) -> Iterator[list[ast.stmt]]:
-    """Single statements, but the overloads of a function together with the function."""
-    group: list[ast.stmt] = []
-    for node in nodes:
-        if group and not (isinstance(node, Function) and node.name == getattr(group[-1], "name", None)):
-            yield group
-            group = []
-        group.append(node)
-        decorators = map(ast.unparse, getattr(node, "decorator_list", []))
-        if not any(decorator.rpartition(".")[2] == "overload" for decorator in decorators):
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _with_trailing_comments(lines: list[str], last: int, stop: int, column: int) -> int:
