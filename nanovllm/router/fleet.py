@@ -239,8 +239,9 @@ async def _route(fleet: Fleet, config: EngineConfig, listener: socket.socket, ar
         await asyncio.gather(keeping, *keepers, return_exceptions=True)
         if server.force_exit:
             fleet.kill()
-    if not keeping.cancelled() and (error := keeping.exception()) is not None:
-        raise error
+    for keeper in keepers:
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            raise error
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
