@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import itertools
@@ -131,13 +132,10 @@ def test_an_animation_has_a_picture_per_step(tmp_path: pathlib.Path) -> None:
     assert data.startswith(b"GIF89a") and len(frames(data)) == 3
 
 
-def test_an_animation_can_be_made_where_an_event_loop_runs() -> None:
-    import asyncio
-
-    async def in_a_notebook() -> bytes:
-        return animate(crowded_trace(), "pool", [0])
-
-    assert asyncio.run(in_a_notebook()).startswith(b"GIF89a")
+def test_an_animation_can_be_made_where_an_event_loop_runs(page: Any) -> None:
+    """The browser of the fixture runs one in this thread, as a notebook does."""
+    assert asyncio.get_running_loop().is_running()
+    assert animate(crowded_trace(), "pool", [0]).startswith(b"GIF89a")
 
 
 def test_steps_and_views_that_do_not_exist_are_refused() -> None:
