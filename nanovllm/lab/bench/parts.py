@@ -165,7 +165,7 @@ class Runner:
                 futures = [pool.submit(self._run_part, part, rows) for part in group]
                 try:
                     for future in futures:
-                        rows += future.result()
+                        future.result()
                 except BaseException:
                     # Ctrl-C reaches this process alone: each part has a session of its own.
                     self.deadline = 0.0
@@ -175,13 +175,14 @@ class Runner:
                     raise
         return rows
 
-    def _run_part(self, part: Part, before: list[Row]) -> list[Row]:
+    def _run_part(self, part: Part, found: list[Row]) -> None:
+        """Run a part, and add its rows to those that were found before."""
         begin, meter = time.perf_counter(), NoiseMeter()
         seconds, rows, status, why = min(part.seconds, self.deadline - begin), list[Row](), "failed", ""
         if seconds < LEAST_SECONDS:
             why = "no time was left for it"
         else:
-            setting = asdict(self.setting) | {"seconds": seconds, "before": list(before)}
+            setting = asdict(self.setting) | {"seconds": seconds, "before": list(found)}
             order = {"function": part.function, "arguments": part.arguments, "setting": setting}
             with tempfile.TemporaryDirectory() as folder:
                 why = self._process(json.dumps(order), seconds, pathlib.Path(folder))
@@ -194,9 +195,8 @@ class Runner:
         noise, took = meter.read(), time.perf_counter() - begin
         print(f"{part.title}: {status}{why and f' ({why})'}, {took:.0f} s", file=sys.stderr)
         row = {"table": report.PARTS, "part": part.title, "status": status, "why": why, "s": round(took)}
-        return [row for row in rows if "table" in row] + [
-            row | {"steal %": 100 * noise.steal, "others %": 100 * noise.others}
-        ]
+        row |= {"steal %": 100 * noise.steal, "others %": 100 * noise.others}
+        found += [row for row in rows if "table" in row] + [row]
 
     def _process(self, order: str, seconds: float, folder: pathlib.Path) -> str:
         """Run a part to its end; returns what went wrong, or nothing."""
