@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.parts import load
 from nanovllm.lab.kernel_compiler import KIB, TARGETS, Launch, compile_launch
+from nanovllm.server.options import UsageError
 
 if TYPE_CHECKING:
     import rich.table
@@ -46,9 +47,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import track
 
     if importlib.util.find_spec("triton") is None:
-        arguments.parser.error("the package 'triton' is not installed (there is none for macOS and Windows)")
+        raise UsageError("the package 'triton' is not installed (there is none for macOS and Windows)")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        arguments.parser.error("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it")
+        raise UsageError("TRITON_INTERPRET=1 replaces the compiler by an interpreter: unset it")
     engine_launches = load("nanovllm.lab.kernel_launches:engine_launches", "the command kernels")
     jobs = [
         (launch, target)
