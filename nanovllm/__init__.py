@@ -9,11 +9,10 @@ if TYPE_CHECKING:
     from nanovllm.data.sampling_params import SamplingParams
     from nanovllm.engine.llm import LLM
 
-# Threads that wait for each other at the end of a parallel loop spin first, then sleep. On a machine that is busy with
-# something else long spinning takes the very time that the late thread needs, and a step takes up to ten times as
-# long; with too short a spin every loop of a step begins by waking somebody, which costs a third of the speed of one
-# stream. 5000 rounds, some 0.2 ms, outlast the gaps between loops and little else. GNU OpenMP reads this when torch is
-# first imported.
+# At the end of a parallel loop, GNU OpenMP's threads spin while they wait for each other, then sleep. If another process keeps
+# a core busy, long spinning takes the time that the late thread needs, and a step takes up to ten times as long. If the spin
+# is too short, every loop begins by waking sleeping threads, which costs one stream a third of its speed. 5000 rounds (about
+# 0.2 ms) outlast the gaps between loops and little else. OpenMP reads this when torch is first imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.1.0"

@@ -200,7 +200,7 @@ def test_a_byte_now_and_then_gains_no_time(listener):
 def test_many_who_say_nothing_do_not_use_up_the_listener(listener, monkeypatch, caplog):
     guests = [raw(listener) for _ in range(handshake._MAX_HANDSHAKES + 5)]
     assert all(is_closed(guest) for guest in guests)
-    assert "handshakes are under way" in caplog.text
+    assert "handshakes are in progress" in caplog.text
     assert works(listener)
 
 

@@ -677,8 +677,9 @@ def test_a_trace_that_was_cut_off_can_be_read_all_the_same(
 def test_without_matplotlib_pictures_are_a_clear_error(
     recorded: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "nanovllm.lab.viz.film", None)
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+    for name in [name for name in sys.modules if name.startswith("nanovllm.lab.viz")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["trace", str(recorded), "--gif", "never.gif"]) == 2
     assert "pip install 'nanovllm[course]'" in capsys.readouterr().err

@@ -204,7 +204,7 @@ class Listener:
                 continue
             connection = Connection(sock, f"{host}:{port}", self._patience)
             if not self._handshakes.acquire(blocking=False):
-                logger.warning("%s is turned away: %d handshakes are under way", connection.peer, _MAX_HANDSHAKES)
+                logger.warning("%s is turned away: %d handshakes are in progress", connection.peer, _MAX_HANDSHAKES)
                 connection.close()
                 continue
             name = f"{self._purpose}-{connection.peer}"
