@@ -447,7 +447,7 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
     consumer = engines("kv_consumer", policy)
     fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "write")
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
-    fleet.run_until(opened.entered.is_set)
+    fleet.run_until(lambda: opened.entered.wait(0.1))  # the pushing thread gets there before many more steps are made
     ask(producer, "urgent", OTHER, 50, priority=-1)  # alone: there is no other request to preempt instead
     fleet.run_until(lambda: not producer.connector.producer.orders)
     opened.open()

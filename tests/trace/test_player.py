@@ -613,7 +613,7 @@ def test_the_pool_can_be_given_in_tokens() -> None:
 
 
 def test_a_control_that_nobody_hears_is_refused() -> None:
-    with pytest.raises(ValueError, match="know of temperature"):
+    with pytest.raises(ValueError, match="nor the requests have the option temperature"):
         what_if(REQUESTS, controls=["temperature"])
     with pytest.raises(ValueError, match="which values step_cost can have"):
         what_if(REQUESTS, controls=["step_cost"])

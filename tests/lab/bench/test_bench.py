@@ -269,7 +269,7 @@ def test_a_process_and_its_children_are_watched() -> None:
         found = noise.read()
         process.stdin.close()
     assert meter.peak_bytes > 2**26
-    assert 0 <= found.steal <= 1 and 0 <= found.others <= 1 and found.cores >= 0
+    assert 0 <= found.steal <= 1.001 and 0 <= found.others <= 1.001 and found.cores >= 0  # shares of clock ticks
     assert process_tree(process.pid) == []
 
 
