@@ -120,8 +120,8 @@ def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
     """Compile a recorded launch for one of `TARGETS`.
 
     Returns:
-        registers and spilled_bytes per thread, shared_memory in bytes per program, num_warps, num_stages, and
-        instructions: how many of each of `INSTRUCTIONS` the assembly has.
+        registers and spilled_bytes per thread, shared_memory in bytes per program, num_warps, num_stages,
+        instructions: how many of each of `INSTRUCTIONS` the assembly has, and assembly: its text.
 
     Raises:
         triton.TritonError, RuntimeError: the compiler refuses the kernel.
@@ -145,6 +145,7 @@ def compile_launch(launch: Launch, target: str) -> dict[str, Any]:
         "num_warps": kernel.metadata.num_warps,
         "num_stages": kernel.metadata.num_stages,
         "instructions": {name: len(re.findall(pattern, text)) for name, pattern in INSTRUCTIONS.items()},
+        "assembly": text,
     }
 
 

@@ -81,6 +81,7 @@ def examine(launch: Launch, target: str) -> dict[str, Any]:
     row: dict[str, Any] = {"target": target, "kernel": name, "dtype": launch.dtype, "constants": constants}
     try:
         row |= compile_launch(launch, target)
+        del row["assembly"]
     except (TritonError, RuntimeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Triton wraps the error once per call within the kernel

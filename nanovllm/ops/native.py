@@ -116,19 +116,23 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[..., bool] | None:
 # --------------------------------------------------------------------------------------------------- operators
 
 
+_NOTHING = torch.empty(0)  # its address is null
+
+
 def _kernel_for(name: str, *tensors: Tensor) -> Callable[..., bool] | None:
     """The C function for these tensors; None if their dtypes differ or have no kernel, or if one needs a gradient."""
-    dtype, with_gradients = tensors[0].dtype, torch.is_grad_enabled()
+    dtype = tensors[0].dtype
     for tensor in tensors:
-        if tensor.dtype != dtype or (with_gradients and tensor.requires_grad):
+        if tensor.dtype is not dtype:
             return None
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
     return _kernel(name, dtype)
 
 
-def _call(kernel: Callable[..., bool], tensors: Sequence[Tensor | None], *numbers: float) -> bool:
-    """Call a C function with the addresses of tensors (null for None), numbers, and the number of threads."""
-    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return kernel(*addresses, *numbers, torch.get_num_threads())
+def _call(kernel: Callable[..., bool], tensors: Sequence[Tensor], *numbers: float) -> bool:
+    """Call a C function with the addresses of tensors (an empty tensor's is null), numbers, and the number of threads."""
+    return kernel(*map(Tensor.data_ptr, tensors), *numbers, torch.get_num_threads())
 
 
 def _heads_are_dense(tensor: Tensor) -> bool:
@@ -238,7 +242,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if kernel is None or not fits:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
-    _call(kernel, (x, weight, bias, out), tokens, inner, outputs)
+    _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
     return out
 
 
