@@ -59,7 +59,7 @@ PARTS: dict[str, list[str]] = {
 }
 
 # Code lines at most. A budget only ever gets smaller.
-BUDGETS = {"the engine": 17_150, "the workshop": 7_600, "the core that remains": 9_450}
+BUDGETS = {"the engine": 17_140, "the workshop": 7_540, "the core that remains": 9_450}
 MODULE_LINES = 450
 
 # The core in an afternoon.
