@@ -615,5 +615,5 @@ def test_the_pool_can_be_given_in_tokens() -> None:
 def test_a_control_that_nobody_hears_is_refused() -> None:
     with pytest.raises(ValueError, match="nor the requests have the option temperature"):
         what_if(REQUESTS, controls=["temperature"])
-    with pytest.raises(ValueError, match="which values step_cost can have"):
+    with pytest.raises(ValueError, match="step_cost needs its values"):
         what_if(REQUESTS, controls=["step_cost"])
