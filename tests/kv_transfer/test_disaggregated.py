@@ -48,6 +48,7 @@ FEATURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "priority": ({"scheduling_policy": "priority"}, {"scheduling_policy": "priority"}),
     "both roles": ({"role": "kv_both"}, {"role": "kv_both"}),
 }
+PREEMPTING = ("recompute", "swap")
 IMPOSSIBLE = [{"whole prompts", "budget of 12"}, {"blocks of 64", "recompute"}, {"blocks of 64", "swap"}]
 
 
@@ -131,15 +132,19 @@ def test_alone(feature: str, way: str, checkpoint: str, expected: list[list[int]
     # All of each prompt that the consumer's own cache had not; the last token of each is computed.
     assert stats.num_external_hit_tokens == stats.num_external_queried_tokens - len(prompts())
     cached = [fleet.finished(f"r{i}").num_cached_tokens for i in range(len(prompts()))]
-    assert cached == [len(prompt) - 1 for prompt in prompts()]
+    fetched = [len(prompt) - 1 for prompt in prompts()]
+    if (
+        feature in PREEMPTING
+    ):  # a request that loses its blocks before its first step finds fewer of them when it returns
+        assert all(here <= there for here, there in zip(cached, fetched, strict=True))
+    else:
+        assert cached == fetched
     first = run(fleet, way, prompts(), name="again")  # meets what is in both caches
     assert first == expected
     used = {
         "consumer without prefix cache": consumer.stats.num_hit_tokens == 0,
         "producer without prefix cache": producer.stats.num_hit_tokens == 0,
-        "recompute": consumer.stats.num_preemptions > 0,
-        "swap": consumer.stats.num_preemptions > 0,
-    }
+    } | dict.fromkeys(PREEMPTING, consumer.stats.num_preemptions > 0)
     assert used.get(feature, consumer.stats.num_hit_tokens > 0)
 
 
