@@ -159,6 +159,9 @@ class KVConnectorOutput:
         abandoned: request id → transfer id, for requests that stop waiting. Their blocks stay reserved, since a peer may
             still write to them, until `finished_recving` contains the transfer id.
         reasons: request id → what went wrong.
+        requests: `EngineRequest`s that other engines ask for.
+        aborts: ids of requests that have to end, because the engine that has asked for them no longer wants them, or cannot have
+            them.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -166,9 +169,20 @@ class KVConnectorOutput:
     invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
     abandoned: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    requests: list[Any] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.abandoned)
+        return bool(self.finished_sending or self.finished_recving or self.abandoned or self.requests or self.aborts)
+
+    def of(self, request_id: str) -> KVConnectorOutput:
+        """What it says of one request that has ended."""
+        return KVConnectorOutput(
+            self.finished_sending & {request_id},
+            self.finished_recving & {request_id},
+            {key: block_ids for key, block_ids in self.invalid_block_ids.items() if key == request_id},
+            reasons={key: reason for key, reason in self.reasons.items() if key == request_id},
+        )
 
     def add(self, other: KVConnectorOutput) -> None:
         """Merge the output of another rank."""

@@ -9,7 +9,7 @@ import pathlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import IDLE_SECONDS, SchedulerConnector, patience
+from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.transfers import update_from_transfers
@@ -100,10 +100,10 @@ class EngineCore:
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
-    def _connect(self, folder: pathlib.Path) -> SchedulerConnector:
+    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler:
         """The scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
-            return SchedulerConnector()
+            return KVConnectorScheduler(self.config)
         if self.config.in_lock_step:
             raise ValueError(
                 "kv_role and kv_connector do not go with experts that several engines share: leave enable_expert_parallel out, "
@@ -243,8 +243,8 @@ class EngineCore:
         self.connector.check_request(request)
         try:
             self.scheduler.add_request(request)
-        except ValueError:
-            self.connector.decline(request)
+        except ValueError as error:
+            self.connector.decline(request, str(error))
             raise
         self._num_added += 1
         if self._recorder is not None:
@@ -336,14 +336,13 @@ class EngineCore:
 
     def _take_transfers(self) -> list[EngineOutput]:
         """Act on what the connector has received: requests of other engines, and ends of transfers."""
-        for request in self.connector.take_requests():
-            try:
+        received = self.connector.take_output()
+        for request in received.requests:
+            with suppress(ValueError):  # the connector has told the other engine
                 self.add_request(request)
-            except ValueError as error:
-                self.connector.refuse(request.request_id, str(error))
-        for request_id in self.connector.take_aborts():
+        for request_id in received.aborts:
             self.abort_request(request_id)
-        failed = update_from_transfers(self.scheduler)
+        failed = update_from_transfers(self.scheduler, received)
         if self._recorder is not None:
             for output in failed:
                 self._recorder.ended(output.request_id, "error")
@@ -388,8 +387,7 @@ class EngineCore:
         self._in_flight.clear()
         lost = list(self.scheduler.requests)
         abandoned = self.executor.forget_requests()
-        self.connector.forget_requests()
-        self.connector.abandon(abandoned)
+        self.connector.forget_requests(abandoned)
         host_pool = self.manager.host_pool
         self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
         for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks

@@ -129,7 +129,7 @@ class InProcessExecutor(Executor):
             self.sources = [mailbox.fileno()]
 
     def handshake_metadata(self) -> list[Any]:
-        """See `WorkerConnector.get_handshake_metadata`."""
+        """See `KVConnectorWorker.get_handshake_metadata`."""
         return [self.runner.connector.get_handshake_metadata()]
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

@@ -102,7 +102,7 @@ class Worker:
         self.runner.allocate(num_blocks, num_host_blocks)
 
     def handshake_metadata(self) -> Any:
-        """See `WorkerConnector.get_handshake_metadata`."""
+        """See `KVConnectorWorker.get_handshake_metadata`."""
         return self.runner.connector.get_handshake_metadata()
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:

@@ -6,14 +6,14 @@ rank: it moves blocks, and knows a request only by its id. What the first tells 
 (`SchedulerOutput.connector_metadata`), and what the second reports comes back with the step's result
 (`ModelRunnerOutput.connector_output`).
 
-`SchedulerConnector` and `WorkerConnector` are the interface, and the connector of an engine that moves no KV: every method answers
-that there is nothing. `KVConnectorScheduler` and `KVConnectorWorker` are the bases of connectors that do.
+`KVConnectorScheduler` and `KVConnectorWorker` are the bases of all connectors. As they are, they move no KV: every method answers
+that there is nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.data.config import EngineConfig
-    from nanovllm.data.request import EngineRequest, Request
+    from nanovllm.data.request import Request
     from nanovllm.data.schedule import SchedulerOutput
     from nanovllm.kv.layout import KVLayout
     from nanovllm.kv.manager import KVCacheManager
@@ -53,30 +53,37 @@ class OutputAggregator:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._reports: dict[tuple[str, str], list[KVConnectorOutput]] = {}  # (field, request id) -> of the ranks so far
+        self._reports: dict[str, list[KVConnectorOutput]] = {}  # request id -> of the ranks so far
 
     def add(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
         """Take the ranks' reports after a step; returns what is true of all ranks now."""
         together = KVConnectorOutput()
         for output in filter(None, outputs):
-            for name in ("finished_sending", "finished_recving"):
-                for request_id in getattr(output, name):
-                    reports = self._reports.setdefault((name, request_id), [])
-                    reports.append(output)
-                    if len(reports) == self._num_ranks:
-                        del self._reports[name, request_id]
-                        getattr(together, name).add(request_id)
-                        for report in reports:
-                            if request_id in report.invalid_block_ids:
-                                invalid = together.invalid_block_ids.setdefault(request_id, set())
-                                invalid |= report.invalid_block_ids[request_id]
-                            if request_id in report.reasons:
-                                together.reasons[request_id] = report.reasons[request_id]
+            for request_id in output.finished_sending | output.finished_recving:
+                reports = self._reports.setdefault(request_id, [])
+                reports.append(output.of(request_id))
+                if len(reports) == self._num_ranks:
+                    for report in self._reports.pop(request_id):
+                        together.add(report)
         return together
 
 
-class SchedulerConnector:
-    """The half that lives with the scheduler; this one has nothing to offer."""
+class KVConnectorScheduler:
+    """The half that lives with the scheduler; this one has nothing to offer.
+
+    Args:
+        config: the engine's settings.
+        identity: what the KV is made of: engines share KV only if all of this is equal.
+        ranks: what each rank's `get_handshake_metadata` returns: how other engines reach it.
+    """
+
+    def __init__(
+        self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
+    ) -> None:
+        self.config, self.kv_transfer = config, config.kv_transfer or KVTransferConfig()
+        self.identity, self.ranks = identity or {}, list(ranks)
+        self._output = KVConnectorOutput()  # for the scheduler
+        self._in_flight: set[str] = set()  # transfers, by the ids under which the ranks report their ends
 
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
@@ -105,8 +112,9 @@ class SchedulerConnector:
             block_ids: the request's whole table.
         """
 
-    def decline(self, request: Request) -> None:
-        """The engine refuses a request: another engine that holds KV for it need not hold it any longer."""
+    def decline(self, request: Request, reason: str) -> None:
+        """The engine refuses a request. Another engine that holds KV for it need not hold it any longer; an engine that has asked
+        for the request is told the reason."""
 
     # ---------------------------------------------------------------- a request's KV goes elsewhere
 
@@ -125,100 +133,18 @@ class SchedulerConnector:
     def revoke(self, request_id: str) -> None:
         """No engine will fetch the KV of a request that has ended: stop holding its blocks, unless an engine has claimed them."""
 
-    def choose_victim(
-        self, request: Request, num_blocks: int, running: list[Request], manager: KVCacheManager
-    ) -> Request | None:
-        """The running request to preempt so that `request` can have `num_blocks` blocks; None: `request` has to wait."""
-        return running[-1]
-
-    # ---------------------------------------------------------------- every step
-
-    def build_connector_meta(self, schedule: SchedulerOutput) -> Any:
-        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no transfer is in flight."""
-        return None
-
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take in what all ranks have reported."""
-
-    def take_output(self) -> KVConnectorOutput:
-        """What has become final since the last call. Requests that `reasons` names have to fail."""
-        return KVConnectorOutput()
-
-    def take_requests(self) -> list[EngineRequest]:
-        """Requests that other engines ask for."""
-        return []
-
-    def take_aborts(self) -> list[str]:
-        """Requests that have to end, because the engine that has asked for them no longer wants them, or cannot have them."""
-        return []
-
-    def refuse(self, request_id: str, reason: str) -> None:
-        """One of `take_requests` cannot run."""
-
-    def forget_requests(self) -> None:
-        """A step broke off, and all requests are lost; the ranks have stopped their transfers."""
-
-    def abandon(self, transfer_ids: Collection[str]) -> None:
-        """After `forget_requests`: the ranks could not stop these transfers. `finished_recving` names them when they have ended."""
-
-    @property
-    def has_work(self) -> bool:
-        """True if there is something to do even if no request runs."""
-        return False
-
-    @property
-    def has_news(self) -> bool:
-        """True if the scheduler has something to act on at once, without which nothing more would happen."""
-        return self.has_work
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """File descriptors on which something may come while the engine sleeps."""
-        return ()
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """After how long the engine should look again even if nothing comes; None: it need not."""
-        return None
-
-    @property
-    def information(self) -> dict[str, Any]:
-        """What a client or router needs to know; empty if no KV moves."""
-        return {}
-
-    def close(self) -> None:
-        """End all connections."""
-
-
-class KVConnectorScheduler(SchedulerConnector):
-    """The base of connectors, on the scheduler's side.
-
-    Args:
-        config: the engine's settings.
-        kv_transfer: the connector's settings.
-        identity: what the KV is made of: engines share KV only if all of this is equal.
-        ranks: what each rank's `get_handshake_metadata` returns: how other engines reach it.
-    """
-
-    def __init__(
-        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
-    ) -> None:
-        self.config, self.kv_transfer, self.identity, self.ranks = config, kv_transfer, identity, list(ranks)
-        self._output = KVConnectorOutput()
-
     def is_sending(self, request: Request) -> bool:
         """True while a peer reads the blocks of a running request."""
         return False
 
-    def stop_sending(self, request: Request) -> None:
-        """Have a running request whose blocks a peer reads end with `take_aborts`, for lack of blocks."""
-        raise NotImplementedError
-
     def choose_victim(
         self, request: Request, num_blocks: int, running: list[Request], manager: KVCacheManager
     ) -> Request | None:
-        """The last running request whose blocks no peer reads. While transfers hold blocks, only if preempting all such requests
-        behind `request` frees enough for it: else it keeps its own blocks and waits, and the requests behind it may run."""
+        """The running request to preempt so that `request` can have `num_blocks` blocks; None: `request` has to wait.
+
+        It is the last one whose blocks no peer reads. While transfers hold blocks, only if preempting all such requests behind
+        `request` frees enough for it: else it keeps its own blocks and waits, and the requests behind it may run.
+        """
         behind = running[running.index(request) + 1 :]
         victims = [r for r in behind if not self.is_sending(r)]
         # A table that belongs to no running request is being filled by a transfer.
@@ -233,49 +159,98 @@ class KVConnectorScheduler(SchedulerConnector):
         victim = victims[-1] if victims else running[-1]
         if not self.is_sending(victim):
             return victim
-        self.stop_sending(victim)  # a peer reads its blocks, which therefore cannot be another request's at once
+        self._output.aborts.append(victim.request_id)  # a peer reads its blocks: they cannot be reused at once
+        return None
+
+    # ---------------------------------------------------------------- every step
+
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> Any:
+        """What the ranks have to do with this step, pickled on its way; None if nothing, and if no transfer is in flight.
+
+        Args:
+            tables: request id -> block table, of all requests that have blocks.
+        """
         return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `SchedulerConnector.update_connector_output`."""
+        """Take in what all ranks have reported."""
         self._output.add(output)
+        self._in_flight -= output.finished_sending | output.finished_recving
 
     def take_output(self) -> KVConnectorOutput:
-        """See `SchedulerConnector.take_output`."""
+        """What has become final since the last call. Requests that `reasons` names have to fail."""
         output, self._output = self._output, KVConnectorOutput()
         if self.kv_transfer.kv_load_failure_policy == "recompute":
             output.reasons.clear()
         return output
 
-    def forget_requests(self) -> None:
-        """See `SchedulerConnector.forget_requests`."""
-        self._output = KVConnectorOutput()
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+        """A step broke off, and all requests are lost; the ranks have stopped their transfers.
+
+        Args:
+            open_transfers: those that the ranks could not stop. `finished_recving` names them when they have ended.
+        """
+        self._output, self._in_flight = KVConnectorOutput(), set(open_transfers)
 
     @property
     def has_work(self) -> bool:
-        """See `SchedulerConnector.has_work`."""
+        """True if there is something to do even if no request runs."""
+        return bool(self._in_flight) or self.has_news
+
+    @property
+    def has_news(self) -> bool:
+        """True if the scheduler has something to act on at once, without which nothing more would happen."""
         return bool(self._output)
 
     @property
+    def sources(self) -> Sequence[int]:
+        """File descriptors on which something may come while the engine sleeps."""
+        return ()
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """After how long the engine should look again even if nothing comes; None: it need not."""
+        return None
+
+    @property
     def information(self) -> dict[str, Any]:
-        """See `SchedulerConnector.information`."""
+        """What a client or router needs to know."""
         return {name: getattr(self.kv_transfer, name) for name in ("engine_id", "kv_connector", "kv_role")}
 
+    def close(self) -> None:
+        """End all connections."""
 
-class WorkerConnector:
+
+class KVConnectorWorker:
     """The half that lives on a rank; this one moves nothing.
 
+    Args:
+        layout: what the rank's caches look like; see `KVLayout`.
+        kv_caches: the rank's caches, by the layer's number in the model. They never move.
+
     Attributes:
-        kv_caches: the rank's caches, by the layer's number in the model.
         metadata: what the scheduler's half has to say for the current step.
         notify: called, by any thread, when `get_finished` has something to report.
+        model, backend: what computes on this rank, for connectors that compute, too.
     """
 
     metadata: Any = None
+    model: Any = None
+    backend: Any = None
 
-    def __init__(self) -> None:
-        self.kv_caches: dict[int, Tensor] = {}
+    def __init__(
+        self, config: EngineConfig, layout: KVLayout | None = None, kv_caches: dict[int, Tensor] | None = None
+    ) -> None:
+        self.config, self.kv_transfer = config, config.kv_transfer or KVTransferConfig()
+        self.layout, self.kv_caches = layout, kv_caches or {}
         self.notify: Callable[[], None] = lambda: None
+
+    @classmethod
+    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A layer's cache, all zeros, in memory from which it can be transferred."""
+        from nanovllm.ops.device import zeros
+
+        return zeros(tuple(shape), dtype, device)
 
     def get_handshake_metadata(self) -> Any:
         """How other engines' ranks reach this one; plain data."""
@@ -304,21 +279,13 @@ class WorkerConnector:
     def wait_for_save(self) -> None:
         """After the forward pass: what is saved may be overwritten by the next step."""
 
-    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
-        """Requests whose sending, and whose receiving, has come to an end since the last call.
+    def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
+        """Transfers that have come to an end since the last call, and the blocks whose content did not come.
 
         Args:
             wait_seconds: there is nothing to compute: wait up to so long for something.
         """
-        return set(), set()
-
-    def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
-        """Of those that `get_finished` has just named, the blocks whose content did not come, by request."""
-        return {}
-
-    def get_reasons(self) -> dict[str, str]:
-        """Why, by request id."""
-        return {}
+        return KVConnectorOutput()
 
     def forget_requests(self) -> dict[str, list[int]]:
         """A step broke off: stop all transfers. When this returns, no peer writes any block, except for those that are returned,
@@ -329,34 +296,8 @@ class WorkerConnector:
         """End all connections."""
 
 
-class KVConnectorWorker(WorkerConnector):
-    """The base of connectors, on a rank.
-
-    Args:
-        layout: what the rank's caches look like; see `KVLayout`.
-    """
-
-    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
-        super().__init__()
-        self.config, self.kv_transfer, self.layout = config, kv_transfer, layout
-
-    @classmethod
-    def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A layer's cache, all zeros, in memory from which it can be transferred."""
-        from nanovllm.ops.device import zeros
-
-        return zeros(tuple(shape), dtype, device)
-
-    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
-        """The rank's caches, by the layer's number in the model. They never move."""
-        self.kv_caches = kv_caches
-
-    def register_model(self, model: Any, backend: Any) -> None:
-        """What computes on this rank, for connectors that compute, too."""
-
-
 @contextmanager
-def transfers(connector: WorkerConnector, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
     """Around a rank's forward pass: the one place that calls a connector, except for the two calls of each layer.
 
     Args:
@@ -373,9 +314,6 @@ def transfers(connector: WorkerConnector, metadata: Any, is_idle: bool) -> Itera
         yield output
         connector.wait_for_save()
         with waiting_for_others():
-            finished = connector.get_finished(IDLE_SECONDS if is_idle else 0.0)
-        output.finished_sending, output.finished_recving = finished
-        output.invalid_block_ids = connector.get_block_ids_with_load_errors()
-        output.reasons = connector.get_reasons()
+            output.add(connector.get_finished(IDLE_SECONDS if is_idle else 0.0))
     finally:
         connector.metadata = None

@@ -52,13 +52,13 @@ def create_scheduler_connector(
 
     Args:
         folder: the checkpoint.
-        ranks: what each rank's half says of itself; see `WorkerConnector.get_handshake_metadata`.
+        ranks: what each rank's half says of itself; see `KVConnectorWorker.get_handshake_metadata`.
 
     Raises:
         ValueError: the connector does not exist (the message lists those that do), or its settings make no sense.
     """
     identity = kv_identity(config, model_config, folder)
-    return _half(config, 0)(config, config.kv_transfer, identity, ranks)
+    return _half(config, 0)(config, identity, ranks)
 
 
 def cache_maker(config: EngineConfig) -> Callable[..., Tensor]:
@@ -91,7 +91,6 @@ def create_worker_connector(
         tp_rank=group.rank_in_group,
         tp_size=group.world_size,
     )
-    connector: KVConnectorWorker = _half(config, 1)(config, config.kv_transfer, layout)
-    connector.register_kv_caches(kv_caches)
-    connector.register_model(model, backend)
+    connector: KVConnectorWorker = _half(config, 1)(config, layout, kv_caches)
+    connector.model, connector.backend = model, backend
     return connector

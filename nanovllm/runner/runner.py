@@ -24,7 +24,7 @@ from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOut
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import WorkerConnector, transfers
+from nanovllm.kv.connector import KVConnectorWorker, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -70,7 +70,7 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = config.enforce_eager or model_config.shuffles_tokens
         self.make_graph = graph_maker(self.device, self.backend, eager)
-        self.connector = WorkerConnector()
+        self.connector = KVConnectorWorker(config)
         self.balancer = None  # moves experts between ranks (lecture 26)
         if config.enable_eplb:
             load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")

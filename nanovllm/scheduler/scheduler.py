@@ -10,7 +10,7 @@ from bisect import insort
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from nanovllm.kv.connector import SchedulerConnector
+from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 
 
@@ -37,11 +37,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: SchedulerConnector | None = None
+        self, config: EngineConfig, manager: KVCacheManager, connector: KVConnectorScheduler | None = None
     ) -> None:
         self.config = config
         self.manager = manager
-        self.connector = connector or SchedulerConnector()
+        self.connector = connector or KVConnectorScheduler(config)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.receiving: list[Request] = []
@@ -132,7 +132,7 @@ class Scheduler:
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
             self._steps_in_flight.append(plan)
-        plan.connector_metadata = self.connector.build_connector_meta(plan)
+        plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
     def _budget(self, plan: SchedulerOutput) -> int:

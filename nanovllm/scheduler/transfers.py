@@ -9,6 +9,7 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.scheduler.scheduler import Scheduler
 
@@ -26,14 +27,12 @@ def take_over(scheduler: Scheduler, request: Request, invalid_block_ids: set[int
     scheduler.move(request, RequestStatus.RUNNING)
 
 
-def update_from_transfers(scheduler: Scheduler) -> list[EngineOutput]:
+def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> list[EngineOutput]:
     """Act on transfers that have ended: free held blocks, and let requests run whose KV has arrived.
 
     Returns:
         Requests that have failed because theirs has not.
     """
-    if not (ended := scheduler.connector.take_output()):
-        return []
     for request_id, transfer_id in ended.abandoned.items():
         # The peer may still write to these blocks: they are held under the transfer's name.
         if (request := scheduler.requests.get(request_id)) is None:  # it has ended meanwhile

@@ -260,9 +260,8 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         entry_bytes = layout.block_bytes * num_layers
         config = EngineConfig(kv_offloading_size=20 * entry_bytes / GIB, device="cpu")
         assert config.kv_transfer is not None
-        worker = OffloadingWorker(config, config.kv_transfer, layout)
         before = {layer: torch.randn(layout.cache_shape).to(torch.bfloat16) for layer in layout.layers}
-        worker.register_kv_caches({layer: cache.clone() for layer, cache in before.items()})
+        worker = OffloadingWorker(config, layout, {layer: cache.clone() for layer, cache in before.items()})
         keys = [bytes([i]) * 32 for i in range(12)]
         worker.metadata = OffloadingMetadata(saves=[(2 * i, keys[i]) for i in range(12)])
         worker.wait_for_save()
@@ -277,9 +276,10 @@ def test_a_rank_moves_bytes_to_where_they_belong(monkeypatch: pytest.MonkeyPatch
         finished: set[str] = set()
         invalid: dict[str, set[int]] = {}
         while finished != {"a", "b"}:
-            finished |= worker.get_finished(1.0)[1]
-            invalid |= worker.get_block_ids_with_load_errors()
-        assert invalid == {"a": {1, 7}}
+            output = worker.get_finished(1.0)
+            finished |= output.finished_recving
+            invalid |= output.invalid_block_ids
+        assert invalid == {"a": {1, 7}, "b": set()}
         expected = {layer: torch.full_like(cache, -1) for layer, cache in before.items()}
         for target, i in [(23, 11), (2, 9), (29, 8), (0, 7), (5, 5), (6, 4), (17, 0)]:
             for layer in layout.layers:

@@ -47,14 +47,13 @@ class ScriptedConnector(KVConnectorScheduler):
     """
 
     def __init__(self, config: Any, look: Callable[[list[int], int], list[bytes | None]], block_size: int) -> None:
-        super().__init__(config, config.kv_transfer, {}, [])
+        super().__init__(config)
         self.look, self.block_size = look, block_size
         self.offers: dict[str, int] = {}
         self.wanted: set[str] = set()  # by others, when they are done
         self.coming: dict[str, Transfer] = {}
         self.going: dict[str, Transfer] = {}
         self.read_by_peers: set[str] = set()  # at any time
-        self.aborts: list[str] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         assert num_computed_tokens % self.block_size == 0
@@ -84,13 +83,6 @@ class ScriptedConnector(KVConnectorScheduler):
 
     def is_sending(self, request: Request) -> bool:
         return request.request_id in self.going
-
-    def stop_sending(self, request: Request) -> None:
-        self.aborts.append(request.request_id)
-
-    def take_aborts(self) -> list[str]:
-        aborts, self.aborts = self.aborts, []
-        return aborts
 
     def come(self, request_id: str, invalid: set[int]) -> None:
         """The transfer into these blocks has ended."""
@@ -221,11 +213,12 @@ class TransferMachine(SchedulerMachine):
 
     def take_transfers(self) -> None:
         self.connector.kv_transfer.kv_load_failure_policy = "fail" if self.fails else "recompute"
-        for request_id in self.connector.take_aborts():  # a peer reads its blocks, which it leaves behind
+        received = self.connector.take_output()
+        for request_id in received.aborts:  # a peer reads its blocks, which it leaves behind
             event("aborted in place of a preemption")
             assert request_id in self.connector.read_by_peers
             self.scheduler.abort_request(request_id)
-        for output in update_from_transfers(self.scheduler):
+        for output in update_from_transfers(self.scheduler, received):
             assert self.fails and output.finish_reason == "error" and "spoiled" in output.error
             self.failed.add(output.request_id)
         self.scheduler.check_invariants()
@@ -330,7 +323,7 @@ class FullPool:
 
     def step(self) -> tuple[list[str], dict[str, str]]:
         """A step from beginning to end; returns the requests that it computes, and those that it preempts."""
-        update_from_transfers(self.scheduler)
+        update_from_transfers(self.scheduler, self.connector.take_output())
         plan = self.scheduler.schedule()
         if not plan.empty:
             self.scheduler.update_from_output(plan, self.runner.execute_model(plan))

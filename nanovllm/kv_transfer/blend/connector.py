@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -18,16 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv.manager import hash_block
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
-from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.text.tokenizer import Tokenizer
 
 RATIO = 0.15
@@ -75,12 +73,11 @@ class BlendMetadata:
 
 @dataclass
 class _Prompt:
-    """A request, its parts, those of them that could still be saved from it, and its block table."""
+    """A request, its parts, and those of them that could still be saved from it."""
 
     request: Request
     parts: list[Part]
     unsaved: list[Part]
-    block_ids: list[int] = field(default_factory=list)
 
 
 class BlendScheduler(KVConnectorScheduler):
@@ -94,10 +91,9 @@ class BlendScheduler(KVConnectorScheduler):
         ValueError: a setting that makes no sense, or a model or a grid of ranks for which blending is not possible.
     """
 
-    def __init__(
-        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
-    ) -> None:
-        super().__init__(config, kv_transfer, identity, ranks)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+        super().__init__(config, identity, ranks)
+        kv_transfer = self.kv_transfer
         if config.pipeline_parallel_size > 1:
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
@@ -161,6 +157,7 @@ class BlendScheduler(KVConnectorScheduler):
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
         self._jobs.append(BlendJob(request.request_id, token_ids, list(block_ids), before, reused))
+        self._in_flight.add(request.request_id)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request, and drop its blend if it is still queued."""
@@ -168,32 +165,30 @@ class BlendScheduler(KVConnectorScheduler):
         for job in [job for job in self._jobs if job.request_id == request.request_id]:
             self._jobs.remove(job)
             self._output.finished_recving.add(request.request_id)
+            self._in_flight.remove(request.request_id)
         return False, None
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput) -> BlendMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> BlendMetadata | None:
         """One blend per step, and the parts that are complete after the step."""
         metadata = BlendMetadata(blend=self._jobs.popleft() if self._jobs else None)
         for scheduled in schedule.requests:
             if (prompt := self._prompts.get(scheduled.request_id)) is not None:
-                metadata.saves += self._saves(prompt, scheduled)
+                metadata.saves += self._saves(prompt, scheduled, tables[scheduled.request_id])
         if metadata.saves:
             metadata.drops = self._drop()
         return metadata if metadata.saves or metadata.blend else None
 
-    def _saves(self, prompt: _Prompt, scheduled: ScheduledRequest) -> list[SaveJob]:
+    def _saves(self, prompt: _Prompt, scheduled: ScheduledRequest, table: list[int]) -> list[SaveJob]:
         """The parts of a prompt that this step completes and that are not kept yet."""
-        if scheduled.sampling_params is not None:  # the request was admitted, perhaps not for the first time
-            prompt.block_ids = []
-        prompt.block_ids += scheduled.new_block_ids
         saves, computed = [], scheduled.start + scheduled.num_tokens
         while prompt.unsaved and prompt.unsaved[0].end <= computed:
             part = prompt.unsaved.pop(0)
             if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
                 self._kept[part.key] = part.end - part.start
                 token_ids = prompt.request.token_ids[part.start : part.end]
-                saves.append(SaveJob(part.key, token_ids, part.start, list(prompt.block_ids)))
+                saves.append(SaveJob(part.key, token_ids, part.start, list(table)))
         return saves
 
     def _drop(self) -> list[bytes]:
@@ -207,17 +202,12 @@ class BlendScheduler(KVConnectorScheduler):
             drops.append(key)
         return drops
 
-    def forget_requests(self) -> None:
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
         """See the base class. The ranks drop all parts, too."""
         super().forget_requests()
         self._kept.clear()
         self._prompts.clear()
         self._jobs.clear()
-
-    @property
-    def has_work(self) -> bool:
-        """See the base class."""
-        return bool(self._jobs) or super().has_work
 
 
 class BlendWorker(KVConnectorWorker):
@@ -235,10 +225,6 @@ class BlendWorker(KVConnectorWorker):
     def get_handshake_metadata(self) -> int:
         """Bytes per token on this rank."""
         return sum(cache[0].nbytes // self.config.block_size for cache in self.kv_caches.values())
-
-    def register_model(self, model: LlamaForCausalLM, backend: AttentionBackend) -> None:
-        """See the base class."""
-        self.model, self.backend = model, backend
 
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
@@ -271,10 +257,10 @@ class BlendWorker(KVConnectorWorker):
         device = next(iter(self.kv_caches.values())).device
         return torch.tensor(block_ids, dtype=torch.int32, device=device)
 
-    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+    def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See the base class."""
         finished, self._finished = self._finished, set()
-        return set(), finished
+        return KVConnectorOutput(finished_recving=finished)
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See the base class."""

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.parts import load
-from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.request import Request
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.pd.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.data.config import EngineConfig
-    from nanovllm.data.kv_transfer_config import KVTransferConfig
     from nanovllm.data.schedule import SchedulerOutput
     from nanovllm.kv.layout import KVLayout
     from nanovllm.kv_transfer.transport.base import Transport
@@ -56,10 +55,10 @@ class DisaggregatedScheduler(KVConnectorScheduler):
             requests that an engine of this role cannot fetch.
     """
 
-    def __init__(
-        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
-    ) -> None:
-        super().__init__(config, kv_transfer, {"kv_connector": kv_transfer.kv_connector, **identity}, ranks)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+        super().__init__(config, identity, ranks)
+        kv_transfer = self.kv_transfer
+        self.identity = {"kv_connector": kv_transfer.kv_connector, **identity}
         kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
         self.books = Books(config, kv_transfer, self.identity, Introduction(kv_transfer.engine_id, self.ranks))
         self.producer = ProducerSide(self.books)
@@ -67,7 +66,7 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         self._stuck_since = float("inf")
 
     def check_request(self, request: Request) -> None:
-        """See `SchedulerConnector.check_request`."""
+        """See `KVConnectorScheduler.check_request`."""
         if request.kv_transfer_params is not None:
             TransferParams.check(request.kv_transfer_params, self.kv_transfer.kv_role)
 
@@ -79,9 +78,11 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         """Ask for it."""
         self.consumer.ask(request, block_ids)
 
-    def decline(self, request: Request) -> None:
-        """See `SchedulerConnector.decline`. A request of the same id that is being fetched goes on."""
-        if all(fetch.request_id != request.request_id for fetch in self.consumer.fetches.values()):
+    def decline(self, request: Request, reason: str) -> None:
+        """See `KVConnectorScheduler.decline`. A request of the same id that is being fetched goes on."""
+        if request.request_id in self.producer.orders:
+            self.producer.refuse(request.request_id, reason)
+        elif all(fetch.request_id != request.request_id for fetch in self.consumer.fetches.values()):
             self.consumer.stop(request)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -91,22 +92,20 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         return self.producer.finished(request, block_ids)
 
     def revoke(self, request_id: str) -> None:
-        """See `SchedulerConnector.revoke`."""
+        """See `KVConnectorScheduler.revoke`."""
         self.producer.leases.revoke(request_id)
 
     def is_sending(self, request: Request) -> bool:
         """See `KVConnectorScheduler.is_sending`."""
         return self.producer.is_sending(request.request_id)
 
-    def stop_sending(self, request: Request) -> None:
-        """See `KVConnectorScheduler.stop_sending`."""
-        self.producer.aborts.append(request.request_id)
-
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput) -> TransferMetadata | None:
+    def build_connector_meta(
+        self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]
+    ) -> TransferMetadata | None:
         """What there is to begin; and as long as a transfer is in flight, the question whether it has ended."""
-        self.producer.note(schedule)
+        self.producer.note(schedule, tables)
         self._resolve_deadlock(schedule.empty)
         metadata, self.books.metadata = self.books.metadata, TransferMetadata()
         return metadata if self.books.in_flight or not metadata.is_empty else None
@@ -124,53 +123,44 @@ class DisaggregatedScheduler(KVConnectorScheduler):
             self._stuck_since = min(self._stuck_since, now)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See `SchedulerConnector.update_connector_output`."""
+        """See `KVConnectorScheduler.update_connector_output`."""
         self.books.in_flight -= output.finished_recving | output.finished_sending
         self.consumer.received(output)
         self.books.output.finished_sending |= output.finished_sending
 
     def take_output(self) -> KVConnectorOutput:
-        """See `SchedulerConnector.take_output`."""
+        """See `KVConnectorScheduler.take_output`. On the way, all mail is read."""
+        for sender, message in self.books.mailbox.take():
+            side: Any = self.producer if isinstance(sender, Consumer) else self.consumer
+            side.hear(sender, message)
         self.consumer.look_at_clock()
         self.books.output.finished_sending |= self.producer.leases.take_ended()
+        aborts = self._output.aborts
         self._output, self.books.output = self.books.output, KVConnectorOutput()
         output = super().take_output()
         if output:
             self._stuck_since = float("inf")
         self.producer.pushed(output.finished_sending)
+        output.requests, self.producer.requests = self.producer.requests, []
+        output.aborts, self.producer.aborts = self.producer.aborts + aborts, []
         return output
-
-    def take_requests(self) -> list[EngineRequest]:
-        """What consumers order. On the way, all mail is read."""
-        for sender, message in self.books.mailbox.take():
-            side: Any = self.producer if isinstance(sender, Consumer) else self.consumer
-            side.hear(sender, message)
-        requests, self.producer.requests = self.producer.requests, []
-        return requests
-
-    def take_aborts(self) -> list[str]:
-        """See `SchedulerConnector.take_aborts`."""
-        aborts, self.producer.aborts = self.producer.aborts, []
-        return aborts
-
-    def refuse(self, request_id: str, reason: str) -> None:
-        """See `SchedulerConnector.refuse`."""
-        self.producer.refuse(request_id, reason)
 
     @property
     def has_work(self) -> bool:
-        """See `SchedulerConnector.has_work`."""
+        """See `KVConnectorScheduler.has_work`."""
         return bool(self.books.in_flight) or self.has_news
 
     @property
     def has_news(self) -> bool:
-        """See `SchedulerConnector.has_news`."""
+        """See `KVConnectorScheduler.has_news`."""
         has_mail = not self.books.mailbox.is_empty
-        return bool(self.books.output or has_mail or self.producer.aborts or self.producer.leases.has_ended)
+        return bool(
+            self._output or self.books.output or has_mail or self.producer.aborts or self.producer.leases.has_ended
+        )
 
     @property
     def sources(self) -> Sequence[int]:
-        """See `SchedulerConnector.sources`."""
+        """See `KVConnectorScheduler.sources`."""
         return [self.books.mailbox.fileno()]
 
     @property
@@ -185,19 +175,16 @@ class DisaggregatedScheduler(KVConnectorScheduler):
         host, port = self.producer.address or (None, None)
         return super().information | {"kv_host": host, "kv_port": port, "block_size": self.config.block_size}
 
-    def forget_requests(self) -> None:
-        """See `SchedulerConnector.forget_requests`."""
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+        """See `KVConnectorScheduler.forget_requests`."""
+        super().forget_requests()
         self.consumer.forget()
         self.producer.forget()
         self.books.metadata, self.books.output = TransferMetadata(), KVConnectorOutput()
-        self.books.in_flight.clear()
-
-    def abandon(self, transfer_ids: Collection[str]) -> None:
-        """See `SchedulerConnector.abandon`."""
-        self.books.in_flight.update(transfer_ids)
+        self.books.in_flight = set(open_transfers)
 
     def close(self) -> None:
-        """See `SchedulerConnector.close`."""
+        """See `KVConnectorScheduler.close`."""
         self.consumer.close()
         self.producer.close()
         self.books.mailbox.close()
@@ -213,11 +200,12 @@ class DisaggregatedWorker(KVConnectorWorker):
     transport_class = "nanovllm.kv_transfer.transport.local:LocalTransport"
     metadata: TransferMetadata | None
 
-    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
-        super().__init__(config, kv_transfer, layout)
+    def __init__(self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
+        super().__init__(config, layout, kv_caches)
         self._receiving: set[str] = set()  # transfers
-        self._invalid: dict[str, set[int]] = {}
-        self._reasons: dict[str, str] = {}
+        timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
+        self.transport = self._transport_class()(layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout)
+        self.transport.transfers.on_ended = lambda: self.notify()
 
     @classmethod
     def _transport_class(cls) -> type[Transport]:
@@ -227,15 +215,6 @@ class DisaggregatedWorker(KVConnectorWorker):
     def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `KVConnectorWorker.empty_kv_cache`."""
         return cls._transport_class().empty_cache(shape, dtype, device)
-
-    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
-        """See `KVConnectorWorker.register_kv_caches`."""
-        super().register_kv_caches(kv_caches)
-        timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
-        self.transport = self._transport_class()(
-            self.layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout
-        )
-        self.transport.transfers.on_ended = lambda: self.notify()
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """The transport's address."""
@@ -280,31 +259,22 @@ class DisaggregatedWorker(KVConnectorWorker):
             if move.is_last:
                 self.transport.finish_writes(move.transfer_id, move.peers)
 
-    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+    def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See `KVConnectorWorker.get_finished`. The scheduler's half knows which request each transfer is for."""
-        sent, received = set(), set()
-        self._invalid, self._reasons = {}, {}
+        output = KVConnectorOutput()
         for ended in self.transport.poll(wait_seconds):
             transfer_id = ended.transfer_id
             if transfer_id not in self._receiving:
-                sent.add(transfer_id)
+                output.finished_sending.add(transfer_id)
                 if ended.error:
                     logger.warning("pushing %s failed: %s", transfer_id, ended.error)
                 continue
             self._receiving.remove(transfer_id)
-            received.add(transfer_id)
+            output.finished_recving.add(transfer_id)
             if ended.error or ended.invalid_block_ids:
-                self._invalid[transfer_id] = set(ended.invalid_block_ids)
-                self._reasons[transfer_id] = ended.error
-        return sent, received
-
-    def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
-        """See `KVConnectorWorker.get_block_ids_with_load_errors`."""
-        return self._invalid
-
-    def get_reasons(self) -> dict[str, str]:
-        """See `KVConnectorWorker.get_reasons`."""
-        return self._reasons
+                output.invalid_block_ids[transfer_id] = set(ended.invalid_block_ids)
+                output.reasons[transfer_id] = ended.error
+        return output
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See `KVConnectorWorker.forget_requests`. A peer that was stopped in mid-write is waited for up to `STOP_SECONDS`."""

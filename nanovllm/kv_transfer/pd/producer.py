@@ -6,8 +6,8 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.request import EngineRequest, Request
@@ -24,14 +24,12 @@ class Order:
     """A request of another engine, which this one computes for it.
 
     Attributes:
-        table: its blocks here.
         num_pushed: tokens whose KV the ranks push, or have pushed.
         stage: "computing"; "pushing" once ranks read its blocks, in orders with `Prefill.push`; "lost" if they have failed to.
     """
 
     consumer: Consumer
     message: Prefill
-    table: list[int] = field(default_factory=list)
     num_pushed: int = 0
     stage: str = "computing"
 
@@ -100,21 +98,18 @@ class ProducerSide:
         return ""
 
     def refuse(self, request_id: str, reason: str) -> None:
-        """See `SchedulerConnector.refuse`."""
+        """See `KVConnectorScheduler.decline`."""
         self.orders.pop(request_id).consumer.tell(Prefilled(request_id, error=f"it refuses: {reason}"))
 
-    def note(self, schedule: SchedulerOutput) -> None:
+    def note(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
         """Push what a step computes for consumers."""
         for share in schedule.requests:
             if (order := self.orders.get(share.request_id)) is not None:
-                self._push(order, share)
+                self._push(order, share, tables[share.request_id])
 
-    def _push(self, order: Order, share: ScheduledRequest) -> None:
+    def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
         """Push what the step computes of an order, and at first also what the producer had in its cache."""
         message, size = order.message, self.books.config.block_size
-        if share.sampling_params is not None:
-            order.table = []
-        order.table += share.new_block_ids
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
         if message.push is None or end <= start or order.stage == "lost":
@@ -124,7 +119,7 @@ class ProducerSide:
         move = Move(
             share.request_id,
             order.consumer.introduction.ranks,
-            [order.table[i] for i in blocks],
+            [table[i] for i in blocks],
             [message.push[i] for i in blocks],
             is_last=end == len(message.token_ids),
         )
@@ -142,7 +137,7 @@ class ProducerSide:
             self.aborts.append(request_id)
 
     def finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ends; see `SchedulerConnector.request_finished`."""
+        """A request ends; see `KVConnectorScheduler.request_finished`."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
         blocks = list(block_ids[: -(-request.num_prompt_tokens // self.books.config.block_size)])

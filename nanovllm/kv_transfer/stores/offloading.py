@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
@@ -59,14 +58,12 @@ class _Sequence:
     """The state of a request.
 
     Attributes:
-        table: its block table.
         keys: of its full blocks.
         num_saved: how many blocks from the beginning are kept, or have been given to the ranks to be saved.
         is_looked_up: True if `num_saved` was looked up since the request was last admitted.
     """
 
     request: Request
-    table: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     num_saved: int = 0
     is_looked_up: bool = False
@@ -82,10 +79,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         ValueError: settings that make no sense; the message names the fix.
     """
 
-    def __init__(
-        self, config: EngineConfig, kv_transfer: KVTransferConfig, identity: dict[str, str | int], ranks: Sequence[Any]
-    ) -> None:
-        super().__init__(config, kv_transfer, identity, ranks)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+        super().__init__(config, identity, ranks)
+        kv_transfer = self.kv_transfer
         if not config.enable_prefix_caching:
             raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
         if kv_transfer.kv_load_failure_policy == "fail":
@@ -171,6 +167,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         for _, key in reversed(blocks):
             self._keep_in_host(key)  # blocks from a disk stay in host memory
         self._loading[request.request_id] = blocks
+        self._in_flight.add(request.request_id)
         self._next.loads.append((request.request_id, blocks))
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
@@ -188,7 +185,9 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- a request's KV is kept
 
-    def build_connector_meta(self, schedule: SchedulerOutput) -> OffloadingMetadata | None:
+    def build_connector_meta(
+        self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]
+    ) -> OffloadingMetadata | None:
         """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests:
@@ -196,11 +195,9 @@ class OffloadingScheduler(KVConnectorScheduler):
             if sequence is None:
                 continue
             if scheduled.sampling_params is not None:  # the request was admitted, perhaps not for the first time
-                sequence.table.clear()
                 sequence.is_looked_up = False
-            sequence.table += scheduled.new_block_ids
             if self.kv_transfer.is_producer:
-                saves |= self._new_blocks(sequence)
+                saves |= self._new_blocks(sequence, tables[scheduled.request_id])
         metadata, self._next = self._next, OffloadingMetadata()
         # A block that got a slot and lost it again in the same step is not copied at all.
         metadata.saves = [
@@ -208,7 +205,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         ]
         return metadata if self._loading or metadata.saves or metadata.evict else None
 
-    def _new_blocks(self, sequence: _Sequence) -> dict[bytes, int]:
+    def _new_blocks(self, sequence: _Sequence, table: Sequence[int]) -> dict[bytes, int]:
         """Full blocks to be saved: the beginning comes last, and so is evicted last."""
         request = sequence.request
         # A block that contains an unsampled token has no hash yet; it gets one with the next step.
@@ -216,7 +213,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         keys, first = self._keys(sequence), sequence.num_saved
         sequence.num_saved = max(first, end)
         return {
-            keys[i]: sequence.table[i]
+            keys[i]: table[i]
             for i in range(end - 1, first - 1, -1)
             if not self._num_slots or self._keep_in_host(keys[i])
         }
@@ -226,17 +223,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._sequences.pop(request.request_id, None)
         return False, None
 
-    @property
-    def has_work(self) -> bool:
-        """True while blocks are being loaded, also for a request that has been aborted: its blocks are held."""
-        return bool(self._loading or self._output)
-
-    @property
-    def has_news(self) -> bool:
-        """See `KVConnectorScheduler.has_news`."""
-        return bool(self._output)
-
-    def forget_requests(self) -> None:
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
         """See `KVConnectorScheduler.forget_requests`. The kept blocks stay."""
         KVConnectorScheduler.forget_requests(self)
         self._sequences.clear()

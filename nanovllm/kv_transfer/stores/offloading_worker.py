@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
 from nanovllm.kv.layout import KVLayout
@@ -38,13 +38,13 @@ class OffloadingWorker(KVConnectorWorker):
         num_dropped: blocks that were not saved because the backlog was full.
     """
 
-    def __init__(self, config: EngineConfig, kv_transfer: KVTransferConfig, layout: KVLayout) -> None:
-        super().__init__(config, kv_transfer, layout)
+    def __init__(self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
+        super().__init__(config, layout, kv_caches)
         self.num_dropped = 0
         self.entry_bytes = layout.block_bytes * len(layout.layers)
         # Ranks that have the same layers and heads have the same bytes.
         self.share = f"layers {layout.layers} heads {layout.heads}"
-        store = open_store(config, kv_transfer, self.entry_bytes)
+        store = open_store(config, self.kv_transfer, self.entry_bytes)
         assert store is not None
         self.store = store
         upper = store.upper if isinstance(store, TieredStore) else store
@@ -53,18 +53,11 @@ class OffloadingWorker(KVConnectorWorker):
         self._reader = ThreadPoolExecutor(1, "kv-reader")
         self._writes: list[tuple[set[bytes], Future[None]]] = []
         self._reads: dict[str, Future[set[int]]] = {}  # by request id; the result is the blocks that were not filled
-        self._invalid: dict[str, set[int]] = {}
-        self._rows: list[Tensor] = []
-        self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
-        self._spare: list[Tensor] = []
-
-    def register_kv_caches(self, kv_caches: dict[int, Tensor]) -> None:
-        """See `KVConnectorWorker.register_kv_caches`."""
-        super().register_kv_caches(kv_caches)
         # Of each layer [num_blocks, bytes of a block].
         self._rows = [cache.view(len(cache), -1).view(torch.uint8) for cache in kv_caches.values()]
-        on_gpu = self._rows[0].is_cuda
-        self._stream = torch.cuda.Stream(self._rows[0].device) if on_gpu else None
+        self._stream = torch.cuda.Stream(self._rows[0].device) if self._rows[0].is_cuda else None
+        self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
+        self._spare: list[Tensor] = []
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """What the scheduler's half must know of this rank."""
@@ -131,17 +124,12 @@ class OffloadingWorker(KVConnectorWorker):
             rows.index_copy_(0, ids, entries[:, i])
         self._stream.synchronize()
 
-    def get_finished(self, wait_seconds: float = 0.0) -> tuple[set[str], set[str]]:
+    def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See `KVConnectorWorker.get_finished`."""
         wait(self._reads.values(), wait_seconds, FIRST_COMPLETED)
         finished = {request_id for request_id, read in self._reads.items() if read.done()}
         invalid = {request_id: self._reads.pop(request_id).result() for request_id in finished}
-        self._invalid = {request_id: block_ids for request_id, block_ids in invalid.items() if block_ids}
-        return set(), finished
-
-    def get_block_ids_with_load_errors(self) -> dict[str, set[int]]:
-        """See `KVConnectorWorker.get_block_ids_with_load_errors`."""
-        return self._invalid
+        return KVConnectorOutput(finished_recving=finished, invalid_block_ids=invalid)
 
     # ---------------------------------------------------------------- out
 
