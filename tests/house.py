@@ -55,6 +55,8 @@ PARTS: dict[str, list[str]] = {
         *(f"distributed/{name}.py" for name in ("expert_parallel", "load_balance")),
     ],
     "Triton": ["ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"],
+    "GGUF files": ["checkpoint/gguf.py", "checkpoint/course_model.py"],
+    "traces": ["trace/**/*", "server/page.py", "server/web/*", "cli/trace.py", "cli/replay.py"],
     "workshop": ["lab/**/*"],
 }
 

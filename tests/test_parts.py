@@ -25,13 +25,15 @@ llm = LLM(sys.argv[1], dtype="float32", max_num_batched_tokens=16, max_num_seqs=
 answers = llm.generate(json.loads(sys.argv[2]), SamplingParams(temperature=0, max_tokens=int(sys.argv[3]), ignore_eos=True), use_tqdm=False)
 print(json.dumps([answer.outputs[0].token_ids for answer in answers]))
 """
-ASK = "import sys; from nanovllm import LLM; LLM(sys.argv[1], **eval(sys.argv[2]))"
+ASK = "import sys; from nanovllm import LLM; LLM(**{'model': sys.argv[1]} | eval(sys.argv[2]))"
 # Per part, what a user may ask for in vain: options of LLM (or a checkpoint's variant), or arguments of the command line.
 WANTED: dict[str, list[object]] = {
     "KV on the move": [{"kv_offloading_size": 0.1}, ["router", "--prefill", "http://127.0.0.1:1"]],
     "many processes": [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}],
     "experts and latent attention": ["mixtral", "deepseek-v2-dense"],
     "Triton": [{"attention_backend": "triton"}],
+    "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
+    "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
     "workshop": [["bench", "throughput"], ["kernels"]],
 }
 
@@ -70,6 +72,11 @@ def test_the_rest_works_without(parts: list[str], tiny_model: pathlib.Path, tmp_
         done = run(environment, "-c", GENERATE, str(tiny_model), json.dumps(PROMPTS), str(COUNT))
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == expected
+        if "traces" in parts:
+            for path in ("/", "/trace"):
+                missing = server.client.get(server.url + path)
+                assert missing.status_code == 501 and "this copy of nanovllm does not have" in missing.text
+        assert server.metrics()
         answer = server.complete(prompt=PROMPTS, max_tokens=COUNT, ignore_eos=True)
     decode = AutoTokenizer.from_pretrained(tiny_model).decode
     assert [choice["text"] for choice in answer["choices"]] == [decode(t, skip_special_tokens=True) for t in expected]

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
@@ -24,6 +24,7 @@ import zmq.asyncio
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats, RequestOutput
+from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.process import Command, Report, run_engine
@@ -41,7 +42,9 @@ from nanovllm.text.long_texts import LongTexts
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
+
+if TYPE_CHECKING:
+    from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
 
 logger = logging.getLogger("nanovllm")
 
@@ -49,6 +52,7 @@ logger = logging.getLogger("nanovllm")
 LONG_PROMPT = 4096
 # The last report of an engine process may still be in flight when the front end notices that the process has ended.
 LAST_WORDS_SECONDS = 0.1
+WATCHING = "watching the engine"
 
 
 class AsyncEngine:
@@ -123,11 +127,14 @@ class AsyncEngine:
             raise
         assert ready.limits is not None, "the first report has the limits"
         engine.limits = ready.limits
-        engine._texts = RequestTexts(engine.tokenizer) if show_text else None
-        engine.broadcasts = [
-            StepBroadcast(settings | {"model": name, "live": True}, partial(engine._order, i), engine._texts)
-            for i, settings in enumerate(ready.trace_settings)
-        ]
+        if show_text:
+            engine._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(engine.tokenizer)
+        with contextlib.suppress(MissingPartError):
+            create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
+            engine.broadcasts = [
+                create(settings | {"model": name, "live": True}, partial(engine._order, i), engine._texts)
+                for i, settings in enumerate(ready.trace_settings)
+            ]
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._long_texts = LongTexts(engine.tokenizer)
@@ -261,6 +268,7 @@ class AsyncEngine:
         Raises:
             ValueError: there is no such engine; names the engines.
         """
+        load("nanovllm.trace.stream:StepStream", WATCHING)
         last = len(self.broadcasts) - 1
         if not 0 <= engine <= last:
             fitting = f"from 0 to {last}" if last else "0, the only one"

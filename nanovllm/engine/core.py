@@ -25,13 +25,14 @@ from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.scheduler.transfers import update_from_transfers
 from nanovllm.text.processor import EngineLimits
-from nanovllm.trace.recorder import RecordSink, StepRecorder, trace_settings
-from nanovllm.trace.trace import StepRecord, Trace
 
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
+    from nanovllm.trace.recorder import RecordSink, StepRecorder
+    from nanovllm.trace.trace import StepRecord, Trace
 
 
 @dataclass
@@ -67,7 +68,9 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self.trace = Trace(config.trace) if trace is None and config.trace is not None else trace
+        if trace is None and config.trace is not None:
+            trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace)
+        self.trace = trace
         self._open_books(num_blocks, num_host_blocks)
         self.waves = (
             load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if config.in_lock_step else None
@@ -75,9 +78,9 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         # The number of steps that may be in flight when `step` returns: the next step is planned without their results.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
-        self._recorder = StepRecorder(self.trace, self.scheduler) if self.trace is not None else None
-        if self.trace is not None:
-            self.trace.settings |= {"model": config.served_model_name or config.model} | self.trace_settings
+        self._recorder = self._record_to(trace) if trace is not None else None
+        if trace is not None:
+            trace.settings |= {"model": config.served_model_name or config.model} | self.trace_settings
         self.num_steps = 0
         self._num_idle_steps = 0  # since the last step that computed something
         self._num_added = 0
@@ -264,9 +267,12 @@ class EngineCore:
         """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
         to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
         if self._recorder is None:
-            self._recorder = StepRecorder(None, self.scheduler)
+            self._recorder = self._record_to(None)
         self._recorder.watch(sink)
         self._wind_up()
+
+    def _record_to(self, trace: Trace | None) -> StepRecorder:
+        return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`."""

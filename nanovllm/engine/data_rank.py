@@ -15,13 +15,14 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
+from nanovllm.data.parts import load
 from nanovllm.distributed.life_signs import (
     STEP_SECONDS,
     Complaint,
@@ -34,8 +35,10 @@ from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
 from nanovllm.executor.remote import how_it_ended, start_process
 from nanovllm.scheduler.data_parallel import load_score
-from nanovllm.trace.format import TraceDecoder
-from nanovllm.trace.recorder import RecordSink
+
+if TYPE_CHECKING:
+    from nanovllm.trace.format import TraceDecoder
+    from nanovllm.trace.recorder import RecordSink
 
 
 class DataRank(Peer):
@@ -141,7 +144,8 @@ class WatchedRank:
         """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
         if sink not in self._sinks + self._new_sinks:
             self._new_sinks.append(sink)
-        self._decoder = self._decoder or TraceDecoder(self.trace_settings)
+        create = load("nanovllm.trace.format:TraceDecoder", "a trace")
+        self._decoder = self._decoder or create(self.trace_settings)
         self._rank.send(Command(order="watch", show_tokens=True))
 
     def unwatch(self, sink: RecordSink) -> None:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import zmq
 
@@ -28,8 +28,10 @@ from nanovllm.executor.remote import START_SECONDS, end_processes, uninterrupted
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
 from nanovllm.text.processor import EngineLimits
-from nanovllm.trace.recorder import RecordSink
-from nanovllm.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from nanovllm.trace.recorder import RecordSink
+    from nanovllm.trace.trace import Trace
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tqdm import tqdm
 
@@ -20,7 +20,9 @@ from nanovllm.engine.core import create_core
 from nanovllm.executor.base import is_follower
 from nanovllm.text.processor import InputProcessor, OutputProcessor, Prompt
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from nanovllm.trace.trace import Trace
 
 Message = dict[str, Any]
 
@@ -101,7 +103,10 @@ class LLM:
             load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
         if config.is_divided and not isinstance(trace, bool):
             config.trace, trace = os.fspath(trace), False  # one file per engine
-        record = Trace(None if isinstance(trace, bool) else os.fspath(trace)) if trace else None
+        record = None
+        if trace:
+            path = None if isinstance(trace, bool) else os.fspath(trace)
+            record = load("nanovllm.trace.trace:Trace", "a trace")(path)
         self.engine = LLMEngine(config, record)
         self._num_requests = 0
 

@@ -22,15 +22,15 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
+from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.life_signs import LOOK_SECONDS, at_rest, in_step
 from nanovllm.text.processor import EngineLimits
-from nanovllm.trace.format import TraceEncoder
-from nanovllm.trace.record import StepRecord
-from nanovllm.trace.recorder import RecordSink
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
+    from nanovllm.trace.record import StepRecord
+    from nanovllm.trace.recorder import RecordSink
 
 logger = logging.getLogger("nanovllm.engine")
 
@@ -173,7 +173,8 @@ class EngineLoop:
 
     def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:
         """A function that encodes the records of an engine's steps, for the next report."""
-        encoder = TraceEncoder(self.core.engines[engine].trace_settings, hide_tokens)
+        settings = self.core.engines[engine].trace_settings
+        encoder = load("nanovllm.trace.format:TraceEncoder", "a trace")(settings, hide_tokens)
 
         def note(record: StepRecord) -> None:
             self._has_news = True

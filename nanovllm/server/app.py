@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import nanovllm
+from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
 from nanovllm.server.access import DEFAULT_ACCESS, Access
@@ -21,7 +22,6 @@ from nanovllm.server.errors import APIError, blaming_client, install_error_handl
 from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
-from nanovllm.server.page import ENGINE_CHOICE, TRACE_RESPONSES, line_stream, page_routes
 
 
 def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
@@ -150,12 +150,13 @@ def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> Non
 
 
 def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
-    """The page that shows the engine at work, and the trace that it draws."""
-    app.router.routes += page_routes()
+    """The page that shows the engine at work, and the trace that it draws; or the reason why this copy has neither."""
+    try:
+        load("nanovllm.server.page:add_live_routes", "the page")(app, engine)
+    except MissingPartError as error:
+        reason = str(error)
 
-    @app.get("/trace", response_class=Response, responses=responses.documented(None) | TRACE_RESPONSES)
-    async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
-        engine.check_alive()
-        with blaming_client():
-            stream = engine.watch(rank)
-        return line_stream(stream, stream.close)
+        @app.get("/", include_in_schema=False)
+        @app.get("/trace", include_in_schema=False)
+        async def missing() -> Response:
+            raise APIError(501, reason)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import pathlib
-import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
 
+from fastapi import FastAPI, Query
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
-import nanovllm
 from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.errors import blaming_client
 from nanovllm.server.middleware import protect
+from nanovllm.server.responses import documented
 from nanovllm.server.streams import ClosingStream
 
-PACKAGE = pathlib.Path(nanovllm.__file__).parent
-# The page itself, and the pictures that it shares with the notebooks. This module does not import `nanovllm.lab.viz`, which needs
-# matplotlib.
-FOLDERS = (PACKAGE / "server" / "web", PACKAGE / "trace" / "web")
-MEDIA_TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".json": "application/json",
-    ".svg": "image/svg+xml",
-}
+if TYPE_CHECKING:
+    from nanovllm.engine.async_engine import AsyncEngine
+
 HEADERS = {
     "Cache-Control": "no-cache",
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; "
@@ -37,55 +29,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 TRACE_MEDIA_TYPE = "application/x-ndjson"
-CHUNK_LINES = 500
-
-
-def line_stream(chunks: Any, on_close: Any) -> ClosingStream:
-    """A trace for one reader; see `ClosingStream`."""
-    return ClosingStream(chunks, on_close, media_type=TRACE_MEDIA_TYPE, headers={"Cache-Control": "no-store"})
-
-
-def page_routes() -> list[Route]:
-    """`/` and the files that it needs, under `/web/`."""
-    return [Route("/", file_response, name="page"), Route("/web/{name}", file_response, name="web_file")]
-
-
-def file_response(request: Request) -> Response:
-    """The page, or the file that the path names, from one of `FOLDERS`.
-
-    Raises:
-        HTTPException: there is no such file (404).
-    """
-    name = request.path_params.get("name", "index.html")
-    if re.fullmatch(r"\w[\w.-]{0,99}", name, re.ASCII) and (suffix := pathlib.PurePath(name).suffix) in MEDIA_TYPES:
-        for folder in FOLDERS:
-            if (folder / name).is_file():
-                return Response((folder / name).read_bytes(), media_type=MEDIA_TYPES[suffix], headers=HEADERS)
-    raise HTTPException(404, f"there is no file {name!r} here")
-
-
-def create_replay(header: bytes, lines: list[bytes], access: Access = DEFAULT_ACCESS) -> Starlette:
-    """The page on a recorded trace, without an engine.
-
-    Args:
-        header: the trace's first line, with its end.
-        lines: all others, without their ends.
-        access: which clients may see it.
-    """
-
-    def chunks() -> Iterator[bytes]:
-        yield header
-        for i in range(0, len(lines), CHUNK_LINES):
-            yield b"".join(line + b"\n" for line in lines[i : i + CHUNK_LINES])
-
-    def trace(request: Request) -> Response:
-        return line_stream(chunks(), lambda: None)
-
-    app = Starlette(routes=[*page_routes(), Route("/trace", trace)])
-    protect(app, access)
-    return app
-
-
+TRACE_HEADERS = {"Cache-Control": "no-store"}
 ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
 TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -94,3 +38,56 @@ TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
         "content": {TRACE_MEDIA_TYPE: {"schema": {"type": "string"}}},
     }
 }
+
+
+class PageFiles(StaticFiles):
+    """The page, and the pictures that it shares with the notebooks. `nanovllm.lab.viz` is not imported: it needs matplotlib."""
+
+    def __init__(self) -> None:
+        super().__init__(packages=[("nanovllm.server", "web"), ("nanovllm.trace", "web")])
+
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """A file, with `HEADERS`."""
+        response = super().file_response(*args, **options)
+        response.headers.update(HEADERS)
+        return response
+
+
+def page_routes() -> list[BaseRoute]:
+    """`/` and the files that it needs, under `/web/`."""
+    files = PageFiles()
+
+    async def page(request: Request) -> Response:
+        return await files.get_response("index.html", request.scope)
+
+    return [Route("/", page), Mount("/web", files)]
+
+
+def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
+    """The page on a running engine, and the trace that it draws."""
+    app.router.routes += page_routes()
+
+    @app.get("/trace", response_class=Response, responses=documented(None) | TRACE_RESPONSES)
+    async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
+        engine.check_alive()
+        with blaming_client():
+            stream = engine.watch(rank)
+        return ClosingStream(stream, stream.close, media_type=TRACE_MEDIA_TYPE, headers=TRACE_HEADERS)
+
+
+def create_replay(header: bytes, lines: Iterable[bytes], access: Access = DEFAULT_ACCESS) -> Starlette:
+    """The page on a recorded trace, without an engine.
+
+    Args:
+        header: the trace's first line, with its end.
+        lines: all others, without their ends.
+        access: which clients may see it.
+    """
+    content = header + b"".join(line + b"\n" for line in lines)
+
+    def trace(request: Request) -> Response:
+        return Response(content, media_type=TRACE_MEDIA_TYPE, headers=TRACE_HEADERS)
+
+    app = Starlette(routes=[*page_routes(), Route("/trace", trace)])
+    protect(app, access)
+    return app

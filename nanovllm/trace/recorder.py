@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
-
-
-def trace_settings(scheduler: Scheduler) -> dict[str, Any]:
-    """The header of a trace of a scheduler's steps."""
-    config, manager = scheduler.config, scheduler.manager
-    return {
-        "block_size": manager.block_size,
-        "num_blocks": manager.pool.num_blocks,
-        "token_budget": config.token_budget,
-        "max_num_seqs": config.max_num_seqs,
-        "batching_policy": config.batching_policy,
-        "enable_prefix_caching": manager.enable_prefix_caching,
-    }
 
 
 class StepRecorder:

