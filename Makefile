@@ -75,7 +75,7 @@ test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures
 	$(TESTS) tests
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
-	$(BIN)/nanovllm kernels
+	$(BIN)/nanovllm kernels --dtype bfloat16 float32
 	$(MAKE) lectures
 
 lectures: install  ## run all lectures, and compare their outputs
@@ -86,6 +86,7 @@ nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and 
 
 long: browser servers
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
+	$(BIN)/nanovllm kernels --dtype float16
 
 as-%: export NANOVLLM_TEST_EXAMPLES := all
 as-%: browser servers

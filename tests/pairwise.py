@@ -1,9 +1,11 @@
-"""Tests of pairs of features: few sets of features, in which every pair occurs that can be had together."""
+"""Tests of pairs: few sets of features, or few cases of parameters, in which every pair occurs that can be had together."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 Pair = tuple[str, str]
 
@@ -43,3 +45,30 @@ def covering_sets(features: Sequence[str], fit: Callable[[str, str], bool], size
             pending.pop(covered, None)
         sets.append(tuple(sorted(chosen, key=order.__getitem__)))
     return sets
+
+
+def covering_cases(
+    values: Mapping[str, Sequence[Any]], pairs: Collection[tuple[str, str]] | None = None
+) -> list[dict[str, Any]]:
+    """Few cases, each with a value of every parameter, in which all pairs of values of two parameters occur.
+
+    Args:
+        values: by parameter.
+        pairs: the parameters whose pairs of values are wanted; all by default.
+    """
+    wanted = list(itertools.combinations(values, 2)) if pairs is None else list(pairs)
+    indices = {name: range(len(choices)) for name, choices in values.items()}
+    pending = {(a, i, b, j) for a, b in wanted for i in indices[a] for j in indices[b]}
+    pending |= {(a, i, a, i) for a in values for i in indices[a]}  # each value, even one of which no pair is wanted
+    draw, cases = random.Random(0), []
+
+    def covered(case: dict[str, int]) -> set[tuple[str, int, str, int]]:
+        return pending & {(a, case[a], b, case[b]) for a, b in [*wanted, *zip(values, values, strict=True)]}
+
+    while pending:
+        a, i, b, j = min(pending)
+        candidates = [{name: draw.choice(indices[name]) for name in values} | {a: i, b: j} for _ in range(100)]
+        best = max(candidates, key=lambda case: len(covered(case)))
+        pending -= covered(best)
+        cases.append({name: values[name][index] for name, index in best.items()})
+    return cases

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.pairwise import covering_sets, possible_pairs
+from tests.pairwise import covering_cases, covering_sets, possible_pairs
 
 
 @pytest.mark.parametrize("conflicts", [0.0, 0.1, 0.5, 1.0])
@@ -27,3 +27,15 @@ def test_sets_are_few() -> None:
     features = [f"feature {number}" for number in range(18)]
     assert len(covering_sets(features, lambda a, b: True)) < 40  # of 153 pairs
     assert len(covering_sets(features, lambda a, b: True, size=18)) == 1
+
+
+@pytest.mark.parametrize("pairs", [None, [("size", "dtype")], []], ids=str)
+def test_cases_have_every_pair_of_values(pairs: list[tuple[str, str]] | None) -> None:
+    values = {"size": [1, 2, 3, 4, 5], "dtype": ["a", "b", "c"], "window": [None, 7], "shape": [[1], [2], [3]]}
+    cases = covering_cases(values, pairs)
+    assert len(cases) < {None: 22, "[]": 8}.get(pairs if pairs is None else str(pairs), 18)  # of 90
+    for name, choices in values.items():
+        assert all(any(case[name] == choice for case in cases) for choice in choices)
+    for a, b in list(itertools.combinations(values, 2)) if pairs is None else pairs:
+        for pair in itertools.product(values[a], values[b]):
+            assert any((case[a], case[b]) == pair for case in cases)

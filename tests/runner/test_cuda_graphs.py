@@ -501,7 +501,7 @@ def test_gpu_cells_keep_their_outputs_without_a_gpu(lecture, monkeypatch, capsys
     assert "cell 2 (In [2])" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize("available", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_gpu_cells_are_reported_as_skipped(lecture, available) -> None:
     course = pathlib.Path(nanovllm.__file__).parents[1] / "notebooks/conftest.py"
     # What the real conftest does, with another answer to its question.

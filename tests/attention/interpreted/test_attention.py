@@ -13,6 +13,8 @@ from nanovllm.attention import triton as attention
 from nanovllm.attention.triton import Hardware, TritonBackend, choose_splits, choose_tiles
 from nanovllm.lab.cases import AttentionCase, attention_case
 from nanovllm.ops.device import zeros
+from tests.examples import examples
+from tests.pairwise import covering_cases
 
 KIB = 1024
 # Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
@@ -42,34 +44,34 @@ def check(case: AttentionCase, hardware: Hardware = SMALL) -> None:
     assert case.cache_error() < case.tolerance
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", [DECODES, MIXED, [(70, 0)], [(5, 200)]], ids=str)
-def test_lengths_and_dtypes(sequences, dtype) -> None:
-    check(attention_case(1, sequences, dtype=dtype, rotary=True))
+CASES = covering_cases(
+    {
+        "sequences": [DECODES, MIXED, [(70, 0)], [(5, 200)]],
+        "dtype": DTYPES,
+        "head_dim": [64, 80, 96, 128, 256],
+        "heads": [(4, 2), (9, 3), (4, 4), (7, 1), (24, 1), (6, 2)],
+        "block_size": [1, 16, 24, 32, 64, 128, 256],
+        "sliding_window": [0, 1, 3, 24, 1000],
+        "soft_cap": [0.0, 5.0],
+        "rotary": [True, False],
+    },
+    [
+        ("sequences", "dtype"),
+        ("head_dim", "dtype"),
+        ("sequences", "block_size"),
+        ("sequences", "sliding_window"),
+        ("sequences", "soft_cap"),
+        ("sliding_window", "soft_cap"),
+    ],
+)
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_head_sizes(head_dim, dtype) -> None:
-    check(attention_case(2, [(1, 75), (37, 20), (1, 0)], head_dim=head_dim, dtype=dtype, rotary=True))
-
-
-@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (7, 1), (24, 1), (6, 2)], ids=str)
-def test_grouped_queries(heads) -> None:
-    check(attention_case(3, MIXED, *heads, rotary=True))
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 24, 32, 64, 128, 256])
-@pytest.mark.parametrize("sequences", [DECODES, MIXED], ids=["decodes", "mixed"])
-def test_block_sizes(block_size, sequences) -> None:
-    check(attention_case(4, sequences, 4, 2, block_size=block_size))
-
-
-@pytest.mark.parametrize("window", [1, 3, 24, 1000])
-@pytest.mark.parametrize("soft_cap", [0.0, 5.0])
-@pytest.mark.parametrize("sequences", [DECODES, MIXED], ids=["decodes", "mixed"])
-def test_windows_and_soft_caps(sequences, window, soft_cap) -> None:
-    check(attention_case(5, sequences, 4, 2, block_size=32, sliding_window=window, soft_cap=soft_cap))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shapes_and_options(case) -> None:
+    """Each pair that matters, in one case or another."""
+    options = dict(case)
+    num_heads, num_kv_heads = options.pop("heads")
+    check(attention_case(1, options.pop("sequences"), num_heads, num_kv_heads, **options))
 
 
 def test_a_window_and_a_soft_cap_change_the_result() -> None:
@@ -78,7 +80,7 @@ def test_a_window_and_a_soft_cap_change_the_result() -> None:
         assert plain.error(run(dataclasses.replace(plain, **change))) > 0.01
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(30), deadline=None, derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
         lambda lengths: any(query for query, _ in lengths)

@@ -19,7 +19,9 @@ from nanovllm.attention.latent_kernels import (
 )
 from nanovllm.attention.triton import MAX_SPLITS, Hardware
 from nanovllm.lab.cases import LatentCase, latent_case
+from tests.examples import examples
 from tests.oracle import make_checkpoint, reference_tokens
+from tests.pairwise import covering_cases
 
 KIB = 1024
 # Few multiprocessors: few parts, and the interpreter's time goes into kernels and not into empty programs.
@@ -35,16 +37,22 @@ def check(case: LatentCase, hardware: Hardware = SMALL) -> None:
     assert cache_error == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", [DECODES, MIXED, [(70, 0)], [(3, 200)]], ids=str)
-def test_lengths_and_dtypes(sequences, dtype) -> None:
-    check(latent_case(1, sequences, dtype=dtype))
+CASES = covering_cases(
+    {
+        "sequences": [DECODES, MIXED, [(70, 0)], [(3, 200)]],
+        "dtype": DTYPES,
+        "num_heads": [1, 3, 16, 20, 64, 65],  # less than a tile of rows, several, and tiles that are not full
+        "block_size": [1, 3, 16, 64, 256],
+    },
+    [("sequences", "dtype"), ("sequences", "block_size")],
+)
 
 
-@pytest.mark.parametrize("num_heads", [1, 3, 16, 20, 64, 65])
-def test_numbers_of_heads(num_heads) -> None:
-    """Less than a tile of rows, several, and tiles that are not full."""
-    check(latent_case(2, [(1, 75), (3, 20), (1, 0)], num_heads, dtype=torch.bfloat16))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shapes(case) -> None:
+    """Each pair that matters, in one case or another."""
+    options = dict(case)
+    check(latent_case(1, options.pop("sequences"), options.pop("num_heads"), **options))
 
 
 @pytest.mark.parametrize("sizes", [(512, 64, 128, 128), (48, 16, 16, 16), (40, 6, 12, 20)], ids=str)
@@ -54,13 +62,7 @@ def test_sizes(sizes) -> None:
     check(latent_case(3, [(1, 75), (3, 20)], 2, rank, rope, nope, v, dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 16, 64, 256])
-@pytest.mark.parametrize("sequences", [DECODES, MIXED], ids=["decodes", "mixed"])
-def test_block_sizes(block_size, sequences) -> None:
-    check(latent_case(4, sequences, block_size=block_size))
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=examples(18), deadline=None, derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
         lambda lengths: any(query for query, _ in lengths)
