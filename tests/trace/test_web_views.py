@@ -674,6 +674,41 @@ def test_everything_can_be_pointed_at(site, trace):
         assert computed <= set(got["attention"]) and computed <= set(got["batch"])
 
 
+def test_attention_and_batch_say_what_the_runner_gets(site) -> None:
+    """Pages, positions and slots of each share, as block tables and shares have them."""
+    trace = small_trace()
+    states = list(pool_states(trace))
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          return Array.from({ length: history.length }, (_, index) => {
+            const [attention, batch] = [drawn("attention", history, index), drawn("batch", history, index)];
+            return [attention.texts.map((t) => t.text), attention.regions.filter((r) => r.kind === "block").map((r) => r.id), batch.texts.map((t) => t.text)];
+          });
+        }""",
+        encode(trace),
+    )
+    size, computed = trace.settings["block_size"], 0
+    for record, state, (words, pages, cells) in zip(trace, states, got, strict=True):
+        if not record.requests:
+            continue
+        assert pages == [block for share in record.requests for block in state.tables[share.request_id]]
+        positions, slots = [], []
+        for share in record.requests:
+            before = -(-share.start // size)
+            reads = (
+                f"reads {share.start} in {before} page{'s' * (before != 1)}" if share.start else "reads nothing before"
+            )
+            assert f"{share.kind}: {reads}, writes {share.num_tokens}" in words
+            for position in range(share.start, share.start + share.num_tokens):
+                positions.append(position)
+                slots.append(state.tables[share.request_id][position // size] * size + position % size)
+        numbers = [int(text) for text in cells if text.isdigit()]
+        assert [number for pair in zip(positions, slots, strict=True) for number in pair] == numbers
+        computed += len(positions)
+    assert computed > 50
+
+
 def test_the_pool_shows_who_holds_what(site):
     trace = small_trace()
     state = list(pool_states(trace))[12]
