@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import typing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 
 COURSE_MODEL = "smollm2-135m"
@@ -22,15 +26,12 @@ def token_count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: not a number; the message shows what one looks like.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text.strip(), re.IGNORECASE)
-    try:
-        if match is None:
-            return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of tokens such as 8192, 8k (8000) or 8K (8192), got {text!r}"
-        ) from None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|\d+", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
     number, unit = match.groups()
+    if unit is None:
+        return int(text)
     return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
 
 
@@ -101,15 +102,15 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     seed: int = 0
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_kv_blocks: int | None = None
-    kv_cache_memory: str | None = None
-    gpu_memory_utilization: float = 0.9
-    swap_space: float = 1.0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int = 0
+    max_model_len: Positive | None = None
+    block_size: Positive = 16
+    num_kv_blocks: Positive | None = None
+    kv_cache_memory: str | int | None = None
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
+    swap_space: Amount = 1.0
+    max_num_seqs: Positive = 256
+    max_num_batched_tokens: Positive | None = None
+    long_prefill_token_threshold: Count = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     batching_policy: Literal["chunked", "prefill_first", "static"] = "chunked"
@@ -119,9 +120,9 @@ class EngineConfig:
     attention_backend: Literal["auto", "torch", "cpu", "triton"] = "auto"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
+    tensor_parallel_size: Positive = 1
+    pipeline_parallel_size: Positive = 1
+    data_parallel_size: Positive = 1
     enable_expert_parallel: bool = False
     enable_eplb: bool = False
     eplb_config: str | None = None
@@ -131,10 +132,10 @@ class EngineConfig:
     kv_role: Literal["none", "kv_producer", "kv_consumer", "kv_both", "producer", "consumer", "both"] = "none"
     kv_connector: str | None = None
     kv_transfer_config: str | None = None
-    kv_offloading_size: float = 0.0
+    kv_offloading_size: Amount = 0.0
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
-    max_num_waiting: int = 4096
+    max_num_waiting: Count = 4096
     trace: str | None = None
     check_invariants: bool = False
 
@@ -142,7 +143,12 @@ class EngineConfig:
         for name in ("eplb_config", "kv_transfer_config"):
             if isinstance(getattr(self, name), dict):
                 setattr(self, name, json.dumps(getattr(self, name)))
-        self._check_values()
+        for name in ("model", "tokenizer", "trace"):
+            if isinstance(getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(getattr(self, name)))
+        check_fields(self)
+        if self.kv_cache_memory is not None:
+            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
         self._check_combinations()
         # `settle` derives these two anew once the engine knows its model and its memory.
         self.token_budget = self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
@@ -150,58 +156,29 @@ class EngineConfig:
         # What the connector receives; None if the engine shares no KV.
         self.kv_transfer = self._kv_transfer()
 
-    def _check_values(self) -> None:
-        choices = self.choices()
-        for f in dataclasses.fields(self):
-            name, value = f.name, getattr(self, f.name)
-            if name in choices and value not in choices[name]:
-                raise ValueError(f"{name} must be one of {', '.join(choices[name])}; got {value!r}")
-            if isinstance(f.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{name} must be True or False, got {value!r}")
-            least = LEAST_VALUES.get(name)
-            is_absent = value is None and f.default is None
-            if least is not None and not is_absent and (type(value) is not int or value < least):
-                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-            # A bool is an int, and a NaN is in no range.
-            if f.type == "float" and not (type(value) in (int, float) and 0 <= value < float("inf")):
-                raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
-        if type(self.seed) is not int:
-            raise ValueError(f"seed must be an integer, got {self.seed!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
-            )
-        if self.async_scheduling not in (None, True, False):
-            raise ValueError(f"async_scheduling must be True, False or None, got {self.async_scheduling!r}")
-        if self.kv_cache_memory is not None:
-            parse_bytes(self.kv_cache_memory, "kv_cache_memory")
-
     def _check_combinations(self) -> None:
+        backend, budget = self.distributed_executor_backend, self.max_num_batched_tokens
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError("preemption_mode 'swap' needs host memory: raise swap_space above 0, or use 'recompute'")
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ValueError(
-                "async_scheduling does not go with pipeline_parallel_size above 1, whose first stage cannot have a token "
-                "before the last has sampled it; leave it out: a pipeline has several steps in flight anyway"
+                "async_scheduling does not go with pipeline_parallel_size above 1: a pipeline has several steps in flight anyway"
             )
-        if self.distributed_executor_backend == "uni" and self.world_size > 1:
-            raise ValueError(
-                f"distributed_executor_backend 'uni' is one rank, and tensor_parallel_size x pipeline_parallel_size is "
-                f"{self.world_size}: use 'mp'"
-            )
+        if backend == "uni" and self.world_size > 1:
+            raise ValueError(f"distributed_executor_backend 'uni' is one rank, not {self.world_size}: use 'mp'")
         if self.enable_eplb and not self.enable_expert_parallel:
             raise ValueError("enable_eplb moves whole experts between ranks: it needs enable_expert_parallel")
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
-        if self.data_parallel_size > 1 and self.distributed_executor_backend in ("external_launcher", "ray"):
+        if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
             raise ValueError(
-                f"data_parallel_size above 1 does not go with distributed_executor_backend "
-                f"{self.distributed_executor_backend!r}: leave it out, or start several engines and divide the requests"
+                f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}: leave it out, or "
+                f"start several engines and divide the requests"
             )
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
+        if budget is not None and budget < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running request needs one token per step"
+                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): every running "
+                f"request needs one token per step"
             )
 
     def _kv_transfer(self) -> KVTransferConfig | None:
@@ -241,9 +218,8 @@ class EngineConfig:
                 self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
             elif self.max_num_batched_tokens < self.max_request_tokens:
                 raise ValueError(
-                    f"without chunked prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least the "
-                    f"longest request ({self.max_request_tokens} tokens): raise it, lower max_model_len, or turn "
-                    f"enable_chunked_prefill on"
+                    f"without enable_chunked_prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                    f"the longest request ({self.max_request_tokens} tokens): raise it, or lower max_model_len"
                 )
 
     @property
@@ -288,10 +264,8 @@ class EngineConfig:
                 if name in choices:
                     options["choices"] = choices[name]
                 else:
-                    plain = next(
-                        t for t in (int, float, str) if t is hint or t in typing.get_args(hint)
-                    )  # of `int | None`
-                    options["type"] = token_count if name in IN_TOKENS else plain
+                    plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
+                    options["type"] = token_count if name in IN_TOKENS else plain[0]
                     options["metavar"] = name.rsplit("_", 1)[-1].upper()
             short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
             group.add_argument("--" + name.replace("_", "-"), *short, **options)
@@ -305,10 +279,6 @@ class EngineConfig:
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 # The flags that understand 8k and 8K.
 IN_TOKENS = ("max_model_len", "max_num_batched_tokens")
-LEAST_VALUES = {
-    **dict.fromkeys((*SHORT_FLAGS, *IN_TOKENS, "block_size", "max_num_seqs", "num_kv_blocks"), 1),
-    **dict.fromkeys(("long_prefill_token_threshold", "max_num_waiting"), 0),
-}
 
 
 def _descriptions(cls: type) -> dict[str, str]:

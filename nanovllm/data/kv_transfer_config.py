@@ -6,10 +6,11 @@ import dataclasses
 import json
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-ROLES = ("kv_producer", "kv_consumer", "kv_both")
-LOAD_FAILURE_POLICIES = ("recompute", "fail")
+from msgspec import Meta
+
+from nanovllm.data.checks import check_fields
 
 
 @dataclass
@@ -29,24 +30,18 @@ class KVTransferConfig:
     """
 
     kv_connector: str = "local"
-    kv_role: str = "kv_both"
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
     kv_ip: str = "127.0.0.1"
-    kv_port: int = 0
-    kv_load_failure_policy: str = "recompute"
+    kv_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
     kv_connector_extra_config: dict[str, Any] = field(default_factory=dict)
     engine_id: str = ""
 
     def __post_init__(self) -> None:
-        if not self.kv_role.startswith("kv_"):
-            self.kv_role = f"kv_{self.kv_role}"
+        if not str(self.kv_role).startswith("kv_"):
+            self.kv_role = f"kv_{self.kv_role}"  # type: ignore[assignment]
+        check_fields(self)
         self.engine_id = self.engine_id or uuid.uuid4().hex
-        for name, allowed in (("kv_role", ROLES), ("kv_load_failure_policy", LOAD_FAILURE_POLICIES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        if not isinstance(self.kv_port, int) or not 0 <= self.kv_port < 65536:
-            raise ValueError(f"kv_port must be a number from 0 to 65535, got {self.kv_port!r}")
-        if not isinstance(self.kv_connector_extra_config, dict):
-            raise ValueError(f"kv_connector_extra_config must be a JSON object, got {self.kv_connector_extra_config!r}")
 
     @property
     def is_producer(self) -> bool:
@@ -97,7 +92,4 @@ class KVTransferConfig:
         names = [f.name for f in dataclasses.fields(cls)]
         if unknown := sorted(values.keys() - set(names)):
             raise ValueError(f"kv_transfer_config: {unknown[0]!r} is unknown; there are {', '.join(names)}")
-        for f in dataclasses.fields(cls):
-            if f.type == "str" and not isinstance(values.get(f.name, ""), str):
-                raise ValueError(f"kv_transfer_config: {f.name} must be a string, got {values[f.name]!r}")
         return values

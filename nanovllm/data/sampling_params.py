@@ -5,15 +5,19 @@ Built by notebooks/16_sampling.ipynb: edit it there, then run `python -m nanovll
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated
 
-MAX_SEQUENCES_PER_REQUEST = 128
+from msgspec import Meta
+
+from nanovllm.data.checks import Amount, Count, check_fields
+
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_LENGTH = 1024  # in characters; each of the n completions prepares a search for every stop string
+LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Each of the n completions prepares a search for every stop string.
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 @dataclass
@@ -45,95 +49,34 @@ class SamplingParams:
         ValueError: a value out of its range; the message names the field and the range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    seed: int | None = None
-    stop: list[str] | str = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    temperature: Amount = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**63 - 1)] = 0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=sys.float_info.max)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[Count, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Annotated[list[StopString], Meta(max_length=16)] | str = field(default_factory=list)
+    stop_token_ids: list[Count] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = 16
+    min_tokens: Count = 0
+    logprobs: LogprobCount | None = None
+    prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self.stop = [self.stop] if isinstance(self.stop, str) else self._as_list("stop", "strings")
-        self.stop_token_ids = self._as_list("stop_token_ids", "token ids")
-        self._check_integers()
-        self._check_numbers()
-        self._check_the_rest()
-        if self.top_k == -1:
-            self.top_k = 0
-
-    def _check_integers(self) -> None:
-        ranges: dict[str, tuple[int, float]] = {
-            "n": (1, MAX_SEQUENCES_PER_REQUEST),
-            "top_k": (-1, 2**63 - 1),
-            "max_tokens": (1, math.inf),
-            "min_tokens": (0, math.inf),
-            "logprobs": (0, MAX_LOGPROBS),
-            "prompt_logprobs": (0, MAX_LOGPROBS),
-            "seed": (-(2**63), 2**63 - 1),
-        }
-        optional = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if value is None and name in optional:
-                continue
-            if type(value) is not int or not low <= value <= high:  # a bool is an int, too
-                limit = f"from {low} to {high}" if high != math.inf else f"of at least {low}"
-                raise ValueError(f"{name} must be an integer {limit}, got {value!r}")
-
-    def _check_numbers(self) -> None:
-        ranges = {
-            "temperature": (0.0, sys.float_info.max),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "repetition_penalty": (0.0, sys.float_info.max),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-        }
-        positive = ("top_p", "repetition_penalty")
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if not _is_number(value, low, high) or (name in positive and value == 0):
-                limit = f"from {low:g} to {high:g}" if high < sys.float_info.max else "of at least 0"
-                but_not = " but not 0" if name in positive else ""
-                raise ValueError(f"{name} must be a finite number {limit}{but_not}, got {value!r}")
-            setattr(self, name, float(value))
-
-    def _check_the_rest(self) -> None:
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if len(self.stop) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError(f"stop must be at most {MAX_STOP_STRINGS} strings, none of them empty")
-        if (longest := max(map(len, self.stop), default=0)) > MAX_STOP_LENGTH:
-            raise ValueError(f"stop must have no string of over {MAX_STOP_LENGTH} characters, got one of {longest}")
-        if not all(type(token) is int and token >= 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
-            raise ValueError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-        for token, bias in (self.logit_bias or {}).items():
-            if type(token) is not int or token < 0 or not _is_number(bias, -100, 100):
-                raise ValueError(f"logit_bias must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}")
+        self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        self.stop_token_ids = self.stop_token_ids or []
+        check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-
-    def _as_list(self, name: str, what: str) -> list[Any]:
-        value = getattr(self, name)
-        if value is not None and not isinstance(value, list | tuple | set | frozenset):
-            raise ValueError(f"{name} must be a list of {what}, got {value!r}")
-        return list(value or ())
+        if self.top_k == -1:
+            self.top_k = 0
 
     @property
     def greedy(self) -> bool:
@@ -148,8 +91,3 @@ class SamplingParams:
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[arg-type]
-
-
-def _is_number(value: object, low: float, high: float) -> bool:
-    """Whether a value is a number in a range. NaN is in no range, and a bool is not a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

@@ -81,7 +81,7 @@ USELESS_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (GENERATION, {"bos_token_id": "<s>"}, "generation_config.json: bos_token_id must be a valid list, got '<s>'"),
     (GENERATION, {"temperature": -1}, "generation_config.json: temperature must be a finite number of at least 0, got -1"),
     (GENERATION, {"top_k": "many"}, "generation_config.json: top_k must be a valid integer, got 'many'"),
-    (GENERATION, {"top_p": 0.0}, "generation_config.json: top_p must be a finite number from 0 to 1 but not 0"),
+    (GENERATION, {"top_p": 0.0}, "generation_config.json: top_p must be a finite number above 0, got 0.0"),
     (TOKENIZER, {"bos_token": False}, "tokenizer_config.json: bos_token must be a valid string, got False"),
     (TOKENIZER, {"pad_token": 0}, "tokenizer_config.json: pad_token must be a valid string, got 0"),
     (TOKENIZER, {"extra_special_tokens": 5}, "tokenizer_config.json: extra_special_tokens must be a valid list, got 5"),

@@ -641,7 +641,7 @@ def test_swapping_needs_swap_space(checkpoint: str) -> None:
 
 def test_attention_backends_are_those_that_exist() -> None:
     assert EngineConfig.choices()["attention_backend"] == ("auto", *BACKENDS)
-    with pytest.raises(ValueError, match="must be one of auto, torch, cpu, triton; got 'flash'"):
+    with pytest.raises(ValueError, match="must be one of auto, torch, cpu, triton, got 'flash'"):
         EngineConfig(attention_backend="flash")  # type: ignore[arg-type]
 
 
