@@ -48,13 +48,16 @@ PARTS: dict[str, list[str]] = {
         "scheduler/data_parallel.py",
         *(f"distributed/{name}" for name in ("shared_memory.*", "shared_collectives.py", "cost_model.py")),
     ],
-    "experts and latent attention": [
-        *(f"models/{name}.py" for name in ("moe", "moe_config", "mixtral", "deepseek")),
+    "experts, latent attention, Gemma 2": [
+        *(f"models/{name}.py" for name in ("moe", "moe_config", "deepseek", "gemma2")),
         "attention/latent*.py",
         "ops/triton_grouped.py",
         *(f"distributed/{name}.py" for name in ("expert_parallel", "load_balance")),
     ],
-    "Triton": ["ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"],
+    "Triton": [
+        *("ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"),
+        *(f"runner/{name}.py" for name in ("cuda_graphs", "gpu_memory")),
+    ],
     "GGUF files": ["checkpoint/gguf.py", "checkpoint/course_model.py"],
     "traces": ["trace/**/*", "server/page.py", "server/web/*", "cli/trace.py", "cli/replay.py"],
     "workshop": ["lab/**/*"],

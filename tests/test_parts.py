@@ -30,7 +30,7 @@ ASK = "import sys; from nanovllm import LLM; LLM(**{'model': sys.argv[1]} | eval
 WANTED: dict[str, list[object]] = {
     "KV on the move": [{"kv_offloading_size": 0.1}, ["router", "--prefill", "http://127.0.0.1:1"]],
     "many processes": [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}],
-    "experts and latent attention": ["mixtral", "deepseek-v2-dense"],
+    "experts, latent attention, Gemma 2": ["mixtral", "deepseek-v2-dense", "gemma2"],
     "Triton": [{"attention_backend": "triton"}],
     "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],

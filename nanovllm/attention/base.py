@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -113,19 +113,6 @@ class ForwardContext:
     metadata: AttentionMetadata
     connector: LayerConnector | None = None
 
-    def cache_of(self, layer: int) -> AbstractContextManager[Tensor]:
-        """Around attention: this layer's cache, after the connector has loaded it; afterwards the connector saves it."""
-        kv_cache = self.kv_caches[layer]
-        # A generator-based context manager would cost two microseconds per layer and step.
-        return nullcontext(kv_cache) if self.connector is None else _shared(self.connector, layer, kv_cache)
-
-
-@contextmanager
-def _shared(connector: LayerConnector, layer: int, kv_cache: Tensor) -> Iterator[Tensor]:
-    connector.wait_for_layer_load(layer)
-    yield kv_cache
-    connector.save_kv_layer(layer, kv_cache)
-
 
 _current: ForwardContext | None = None
 
@@ -164,28 +151,33 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attention as a model calls it: the model names its layer, and the forward context supplies the rest. Shapes as in
     `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten."""
-    context = get_forward_context()
     options: dict[str, Any] = {"soft_cap": soft_cap} if soft_cap else {}
     if rotary is not None:
-        if getattr(context.backend, "fuses_rotary", False):
+        if getattr(get_forward_context().backend, "fuses_rotary", False):
             options["rotary"] = rotary
         else:
             q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
-    with context.cache_of(layer) as kv_cache:
-        return context.backend.forward(q, k, v, kv_cache, context.metadata, scale, sliding_window, **options)
+    return attend_layer(layer, q, k, v, scale, sliding_window, **options)
 
 
-# A backend's module is imported when it is chosen.
+def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Call the backend with a layer's cache, the step's metadata and further arguments, such as the scale. A connector
+    loads the layer before, and saves it after."""
+    context = get_forward_context()
+    kv_cache, connector = context.kv_caches[layer], context.connector
+    if connector is not None:
+        connector.wait_for_layer_load(layer)
+    out = context.backend.forward(q, k, v, kv_cache, context.metadata, *arguments, **options)
+    if connector is not None:
+        connector.save_kv_layer(layer, kv_cache)
+    return out
+
+
+# Modules and classes of each backend, for ordinary and for latent attention (lecture 26); imported when it is chosen.
 BACKENDS = {
-    "torch": "nanovllm.attention.torch:TorchBackend",
-    "cpu": "nanovllm.attention.cpu:CpuBackend",
-    "triton": "nanovllm.attention.triton:TritonBackend",
-}
-# The same for models with latent attention (lecture 26).
-LATENT_BACKENDS = {
-    "torch": "nanovllm.attention.latent:TorchLatentBackend",
-    "cpu": "nanovllm.attention.latent:CpuLatentBackend",
-    "triton": "nanovllm.attention.latent_kernels:TritonLatentBackend",
+    "torch": ("torch:TorchBackend", "latent:TorchLatentBackend"),
+    "cpu": ("cpu:CpuBackend", "latent:CpuLatentBackend"),
+    "triton": ("triton:TritonBackend", "latent_kernels:TritonLatentBackend"),
 }
 
 
@@ -210,4 +202,4 @@ def get_backend(
         if obstacle is not None:
             logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
-    return load((LATENT_BACKENDS if latent else BACKENDS)[name], f"attention backend {name!r}")()
+    return load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()

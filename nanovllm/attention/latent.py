@@ -10,13 +10,13 @@ Built by notebooks/26_latent_attention.ipynb: edit it there, then run `python -m
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata, get_forward_context
+from nanovllm.attention.base import AttentionMetadata
 from nanovllm.ops.attention import attend_dense
 
 
@@ -92,7 +92,7 @@ class LatentShape(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, latent: Tensor, up: Tensor) -> LatentShape:
-        """Read off the arguments of `attend_latent`."""
+        """Read off the arguments of `TorchLatentBackend.forward`."""
         num_heads, rows, rank = up.shape
         rope = latent.shape[1] - rank
         nope = q.shape[2] - rope
@@ -140,15 +140,18 @@ def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor
     return unabsorb(attend_dense(absorb(q, up, shape.rope), keys, keys[:, :, : shape.rank], scale), up, shape.v)
 
 
-class LatentBackend(Protocol):
-    """Writes new latents into the cache of one layer and attends over it."""
+class TorchLatentBackend:
+    """Gathers each sequence's rows and attends densely, in whichever way takes fewer operations. The oracle."""
 
-    name: str
+    name = "torch"
+    naive = staticmethod(attend_naive)
+    least_queries = 1  # sequences with fewer new tokens are left to a subclass
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """Attention of all new tokens, each over its own sequence up to itself.
+        """Attention of all new tokens, each over its own sequence up to itself; `nanovllm.attention.base.AttentionBackend`
+        for latent attention.
 
         Args:
             q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.
@@ -160,27 +163,6 @@ class LatentBackend(Protocol):
         Returns:
             `[num_tokens, num_heads, v]`, in q's dtype.
         """
-
-
-def attend_latent(q: Tensor, latent: Tensor, up: Tensor, layer: int, scale: float) -> Tensor:
-    """Latent attention as a model calls it; shapes as in `LatentBackend.forward`."""
-    context = get_forward_context()
-    backend = cast(LatentBackend, context.backend)
-    with context.cache_of(layer) as kv_cache:
-        return backend.forward(q, latent, up, kv_cache, context.metadata, scale)
-
-
-class TorchLatentBackend:
-    """Gathers each sequence's rows and attends densely, in whichever way takes fewer operations. The oracle."""
-
-    name = "torch"
-    naive = staticmethod(attend_naive)
-    least_queries = 1  # sequences with fewer new tokens are left to a subclass
-
-    def forward(
-        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
-    ) -> Tensor:
-        """See `LatentBackend.forward`."""
         write_latent(latent, kv_cache, metadata.slot_mapping)
         shape = LatentShape.of(q, latent, up)
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
@@ -277,7 +259,7 @@ class CpuLatentBackend(TorchLatentBackend):
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """See `LatentBackend.forward`."""
+        """See `TorchLatentBackend.forward`."""
         out, shape = super().forward(q, latent, up, kv_cache, metadata, scale), LatentShape.of(q, latent, up)
         starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         decodes = [s for s, (first, last) in enumerate(pairwise(starts)) if last - first == 1]

@@ -221,7 +221,7 @@ class TritonLatentBackend:
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """See `LatentBackend.forward`. A step of decodes reads no length on the host, so that a CUDA graph can record it;
+        """See `TorchLatentBackend.forward`. A step of decodes reads no length on the host, so that a CUDA graph can record it;
         a step with prompts does."""
         hardware = self.hardware or Hardware.of(q.device)
         store_latent(latent, kv_cache, metadata.slot_mapping)

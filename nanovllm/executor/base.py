@@ -238,8 +238,9 @@ def _check_model(model_config: ModelConfig, tensor: int, pipeline: int, data: in
 
     check_tensor_parallel(model_config, tensor)
     check_pipeline_parallel(model_config.num_layers, pipeline)
-    if model_config.moe is not None:
-        load("nanovllm.models.moe:check_experts", "a model with experts")(model_config.moe, tensor, data)
+    if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
+        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
+        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
 
 
 def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:

@@ -5,6 +5,7 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,9 @@ from nanovllm import ops
 
 
 class Layer(nn.Module):
-    """A layer with a weight, and perhaps a bias."""
+    """A layer with weights of its own: mostly one, and perhaps a bias."""
+
+    parts: tuple[str, ...] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
 
     def place(self, kind: str, part: int = 0) -> Place:
         """Where a tensor of the checkpoint belongs.
@@ -26,7 +29,15 @@ class Layer(nn.Module):
         Raises:
             AttributeError: this layer has no such parameter.
         """
-        return Place.whole(self.get_parameter(kind))
+        parameter = self.get_parameter(kind)
+        return Place(parameter, tuple(slice(0, size) for size in parameter.shape), tuple(parameter.shape))
+
+    def places(self, path: str) -> Iterator[tuple[str, Place]]:
+        """Yield the names of the checkpoint's tensors for this layer, whose own name is `path`, and where they belong."""
+        parent = path.rpartition(".")[0]
+        for part, name in enumerate([f"{parent}.{name}" for name in self.parts] or [path]):
+            for kind, _ in self.named_parameters(recurse=False):
+                yield f"{name}.{kind}", self.place(kind, part)
 
 
 class Linear(Layer):
@@ -77,21 +88,17 @@ class Place:
     Attributes:
         target: view of the memory to be filled; empty if this rank keeps no part of the tensor.
         source: the part of the checkpoint's tensor that goes there, a slice for each axis.
-        shape: of the checkpoint's whole tensor; `()` if `source` ends where the tensor ends.
-        padding: view of memory beside `target` that no checkpoint fills and that must be zeros; or None.
+        shape: of the checkpoint's whole tensor.
     """
 
     target: Tensor
     source: tuple[slice, ...]
-    shape: tuple[int, ...] = ()
-    padding: Tensor | None = None
+    shape: tuple[int, ...]
 
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Of the checkpoint's tensor."""
-        return self.shape or tuple(part.stop for part in self.source)
-
-    @classmethod
-    def whole(cls, parameter: Tensor) -> Place:
-        """All of the tensor fills all of the parameter."""
-        return cls(parameter, tuple(slice(0, size) for size in parameter.shape))
+    def part_of_wider(self, axis: int, index: int, count: int) -> Place:
+        """The same memory, if the file has `count` such tensors as one, side by side along `axis`, and this is number `index`."""
+        sizes, parts = list(self.shape), list(self.source)
+        shift = index * sizes[axis]
+        parts[axis] = slice(parts[axis].start + shift, parts[axis].stop + shift)
+        sizes[axis] *= count
+        return Place(self.target, tuple(parts), tuple(sizes))

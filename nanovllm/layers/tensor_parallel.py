@@ -5,7 +5,7 @@ Built by notebooks/22_tensor_parallel.ipynb: edit it there, then run `python -m 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -51,11 +51,6 @@ class Shard:
         others = parameter.shape[1:]
         source = (self.rows, *(slice(0, size) for size in others))
         return Place(parameter[first : first + self.size], source, (self.total, *others))
-
-    def place_padded(self, parameter: Tensor) -> Place:
-        """The same place, with the rest of `parameter` as padding."""
-        place = self.place(parameter)
-        return replace(place, padding=parameter[self.size :])
 
 
 class ColumnParallelLinear(Linear):
@@ -118,19 +113,20 @@ class RowParallelLinear(Linear):
 
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of this rank's columns of the weight; every rank keeps the whole bias."""
-        parameter = self.get_parameter(kind)
         if kind == "bias":
-            return Place.whole(parameter)
-        outputs = parameter.shape[0]
-        return Place(parameter, (slice(0, outputs), self.shard.rows), (outputs, self.shard.total))
+            return super().place(kind)
+        outputs = len(self.weight)
+        return Place(self.weight, (slice(0, outputs), self.shard.rows), (outputs, self.shard.total))
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several column-parallel layers with the same input as one product; a rank stacks its rows of each.
+    """Two column-parallel layers with the same input as one product; a rank stacks its rows of each.
 
     Args:
         out_features: of each of the whole layers.
     """
+
+    parts = ("gate_proj", "up_proj")
 
     def __init__(
         self, in_features: int, out_features: list[int], bias: bool = False, group: GroupCoordinator | None = None
@@ -157,6 +153,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         ValueError: the query heads cannot be divided evenly, or a rank would need parts of two KV heads.
     """
 
+    parts = ("q_proj", "k_proj", "v_proj")
+
     def __init__(
         self,
         hidden_size: int,
@@ -181,7 +179,7 @@ class VocabParallelEmbedding(Embedding):
     """Each rank has the rows of some tokens, `[num_tokens]` to `[num_tokens, hidden_size]`. It uses zeros for the other
     tokens, and the ranks add up their results.
 
-    A vocabulary that cannot be divided evenly is padded: the last ranks have rows of zeros for tokens that do not exist.
+    A vocabulary that cannot be divided evenly is padded: the last ranks have rows, never read, for tokens that do not exist.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None) -> None:
@@ -199,7 +197,7 @@ class VocabParallelEmbedding(Embedding):
 
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of the rows of this rank's tokens."""
-        return self.shard.place_padded(self.get_parameter(kind))
+        return self.shard.place(self.get_parameter(kind))
 
 
 class ParallelLMHead(Linear):
@@ -217,4 +215,4 @@ class ParallelLMHead(Linear):
 
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of the rows of this rank's tokens."""
-        return self.shard.place_padded(self.get_parameter(kind))
+        return self.shard.place(self.get_parameter(kind))

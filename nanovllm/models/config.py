@@ -19,14 +19,17 @@ logger = logging.getLogger(__name__)
 
 # Architecture in config.json -> how it differs from Llama. "defaults" are keys that the file may leave out; "class" is the
 # model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
-_LLAMA_ROPE, _DEEPSEEK_ROPE = ("default", "linear", "llama3"), ("default", "yarn")
-_MOE = {"moe": "nanovllm.models.moe_config:MoEConfig"}
-_DEEPSEEK = _MOE | {
+_DEEPSEEK: dict[str, Any] = {
+    "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
     "latent": True,
-    "rope_types": _DEEPSEEK_ROPE,
+    "rope_types": ("default", "yarn"),
 }
-_MIXTRAL = _MOE | {"class": "nanovllm.models.mixtral:MixtralForCausalLM", "sliding_window": True}
+_MIXTRAL: dict[str, Any] = {
+    "moe": "nanovllm.models.moe_config:MoEConfig",
+    "class": "nanovllm.models.moe:MoEForCausalLM",
+    "sliding_window": True,
+}
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
@@ -136,7 +139,7 @@ class ModelConfig:
                 f"quantized checkpoints ({method}) are not supported yet; use one in bfloat16 or float16"
             )
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
-        theta, scaling = _rotary(raw, traits.get("rope_types", _LLAMA_ROPE))
+        theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
         for fields in (raw, generation):
             files.check_token_ids(fields, raw["vocab_size"], fields.file)
@@ -145,6 +148,7 @@ class ModelConfig:
         latent = traits.get("latent", False)
         same = ["vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"]
         same += ["kv_lora_rank", "qk_nope_head_dim", "v_head_dim"] if latent else []
+        optional = ["rms_norm_eps", "tie_word_embeddings", "mlp_bias", *(["q_lora_rank"] if latent else [])]
         config = cls(
             architecture=architecture,
             num_layers=num_layers,
@@ -160,32 +164,34 @@ class ModelConfig:
             attention_scale=raw["query_pre_attn_scalar"] ** -0.5 if "query_pre_attn_scalar" in raw else 0.0,
             attention_soft_cap=raw.get("attn_logit_softcapping", 0.0),
             logit_soft_cap=raw.get("final_logit_softcapping", 0.0),
-            moe=_mixture(raw, traits.get("moe")),
-            q_lora_rank=raw.get("q_lora_rank", 0) if latent else 0,
+            moe=load(traits["moe"], f"architecture {architecture}").from_dict(raw) if "moe" in traits else None,
             rope_interleave=latent and raw.get("rope_interleave", True),
             eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
             generation_defaults=_sampling_defaults(generation),
             **{name: raw[name] for name in same},
-            **{name: raw[name] for name in ("rms_norm_eps", "tie_word_embeddings", "mlp_bias") if name in raw},
+            **{name: raw[name] for name in optional if name in raw},
         )
         config._check_heads()
         return config
 
     def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ModelFileError(
-                f"config.json: num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_heads} and {self.num_kv_heads}"
-            )
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ModelFileError(
-                f"config.json: head_dim must be even, since channels are rotated in pairs, got {self.head_dim}"
-            )
-        if len(self.layer_windows) != self.num_layers:
-            raise ModelFileError(
-                f"config.json: layer_types must have num_hidden_layers ({self.num_layers}) entries, "
-                f"got {len(self.layer_windows)}"
-            )
+        heads, kv_heads, windows = self.num_heads, self.num_kv_heads, len(self.layer_windows)
+        for wrong, must in (
+            (
+                heads % kv_heads,
+                f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}",
+            ),
+            (
+                self.head_dim < 2 or self.head_dim % 2,
+                f"head_dim must be even, since channels are rotated in pairs, got {self.head_dim}",
+            ),
+            (
+                windows != self.num_layers,
+                f"layer_types must have num_hidden_layers ({self.num_layers}) entries, got {windows}",
+            ),
+        ):
+            if wrong:
+                raise ModelFileError(f"config.json: {must}")
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -195,11 +201,6 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
-    def shuffles_tokens(self) -> bool:
-        """True if ranks send tokens to experts on other ranks and receive the results."""
-        return self.moe is not None and self.moe.enable_expert_parallel
-
-    @property
     def latent_width(self) -> int:
         """Numbers of a token's row in a layer's latent cache: the latent and the rotated part of the key."""
         return self.kv_lora_rank + self.head_dim
@@ -207,26 +208,15 @@ class ModelConfig:
 
 def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dict[str, Any]]:
     """(theta, scaling parameters); transformers 5 keeps both in `rope_parameters`, 4 in two keys."""
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = scaling.pop("rope_theta", None)
-    if theta is None:
-        theta = raw.get("rope_theta", 10000.0)
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = {name: value for name, value in given.items() if value is not None}
+    theta = scaling.pop("rope_theta", raw.get("rope_theta", 10000.0))
     scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
     if scaling["rope_type"] not in supported:
         raise UnsupportedModelError(
             f"rope_scaling of type {scaling['rope_type']!r} is not supported; supported are {', '.join(supported)}"
         )
     return float(theta), scaling
-
-
-def _mixture(raw: dict[str, Any], reader: str | None) -> MoEConfig | None:
-    if reader is None:
-        return None
-    config_class = load(reader, f"architecture {raw['architectures'][0]}")
-    try:
-        return config_class.from_dict(raw)
-    except ValueError as error:
-        raise UnsupportedModelError(str(error)) from error
 
 
 def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:
@@ -246,14 +236,13 @@ def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> li
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
     """The recommended values that `SamplingParams` accepts; others are ignored with a warning."""
-    defaults = {}
-    for name in (name for name in files.SAMPLING_DEFAULTS if name in generation):
+    defaults = {name: generation[name] for name in files.SAMPLING_DEFAULTS if name in generation}
+    for name, value in list(defaults.items()):
         try:
-            SamplingParams(**{name: generation[name]})
+            SamplingParams(**{name: value})
         except ValueError as error:
             logger.warning("generation_config.json: %s; %s is ignored", error, name)
-        else:
-            defaults[name] = generation[name]
+            del defaults[name]
     return defaults
 
 
@@ -263,10 +252,8 @@ def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
     Raises:
         ValueError: they cannot; the message says why, and which numbers of ranks fit.
     """
-    misfits = _misfits(config, tp)
-    if misfits:
-        sizes = [n for n in range(1, config.num_heads + 1) if not _misfits(config, n)]
-        *others, last = map(str, sizes)
+    if misfits := _misfits(config, tp):
+        *others, last = (str(n) for n in range(1, config.num_heads + 1) if not _misfits(config, n))
         fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
         raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
 

@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import math
 import re
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import Rotary
-from nanovllm.attention.latent import attend_latent
-from nanovllm.layers.basic import Linear, Place, RMSNorm
+from nanovllm.attention.base import Rotary, attend_layer
+from nanovllm.layers.basic import Linear, RMSNorm
 from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import LlamaModel, rotary_table
-from nanovllm.models.mixtral import MixtralDecoderLayer
-from nanovllm.models.moe import MoEForCausalLM
+from nanovllm.models.llama import rotary_table
+from nanovllm.models.moe import MoEDecoderLayer, MoEForCausalLM
 
 # The epsilon of the norms inside latent attention, which is the same in all configurations.
 LATENT_EPS = 1e-6
@@ -120,7 +117,7 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
         q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
-        return self.o_proj(attend_latent(q, latent, self.kv_b_proj.heads, self.layer, self.scale).flatten(1))
+        return self.o_proj(attend_layer(self.layer, q, latent, self.kv_b_proj.heads, self.scale).flatten(1))
 
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope` expects. q·k does not
@@ -128,31 +125,20 @@ class LatentAttention(nn.Module):
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.interleaved else x.contiguous()
 
 
-class DeepseekDecoderLayer(MixtralDecoderLayer):
+class DeepseekDecoderLayer(MoEDecoderLayer):
     """Latent attention and an MLP or experts, each on the normalised residual stream."""
 
     attention_class = LatentAttention
 
 
-class DeepseekModel(LlamaModel):
-    """Llama's model, made of the layers above."""
+class DeepseekForCausalLM(MoEForCausalLM):
+    """DeepSeek-V2 and V3, which differ only in how they route tokens to experts."""
 
     layer_class = DeepseekDecoderLayer
     rotary_table = staticmethod(latent_rotary_table)
 
-
-class DeepseekForCausalLM(MoEForCausalLM):
-    """DeepSeek-V2 and V3, which differ only in how they route tokens to experts."""
-
-    model_class = DeepseekModel
-    fused: ClassVar[dict[str, tuple[str, int]]] = {
-        name: place for name, place in MoEForCausalLM.fused.items() if name.startswith("mlp.")
-    }
-
-    def checkpoint_place(self, name: str) -> Place | None:
-        """As `MoEForCausalLM.checkpoint_place`; None also for V3's multi-token prediction, which is stored as a layer after
+    def checkpoint_name(self, name: str) -> str | None:
+        """As `MoEForCausalLM.checkpoint_name`; None also for V3's multi-token prediction, which is stored as a layer after
         the last."""
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if layer is not None and int(layer[1]) >= self.config.num_layers:
-            return None
-        return super().checkpoint_place(name)
+        return None if layer and int(layer[1]) >= self.config.num_layers else super().checkpoint_name(name)

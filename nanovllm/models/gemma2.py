@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.attention.base import Rotary
 from nanovllm.layers.basic import RMSNorm
 from nanovllm.layers.tensor_parallel import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.llama import MLP, LlamaForCausalLM, LlamaModel, SelfAttention
+from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 
 
 class Gemma2Embedding(VocabParallelEmbedding):
@@ -46,17 +46,18 @@ class Gemma2MLP(MLP):
         return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
-class Gemma2DecoderLayer(nn.Module):
+class Gemma2DecoderLayer(DecoderLayer):
     """Attention and MLP, each on the normalised residual stream, and each normalised again before it is added."""
 
+    norm_class = Gemma2RMSNorm
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = SelfAttention(config, layer)
-        self.post_attention_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, layer)
         self.pre_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Gemma2MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.post_feedforward_layernorm = Gemma2RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def build_mlp(self, config: ModelConfig, layer: int) -> MLP:
+        return Gemma2MLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm.add(x, residual)
@@ -65,18 +66,11 @@ class Gemma2DecoderLayer(nn.Module):
         return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
-class Gemma2Model(LlamaModel):
-    """Llama's model, made of the layers above."""
-
-    embedding_class = Gemma2Embedding
-    layer_class = Gemma2DecoderLayer
-    norm_class = Gemma2RMSNorm
-
-
 class Gemma2ForCausalLM(LlamaForCausalLM):
     """A decoder-only model over packed tokens, as `LlamaForCausalLM`."""
 
-    model_class = Gemma2Model
+    embedding_class = Gemma2Embedding
+    layer_class = Gemma2DecoderLayer
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, within `± logit_soft_cap` if there is one."""

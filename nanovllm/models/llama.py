@@ -6,9 +6,8 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import islice, product
-from typing import Any, ClassVar, cast
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,12 +98,13 @@ class DecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream."""
 
     attention_class: type[Any] = SelfAttention
+    norm_class: type[RMSNorm] = RMSNorm
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.self_attn = self.attention_class(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = self.norm_class(config.hidden_size, config.rms_norm_eps)
         self.mlp = self.build_mlp(config, layer)
 
     def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
@@ -119,25 +119,20 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and final norm; in a pipeline, those of this rank's stage."""
+    """Embedding, layers and final norm; in a pipeline, those of this rank's stage. `family` names their classes."""
 
-    embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
-    layer_class: type[nn.Module] = DecoderLayer
-    norm_class: type[RMSNorm] = RMSNorm
-    rotary_table = staticmethod(rotary_table)
-
-    def __init__(self, config: ModelConfig, max_positions: int) -> None:
+    def __init__(self, config: ModelConfig, max_positions: int, family: type[LlamaForCausalLM]) -> None:
         super().__init__()
         self.stage, self.here = get_pp_group(), layers_here(config.num_layers)
         # The last stage needs the embedding if the output head is the same matrix.
         embeds = self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings)
-        self.embed_tokens = if_here(embeds, self.embedding_class, config.vocab_size, config.hidden_size)
+        self.embed_tokens = if_here(embeds, family.embedding_class, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            if_here(layer in self.here, self.layer_class, config, layer) for layer in range(config.num_layers)
+            if_here(layer in self.here, family.layer_class, config, layer) for layer in range(config.num_layers)
         )
-        self.norm = if_here(self.stage.is_last, self.norm_class, config.hidden_size, config.rms_norm_eps)
+        self.norm = if_here(self.stage.is_last, family.layer_class.norm_class, config.hidden_size, config.rms_norm_eps)
         self.cos_sin: Tensor
-        self.register_buffer("cos_sin", self.rotary_table(config, max_positions), persistent=False)
+        self.register_buffer("cos_sin", family.rotary_table(config, max_positions), persistent=False)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
@@ -155,16 +150,6 @@ class LlamaModel(nn.Module):
         return self.norm.add(x, residual)[0]
 
 
-# A checkpoint's matrix -> the fused matrix that contains it, and which part of that it is.
-FUSED = {
-    "self_attn.q_proj": ("self_attn.qkv_proj", 0),
-    "self_attn.k_proj": ("self_attn.qkv_proj", 1),
-    "self_attn.v_proj": ("self_attn.qkv_proj", 2),
-    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
-    "mlp.up_proj": ("mlp.gate_up_proj", 1),
-}
-
-
 class LlamaForCausalLM(nn.Module):
     """A decoder-only model over packed tokens.
 
@@ -175,13 +160,14 @@ class LlamaForCausalLM(nn.Module):
         max_positions: length of the rotary table: the longest sequence in tokens.
     """
 
-    model_class: type[LlamaModel] = LlamaModel
-    fused: ClassVar[dict[str, tuple[str, int]]] = FUSED
+    embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
+    layer_class: type[DecoderLayer] = DecoderLayer
+    rotary_table = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()
         self.config = config
-        self.model = self.model_class(config, max_positions)
+        self.model = LlamaModel(config, max_positions, type(self))
         self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.tie_weights()
@@ -207,43 +193,21 @@ class LlamaForCausalLM(nn.Module):
         """`[num_rows, hidden_size]` to `[num_rows, vocab_size]`, in the model's dtype. Pass only the rows that are needed."""
         return self.lm_head(hidden)
 
-    def checkpoint_place(self, name: str) -> Place | None:
-        """Where a checkpoint's tensor belongs: in a parameter, or in some rows of a fused one.
-
-        Returns:
-            None for a tensor that this rank does not keep: rotary buffers, a tied output head, a tensor of another
-            pipeline stage.
-
-        Raises:
-            KeyError: the architecture has no tensor of this name.
-        """
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings):
-            return None
-        if is_elsewhere(self, name):
-            return None
-        prefix, _, kind = name.rpartition(".")  # kind: weight or bias
-        part = 0
-        for unfused, (fused, index) in self.fused.items():
-            if prefix.endswith(unfused):
-                prefix, part = prefix.removesuffix(unfused) + fused, index
-        try:
-            return cast(Layer, self.get_submodule(prefix)).place(kind, part)
-        except AttributeError as error:
-            raise KeyError(f"this {self.config.architecture} has no place for {name!r}") from error
-
-    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and whole shapes of the checkpoint's tensors that have a place on this rank."""
+    def checkpoint_places(self) -> dict[str, list[Place]]:
+        """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that holds no part of a tensor
+        that its layers share has an empty place."""
+        found: dict[str, list[Place]] = {}
         for path, module in self.named_modules():
-            if not isinstance(module, Layer):
-                continue
-            fused = [path.removesuffix(whole) + part for part, (whole, _) in self.fused.items() if path.endswith(whole)]
-            for prefix, (kind, _) in product(fused or [path], module.named_parameters()):
-                if (place := self.checkpoint_place(f"{prefix}.{kind}")) is not None:
-                    yield f"{prefix}.{kind}", place.whole_shape
+            if isinstance(module, Layer) and not (path == "lm_head" and self.config.tie_word_embeddings):
+                for name, place in module.places(path):
+                    found.setdefault(name, []).append(place)
+        return found
 
-    def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """The tensors that `checkpoint_place` has places for, from one of the checkpoint: here the same, in subclasses several."""
-        yield name, tensor
+    def checkpoint_name(self, name: str) -> str | None:
+        """The name in `checkpoint_places` of a tensor in the file; None for one that this rank does not need: rotary buffers,
+        a tied output head, a tensor of another pipeline stage."""
+        unused = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and self.config.tie_word_embeddings)
+        return None if unused or is_elsewhere(self, name) else name
 
     def pack_weights(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be loaded, since a

@@ -6,16 +6,15 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import hashlib
-import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanovllm.checkpoint.files import shard_names
-from nanovllm.checkpoint.headers import CheckpointHeaders, check_memory
+from nanovllm.checkpoint.headers import check_memory
 from nanovllm.data.parts import load
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
@@ -45,8 +44,9 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
     return files
 
 
-def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied.
+def checkpoint_tensors(folder: pathlib.Path, only_shapes: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors one by one, memory-mapped: a tensor is read when it is copied. With `only_shapes`, yield meta
+    tensors, by the files' headers.
 
     Raises:
         CheckpointError: a file is damaged; see also `checkpoint_files`.
@@ -55,95 +55,52 @@ def checkpoint_tensors(folder: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118  (a safe_open handle is not a dictionary)
-                    yield name, tensors.get_tensor(name)
+                    if only_shapes:
+                        yield name, torch.empty(tensors.get_slice(name).get_shape(), device="meta")
+                    else:
+                        yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
 
 
-def load_weights(model: LlamaForCausalLM, tensors: Iterator[tuple[str, Tensor | RandomTensor]]) -> None:
+def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Copy each tensor to its place, and convert its dtype.
 
     Raises:
-        CheckpointError: a tensor has the wrong shape or no place, or some parameter was not filled completely.
+        CheckpointError: a tensor has the wrong shape or no place, or is missing.
     """
-    # The same memory may have two names (tied weights), so filled numbers are counted per storage.
-    unfilled = {
-        parameter.untyped_storage()._cdata: (name, parameter.numel()) for name, parameter in model.named_parameters()
-    }
-    filled = dict.fromkeys(unfilled, 0)
-    for name, whole in tensors:
-        for part_name, tensor in model.checkpoint_parts(name, whole):
-            for memory in _fill(model, part_name, tensor, name):
-                filled[memory.untyped_storage()._cdata] += memory.numel()
-    missing = [name for storage, (name, numel) in unfilled.items() if filled[storage] != numel]
-    if missing:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise CheckpointError(f"the checkpoint does not fill {', '.join(missing[:5])}{more}")
+    places = model.checkpoint_places()
+    for name_in_file, tensor in tensors:
+        name = model.checkpoint_name(name_in_file)
+        if name is None:
+            continue
+        if name not in places:
+            raise CheckpointError(
+                f"this {model.config.architecture} has no place for {name_in_file!r}; "
+                "do config.json and the weights belong together?"
+            )
+        for place in places.pop(name):
+            if place.shape != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{name_in_file} has shape {list(tensor.shape)}, the configuration says {list(place.shape)}"
+                )
+            place.target.copy_(tensor[place.source])  # reads only this slice of the mapped file
+    if places:
+        first, more = ", ".join(list(places)[:5]), f" and {len(places) - 5} more" if len(places) > 5 else ""
+        raise CheckpointError(f"the checkpoint lacks {first}{more}")
 
 
-def _fill(model: LlamaForCausalLM, name: str, tensor: Tensor | RandomTensor, name_in_file: str) -> list[Tensor]:
-    """Copy a tensor to its place; returns the memory that this fills."""
-    try:
-        place = model.checkpoint_place(name)
-    except KeyError as error:
-        reason = f"{error.args[0]}; do config.json and the weights belong together?"
-        raise CheckpointError(reason if name_in_file in reason else f"{name_in_file}: {reason}") from error
-    if place is None:
-        return []
-    if place.whole_shape != tensor.shape:
-        raise CheckpointError(
-            f"{name_in_file} has shape {list(tensor.shape)}, the configuration says {list(place.whole_shape)}"
-        )
-    place.target.copy_(tensor[place.source])  # reads only this slice of the mapped file
-    return [place.target] if place.padding is None else [place.target, place.padding.zero_()]
-
-
-# Numbers that a random tensor draws at once: few enough for a CPU's cache, and enough to keep a GPU busy.
-DRAWN_AT_ONCE = 2**20
-
-
-class RandomTensor:
-    """A checkpoint's tensor of random numbers (normal, deviation 0.02), drawn when a slice of it is read.
-
-    Each block of rows has a seed of its own, derived from the tensor's name. So every grid of ranks has the same model,
-    and a rank draws little more than its share of the rows; for a share of the columns, it draws all columns.
-
-    Args:
-        shape: of the whole tensor.
-        seed, name: determine the numbers.
-        dtype, device: of the slices.
-    """
-
-    def __init__(self, shape: tuple[int, ...], seed: int, name: str, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.seed, self.name, self.dtype, self.device = shape, seed, name, dtype, device
-        self.block_rows = max(1, DRAWN_AT_ONCE // math.prod(shape[1:]))
-
-    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
-        rows, *others = (range(*axis.indices(size)) for axis, size in zip(where, self.shape, strict=True))
-        part = torch.empty([len(rows), *map(len, others)], dtype=self.dtype, device=self.device)
-        for first in range(rows.start - rows.start % self.block_rows, rows.stop, self.block_rows):
-            begin, end = max(rows.start, first), min(rows.stop, first + self.block_rows)
-            here = slice(begin - first, end - first), *where[1:]
-            part[begin - rows.start : end - rows.start] = self._block(first)[here]
-        return part
-
-    def _block(self, first: int) -> Tensor:
-        """The block of rows that begins with row `first`."""
-        seed = hashlib.sha256(f"{self.seed} {self.name} {first}".encode()).digest()
-        generator = torch.Generator(self.device).manual_seed(int.from_bytes(seed[:6], "little"))
-        shape = min(self.block_rows, self.shape[0] - first), *self.shape[1:]
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0.0, 0.02, generator=generator)
-
-
-def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor | RandomTensor]]:
-    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all others random."""
+def dummy_tensors(model: LlamaForCausalLM, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint of random weights of a plausible size, for measurements: norms are 1, all others normal with a
+    deviation of 0.02. A tensor depends on the seed and on its name, so every grid of ranks has the same model."""
     parameter = next(model.parameters())
-    dtype, device = parameter.dtype, parameter.device
-    for name, shape in model.checkpoint_shapes():
-        if "norm" in name:
-            yield name, torch.ones(shape, dtype=dtype, device=device)
-        else:
-            yield name, RandomTensor(shape, seed, name, dtype, device)
+    for name, [place, *_] in model.checkpoint_places().items():
+        tensor = torch.ones(place.shape, dtype=parameter.dtype, device=parameter.device)
+        if "norm" not in name:
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:6], "little"))
+            tensor.normal_(0.0, 0.02, generator=generator)
+        yield name, tensor
 
 
 def build_model(config: ModelConfig) -> LlamaForCausalLM:
@@ -175,16 +132,15 @@ def load_model(
     model = build_model(config)
     dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
     if not dummy:
-        # Only the shapes in the files' headers: a mismatch raises an error before memory is allocated.
-        with CheckpointHeaders(checkpoint_files(pathlib.Path(folder))) as headers:
-            load_weights(model, iter(headers))
+        # A mismatch raises an error before memory is allocated.
+        load_weights(model, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
     # As `to_empty`, but without the half second that torch needs for its imports there.
     model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
     if config.tie_word_embeddings:
         model.tie_weights()  # `_apply` gave each name memory of its own
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
-    table = model.model.rotary_table(config, positions)
+    table = model.rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)
     load_weights(model, dummy_tensors(model, seed) if dummy else checkpoint_tensors(pathlib.Path(folder)))
     return model.eval()

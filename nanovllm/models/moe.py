@@ -5,9 +5,8 @@ Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,8 @@ from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_g
 from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Place
 from nanovllm.layers.tensor_parallel import Shard
-from nanovllm.models.llama import FUSED, MLP, LlamaForCausalLM, LlamaModel
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import MLP, DecoderLayer, LlamaForCausalLM
 from nanovllm.models.moe_config import MoEConfig
 
 
@@ -139,7 +139,7 @@ class Experts(nn.Module):
             setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
 
 
-class MoE(nn.Module):
+class MoE(Layer):
     """A router and its experts, in place of a layer's MLP.
 
     Without expert parallelism, the tensor-parallel ranks hold a slice of every expert, compute the same tokens and add up their results.
@@ -206,101 +206,54 @@ class MoE(nn.Module):
         """The tensors whose row i belongs to slot i of this rank. These rows move with an expert."""
         return [self.experts.w13.data, self.experts.w2.data]
 
-    def place(self, expert: int, matrix: str) -> Place:
-        """Where the "gate", "up" or "down" matrix of a logical expert belongs.
-
-        Raises:
-            KeyError: there is no such expert.
-        """
-        if not 0 <= expert < self.config.num_routed:
-            raise KeyError(
-                f"the configuration has experts 0 to {self.config.num_routed - 1}, and this is number {expert}"
-            )
+    def place(self, matrix: str, expert: int = 0) -> Place:
+        """Where the "gate", "up" or "down" matrix of a logical expert belongs."""
         if self.dispatcher is None:
             return self.experts.place(expert, matrix)
         slots = self.dispatcher.placement.slots[self.dispatcher.group.rank_in_group]
         return self.experts.place(slots.index(expert) if expert in slots else None, matrix)
 
-
-def check_experts(config: MoEConfig, tp: int, dp: int = 1) -> None:
-    """Check that experts can be divided among the ranks of a stage, before anything is loaded.
-
-    Raises:
-        ValueError: they cannot; the message names what would fit.
-    """
-    if config.enable_expert_parallel:
-        ExpertPlacement.initial(config.num_routed, tp * dp, config.num_redundant_experts)
-    elif config.intermediate_size % tp:
-        raise ValueError(
-            f"experts with {config.intermediate_size} channels cannot be cut into {tp} slices; choose a "
-            "tensor_parallel_size that divides this number, or enable_expert_parallel, which leaves experts whole"
-        )
+    def places(self, path: str) -> Iterator[tuple[str, Place]]:
+        """See `Layer.places`. Shared experts are stored as one wide MLP, of which each slot takes an expert's channels."""
+        num_experts, num_shared = self.config.num_experts, self.config.num_routed - self.config.num_experts
+        for matrix, axis in (("gate", 0), ("up", 0), ("down", 1)):
+            for expert in range(num_experts):
+                yield f"{path}.experts.{expert}.{matrix}_proj.weight", self.place(matrix, expert)
+            for i in range(num_shared):
+                place = self.place(matrix, num_experts + i).part_of_wider(axis, i, num_shared)
+                yield f"{path}.shared_experts.{matrix}_proj.weight", place
 
 
-EXPERT_NAME = re.compile(r"(.+\.mlp)\.(?:experts\.(\d+)|shared_experts)\.(\w+)\.weight")
-MATRICES = {
-    "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
-    "w1": "gate", "w3": "up", "w2": "down",
-}  # fmt: skip
+class MoEDecoderLayer(DecoderLayer):
+    """Llama's layer, with a `MoE` as `mlp` in the layers that the configuration names."""
+
+    def build_mlp(self, config: ModelConfig, layer: int) -> nn.Module:
+        sparse = config.moe is not None and config.moe.sparse_layers[layer]
+        return MoE(config.moe, config.hidden_size) if config.moe and sparse else super().build_mlp(config, layer)
+
+
+# Mixtral's names in a checkpoint -> those of all other models.
+MIXTRAL_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 class MoEForCausalLM(LlamaForCausalLM):
-    """A decoder-only model in which some layers have a `MoE` as `mlp`; knows the names of experts in checkpoints."""
+    """A decoder-only model in which some layers have a `MoE` as `mlp`: Mixtral (Jiang et al. 2024, arXiv 2401.04088), Qwen3-MoE."""
 
-    fused: ClassVar[dict[str, tuple[str, int]]] = FUSED | {
-        "mlp.shared_experts.gate_proj": ("mlp.shared_experts.gate_up_proj", 0),
-        "mlp.shared_experts.up_proj": ("mlp.shared_experts.gate_up_proj", 1),
-    }
+    layer_class = MoEDecoderLayer
 
     def moe_layers(self) -> dict[str, MoE]:
         """The layers with experts on this rank, in order: path in the model → layer."""
-        layers = cast(LlamaModel, self.model).layers.named_children()
-        return {
-            f"model.layers.{i}.mlp": cast(MoE, layer.mlp)
-            for i, layer in layers
-            if isinstance(getattr(layer, "mlp", None), MoE)
-        }
+        return {path: module for path, module in self.named_modules() if isinstance(module, MoE)}
 
-    def checkpoint_place(self, name: str) -> Place | None:
-        name = name.replace(".block_sparse_moe.", ".mlp.")  # as Mixtral calls it
-        found = EXPERT_NAME.fullmatch(name)
-        layer = self.moe_layers().get(found[1]) if found else None
-        if found is None or layer is None or found[2] is None:
-            return super().checkpoint_place(name)
-        if found[3] not in MATRICES:
-            raise KeyError(f"this {self.config.architecture} has no place for {name!r}")
-        return layer.place(int(found[2]), MATRICES[found[3]])
-
-    def checkpoint_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield from super().checkpoint_shapes()
-        for path, layer in self.moe_layers().items():
-            config, hidden = layer.config, self.config.hidden_size
-            widths = {f"experts.{i}": config.intermediate_size for i in range(config.num_experts)}
-            if config.shared_as_routed:
-                widths["shared_experts"] = config.num_shared_experts * config.intermediate_size
-            for expert, width in widths.items():
-                for matrix in ("gate_proj", "up_proj", "down_proj"):
-                    shape = (hidden, width) if matrix == "down_proj" else (width, hidden)
-                    yield f"{path}.{expert}.{matrix}.weight", shape
+    def checkpoint_name(self, name: str) -> str | None:
+        for old, new in MIXTRAL_NAMES.items():
+            name = name.replace(old, new)
+        return super().checkpoint_name(name)
 
     def pack_weights(self) -> None:
         super().pack_weights()
         for layer in self.moe_layers().values():
             layer.experts.pack()
-
-    def checkpoint_parts(self, name: str, tensor: Any) -> Iterator[tuple[str, Any]]:
-        """Cut shared experts, which are stored as one wide MLP, into MLPs of a routed expert's width if they are placed
-        like routed ones."""
-        found = EXPERT_NAME.fullmatch(name)
-        layer = self.moe_layers().get(found[1]) if found and found[2] is None else None
-        if found is None or layer is None or not layer.config.shared_as_routed:
-            yield name, tensor
-            return
-        width, axis = layer.config.intermediate_size, int(found[3] == "down_proj")
-        for i, start in enumerate(range(0, tensor.shape[axis], width)):
-            channels = slice(start, start + width)
-            part = tensor[:, channels] if axis else tensor[channels, :]
-            yield f"{found[1]}.experts.{layer.config.num_experts + i}.{found[3]}.weight", part
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:

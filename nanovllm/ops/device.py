@@ -1,4 +1,4 @@
-"""Chooses the runner's device and dtype, and accounts for the device's memory.
+"""Chooses the runner's device and dtype, and allocates its memory.
 
 Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,16 +20,11 @@ def choose_device(name: str) -> torch.device:
     Raises:
         ValueError: CUDA was asked for and is not available.
     """
-    if name == "cuda" and not torch.backends.cuda.is_built():
-        raise ValueError(
-            f"device 'cuda' was asked for, but torch {torch.__version__} is built without CUDA: install a build that "
-            f"has it (https://pytorch.org/get-started), or use --device cpu"
-        )
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "device 'cuda' was asked for, but torch sees no CUDA GPU: see whether `nvidia-smi` lists one and "
-            "CUDA_VISIBLE_DEVICES names it, or use --device cpu"
-        )
+        fix = "see whether `nvidia-smi` lists one and CUDA_VISIBLE_DEVICES names it"
+        if not torch.backends.cuda.is_built():
+            fix = "it is built without CUDA; install a build that has it (https://pytorch.org/get-started)"
+        raise ValueError(f"torch {torch.__version__} sees no CUDA GPU: {fix}, or use --device cpu")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 
@@ -77,35 +71,3 @@ def out_of_memory(what: str, advice: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(f"the GPU has not enough memory for {what}: {advice}") from error
-
-
-@dataclass(frozen=True)
-class MemoryProfile:
-    """Use of a GPU's memory in bytes, before the KV pool is allocated.
-
-    Attributes:
-        total: the GPU's memory.
-        in_use: in use between two steps: by weights, CUDA and its libraries, and other processes.
-        weights: allocated by torch before the first step.
-        activations: allocated in addition while the largest step runs.
-        graphs: estimate for CUDA graphs.
-    """
-
-    total: int
-    in_use: int
-    weights: int
-    activations: int
-    graphs: int
-
-    def left(self, share: float) -> int:
-        """Bytes for the KV pool if everything together may use this share of the GPU; below 0 if nothing is left."""
-        return int(self.total * share) - self.in_use - self.activations - self.graphs
-
-    def __str__(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "activations": self.activations,
-            "graphs": self.graphs,
-            "other": self.in_use - self.weights,
-        }
-        return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items())

@@ -1,4 +1,4 @@
-"""A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed.
+"""A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed; and the warm-up before.
 
 Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -6,15 +6,21 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionBackend
+from nanovllm.distributed.groups import get_tp_group
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors
+from nanovllm.runner.batch import Batch
+
+if TYPE_CHECKING:
+    from nanovllm.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +34,8 @@ def ladder(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-class Graph(Protocol):
-    """Work on a device that is recorded once and repeated as it was, addresses and shapes included."""
-
-    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
-        """Record what `work` launches.
-
-        Args:
-            work: reads and writes at the same addresses every time; returns the tensor that holds its result.
-            pool: memory for what is in between, shared with other graphs that never run at the same time; None
-                for the first of them.
-
-        Returns:
-            The pool, for the next graph.
-        """
-
-    def replay(self) -> None:
-        """Launch all of it again, on the current stream."""
-
-
 class CudaGraph:
-    """A `Graph` on an NVIDIA or AMD GPU.
+    """Work on an NVIDIA or AMD GPU that is recorded once and repeated as it was, addresses and shapes included.
 
     Args:
         stream: where it is recorded; all graphs that share memory have to be recorded on one stream.
@@ -58,9 +45,18 @@ class CudaGraph:
         self.stream = stream
         self.graph = torch.cuda.CUDAGraph()
 
-    def capture(self, work: Callable[[], Tensor], pool: Any) -> Any:
-        """See `Graph.capture`. The work is done once before, since nothing can be recorded while a Triton kernel is
-        compiled, or a library loads its own and makes itself a workspace."""
+    def capture(self, work: Callable[[], Any], pool: Any) -> Any:
+        """Record what `work` launches. The work is done once before, since nothing can be recorded while a Triton kernel is
+        compiled, or a library loads its own and makes itself a workspace.
+
+        Args:
+            work: reads and writes at the same addresses every time.
+            pool: memory for what is in between, shared with other graphs that never run at the same time; None
+                for the first of them.
+
+        Returns:
+            The pool, for the next graph.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             work()
@@ -70,52 +66,80 @@ class CudaGraph:
         return self.graph.pool()
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
+        """Launch all of it again, on the current stream."""
         self.graph.replay()
 
 
-def graph_maker(device: torch.device, backend: AttentionBackend, enforce_eager: bool) -> Callable[[], Graph] | None:
-    """What makes an empty graph; None where every kernel is launched anew in each step."""
-    if device.type != "cuda" or enforce_eager:
-        return None
-    if not getattr(backend, "supports_graphs", False):
-        logger.warning(
-            "no CUDA graphs, so that decode steps take longer: attention backend '%s' reads lengths on the host",
-            backend.name,
-        )
-        return None
-    return partial(CudaGraph, torch.cuda.Stream(device))
-
-
 class DecodeGraphs:
-    """A decode step, recorded for some batch sizes.
+    """A decode step, recorded for some batch sizes, and the buffers of what it receives and computes. The runner's buffers
+    are filled with padding to record with.
 
-    Args:
-        make_graph: makes an empty graph.
+    It does not keep the runner: the runner, which owns it, would then hold itself, and its memory on the GPU, for ever.
     """
 
-    def __init__(self, make_graph: Callable[[], Graph]) -> None:
-        self._make_graph = make_graph
-        self._graphs: dict[int, Graph] = {}
-        self._pool: Any = None
-        self.sizes: list[int] = []
+    def __init__(self, runner: ModelRunner) -> None:
+        assert runner.make_graph is not None
+        self.sizes = ladder(min(runner.config.max_num_seqs, runner.config.token_budget))
+        self._make_graph, self._pool = runner.make_graph, None
+        self._graphs: dict[int, Any] = {}
+        most = self.sizes[-1]
+        self._received, self._out = runner.link.blank(most), runner.link.blank_output(most)
+        runner._pad(0, most)
+        runner._upload(most, most)
 
-    def capture(self, size: int, decode: Callable[[int], Tensor]) -> None:
-        """Record the step of `size` rows. Begin with the largest: the others then find all the memory they need.
+    def capture(self, runner: ModelRunner, size: int) -> None:
+        """Record the step of `size` rows. Begin with the largest: the others then find all the memory they need."""
+        self._graphs[size] = self._make_graph()
+        self._pool = self._graphs[size].capture(partial(self.decode, runner, size), self._pool)
 
-        Args:
-            decode: computes the step of so many rows, from buffers that never move to one that never moves. It is not
-                kept: the runner that owns these graphs would hold itself, and its memory on the GPU, for ever.
-        """
-        graph = self._make_graph()
-        self._pool = graph.capture(partial(decode, size), self._pool)
-        self._graphs[size] = graph
-        self.sizes = sorted(self._graphs)
+    def decode(self, runner: ModelRunner, size: int) -> Any:
+        """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
+        writes only buffers that never move, and does not depend on any length."""
+        inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
+        out: Any = runner._run_model(*inputs, self._received[:size] if self._received is not None else None)
+        return self._out[:size].copy_(out)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest recorded size that is large enough; there is one."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def replay(self, size: int) -> None:
-        """Compute the step of `size` rows that is in the buffers."""
-        self._graphs[size].replay()
+    def replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
+        """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits."""
+        count = len(batch.rows)
+        if received is not None and self._received is not None:
+            self._received[:count].copy_(received)
+        self._graphs[batch.graph_size].replay()
+        out = self._out[:count]
+        # The next step may begin before this one's has been sent.
+        return out if isinstance(out, Tensor) else out.clone()
+
+
+@torch.inference_mode()
+def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
+    """Record the runner's decode step for each size of the ladder."""
+    start = time.perf_counter()
+    graphs = DecodeGraphs(runner)
+    for size in reversed(graphs.sizes):
+        graphs.capture(runner, size)
+    seconds = time.perf_counter() - start
+    logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), graphs.sizes[-1], seconds)
+    return graphs
+
+
+@torch.inference_mode()
+def warm_up(runner: ModelRunner) -> None:
+    """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
+    only."""
+    config, start = runner.config, time.perf_counter()
+    most, num_heads = min(config.max_num_seqs, config.token_budget), runner.model_config.num_heads
+    kinds = runner.backend.step_kinds(  # type: ignore[attr-defined]
+        num_heads // get_tp_group().world_size, runner.kv_caches[0], most, config.token_budget
+    )
+    runner._pad(0, most)
+    runner._upload(most, most)
+    for num_seqs, max_query_len, max_seq_len in kinds:
+        inputs = runner._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
+        runner._run_model(*inputs, runner.link.blank(num_seqs))
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)  # the first batch will overwrite what is being uploaded
+    logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)

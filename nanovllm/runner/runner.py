@@ -5,19 +5,25 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
-import logging
 import math
 import pathlib
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    ForwardContext,
+    forward_context,
+    get_backend,
+    kv_cache_shape,
+)
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
@@ -30,12 +36,16 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
-from nanovllm.runner.cuda_graphs import DecodeGraphs, graph_maker, ladder
 from nanovllm.runner.device_copies import start_fetch, upload
 from nanovllm.runner.prompt_logprobs import start_prompt_logprobs
 from nanovllm.runner.sampling import Sampler
 
-logger = logging.getLogger(__name__)
+
+def graph_maker(device: torch.device, backend: AttentionBackend, enforce_eager: bool) -> Callable[[], Any] | None:
+    """What makes an empty CUDA graph; None where each step launches its kernels anew."""
+    if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
+        return None
+    return partial(load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device))
 
 
 class ModelRunner:
@@ -68,7 +78,8 @@ class ModelRunner:
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
-        eager = config.enforce_eager or model_config.shuffles_tokens
+        moe = model_config.moe
+        eager = config.enforce_eager or (moe is not None and moe.enable_expert_parallel)
         self.make_graph = graph_maker(self.device, self.backend, eager)
         self.connector = KVConnectorWorker(config)
         self.balancer = None  # moves experts between ranks (lecture 26)
@@ -93,10 +104,10 @@ class ModelRunner:
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
             self._make_buffers(config.token_budget, max_blocks)
             if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
-                self._warm_up()
-            self.graphs = None
+                load("nanovllm.runner.cuda_graphs:warm_up", "Triton")(self)
+            self.graphs: Any = None
             if self.make_graph is not None:
-                self.graphs = self._capture_graphs()
+                self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(self)
         if config.kv_transfer is not None:
             create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
             caches = dict(zip(self.layers, self.kv_caches, strict=True))
@@ -132,33 +143,33 @@ class ModelRunner:
         self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
         self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
         self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
-        self._last_rows = StepBuffer((seqs,), torch.int64, self.device)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._due_rows = StepBuffer((seqs,), torch.int64, self.device)
-        self._pending = StepBuffer((2, seqs), torch.int64, self.device)
+        self._picks = StepBuffer((4, seqs), torch.int64, self.device)  # see `prepare_inputs`
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
-        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests])
-        starts = np.array([scheduled.start for scheduled in schedule.requests])
-        counts = np.array([scheduled.num_tokens for scheduled in schedule.requests])
+        """Pack the step's tokens one request after another, into buffers that are always the same ones. A schedule without
+        requests becomes one padding token, so that this rank joins its peers' collectives."""
+        rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64)
+        starts = np.array([scheduled.start for scheduled in schedule.requests], dtype=np.int64)
+        counts = np.array([scheduled.num_tokens for scheduled in schedule.requests], dtype=np.int64)
         ends = np.cumsum(counts)
-        num_seqs, num_tokens = len(rows), int(ends[-1])
+        num_seqs, num_tokens = len(rows), int(counts.sum())
         # For each token: its request's row, and its position there.
         token_rows = np.repeat(rows, counts)
         positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
         size = self.config.block_size
         blocks = self.rows.block_tables[token_rows, positions // size]
         seq_lens = starts + counts
-        max_seq_len = int(seq_lens.max())
+        max_seq_len = int(seq_lens.max(initial=1))
         width = -(-max_seq_len // size)
 
         due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
+        pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
         graph_size = 0
-        if self.graphs is not None and num_tokens == num_seqs:  # one token of each
+        if self.graphs is not None and 0 < num_tokens == num_seqs:  # one token of each
             graph_size = self.graphs.size_for(num_seqs)
 
         if self._uploaded is not None:
@@ -169,37 +180,31 @@ class ModelRunner:
         self._query_start_loc.array[1 : num_seqs + 1] = ends
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        self._last_rows.array[: len(due)] = ends[due] - 1
-        self._due_rows.array[: len(due)] = rows[due]
-        pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
-        self._pending.array[0, : len(pending)] = ends[pending] - 1
-        self._pending.array[1, : len(pending)] = rows[pending]
-        if graph_size:
-            self._pad(num_seqs, graph_size)
-            num_seqs = num_tokens = graph_size
+        self._picks.array[:2, : len(due)] = ends[due] - 1, rows[due]
+        self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
+        if padded := graph_size or int(schedule.empty):
+            self._pad(num_seqs, padded)
+            num_seqs = num_tokens = padded
         self._upload(num_seqs, num_tokens)
-        last_rows, due_rows = self._last_rows.upload(len(due)), self._due_rows.upload(len(due))
+        picks = self._picks.upload(4)
         if len(pending):
-            places, sources = self._pending.upload(2)[:, : len(pending)]
+            places, sources = picks[2:, : len(pending)]
             self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
-        inputs = self._inputs(num_seqs, num_tokens, int(counts.max()), max_seq_len)
+        inputs = self._inputs(num_seqs, num_tokens, int(counts.max(initial=1)), max_seq_len)
+        last_rows, due_rows = picks[:2, : len(due)]
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
-    def _prepare_dummy_inputs(self) -> Batch:
-        """One padding token (slot -1), so that this rank joins its peers' collectives. It attends to the first slot, since kernels
-        need something to read; its output is not used."""
-        none = np.zeros(0, dtype=np.int64)
-        if self._uploaded is not None:
-            self._uploaded.synchronize()
-        self._pad(0, 1)
-        self._seq_lens.array[0], self._block_tables.array[0, 0] = 1, 0
-        self._upload(1, 1)
-        rows = self._last_rows.upload(0), self._due_rows.upload(0)
-        if self._uploaded is not None:
-            self._uploaded.record()
-        return Batch(none, np.ones(1, dtype=np.int64), none, *self._inputs(1, 1, 1, 1), *rows)
+    def _pad(self, first: int, end: int) -> None:
+        """Make the rows `first : end` sequences of one padding token: it is not written, attends to the first slot, since
+        kernels need something to read, and its output is not used."""
+        self._input_ids.array[first:end] = 0
+        self._positions.array[first:end] = 0
+        self._slot_mapping.array[first:end] = -1
+        self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
+        self._seq_lens.array[first:end] = 1
+        self._block_tables.array[first:end, 0] = 0
 
     def _upload(self, num_seqs: int, num_tokens: int) -> None:
         for buffer in (self._input_ids, self._positions, self._slot_mapping):
@@ -254,7 +259,7 @@ class ModelRunner:
         copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
-        batch = self.prepare_inputs(schedule) if not schedule.empty else self._prepare_dummy_inputs()
+        batch = self.prepare_inputs(schedule)
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
@@ -276,10 +281,10 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
         pipeline goes on with what this one has computed."""
-        received = self.link.receive(int(batch.num_scheduled.sum()))
+        received = self.link.receive(int(batch.num_scheduled.sum()) or 1)
         if batch.graph_size:
             with self.connector.around_all_layers():
-                out = self._replay(batch, received)
+                out = self.graphs.replay(batch, received)
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
         if isinstance(out, Tensor):
@@ -292,9 +297,7 @@ class ModelRunner:
     ) -> Tensor | IntermediateTensors:
         """The layers of this rank: hidden states, or what the next stage wants."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        connector = (
-            self.connector if self.connector.kv_caches else None
-        )  # only one that moves KV wants to hear of layers
+        connector = self.connector if self.connector.kv_caches else None  # only one that moves KV hears of layers
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
@@ -322,74 +325,6 @@ class ModelRunner:
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
         return self.connector.forget_requests()
-
-    # ---------------------------------------------------------------- CUDA graphs
-
-    def _pad(self, first: int, end: int) -> None:
-        """Make the rows `first : end` sequences of one padding token, which is not written and attends to nothing."""
-        self._input_ids.array[first:end] = 0
-        self._positions.array[first:end] = 0
-        self._slot_mapping.array[first:end] = -1
-        self._query_start_loc.array[first : end + 1] = np.arange(first, end + 1)
-        self._seq_lens.array[first:end] = 0
-
-    @torch.inference_mode()
-    def _warm_up(self) -> None:
-        """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
-        only."""
-        most, start = min(self.config.max_num_seqs, self.config.token_budget), time.perf_counter()
-        kinds = self.backend.step_kinds(  # type: ignore[attr-defined]
-            self.model_config.num_heads // get_tp_group().world_size, self.kv_caches[0], most, self.config.token_budget
-        )
-        self._pad(0, most)
-        self._upload(most, most)
-        for num_seqs, max_query_len, max_seq_len in kinds:
-            inputs = self._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
-            self._run_model(*inputs, self.link.blank(num_seqs))
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the first batch will overwrite what is being uploaded
-        logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)
-
-    def _decode(self, size: int) -> Any:
-        """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
-        writes only buffers that never move, and does not depend on any length."""
-        inputs = self._inputs(size, size, 1, self.config.max_request_tokens)
-        received = self._received[:size] if self._received is not None else None
-        out: Any = self._run_model(*inputs, received)
-        return self._out[:size].copy_(out)
-
-    def _replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
-        """Do the same for a batch of one token each by the graph that fits."""
-        assert self.graphs is not None
-        count = len(batch.rows)
-        if received is not None and self._received is not None:
-            self._received[:count].copy_(received)
-        self.graphs.replay(batch.graph_size)
-        out = self._out[:count]
-        # The next step may begin before this one's has been sent.
-        return out if isinstance(out, Tensor) else out.clone()
-
-    def _graph_sizes(self) -> list[int]:
-        return ladder(min(self.config.max_num_seqs, self.config.token_budget))
-
-    def _empty_graphs(self) -> DecodeGraphs:
-        """Make the graphs' buffers, and fill the inputs with padding to record with."""
-        assert self.make_graph is not None
-        most = self._graph_sizes()[-1]
-        self._received = self.link.blank(most)
-        self._out = self.link.blank_output(most)
-        self._pad(0, most)
-        self._upload(most, most)
-        return DecodeGraphs(self.make_graph)
-
-    @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs:
-        graphs, start = self._empty_graphs(), time.perf_counter()
-        for size in reversed(self._graph_sizes()):
-            graphs.capture(size, self._decode)
-        seconds, most = time.perf_counter() - start, graphs.sizes[-1]
-        logger.info("%d CUDA graphs, for up to %d requests, in %.1f s", len(graphs.sizes), most, seconds)
-        return graphs
 
     # ---------------------------------------------------------------- memory
 

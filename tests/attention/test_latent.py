@@ -311,7 +311,7 @@ def test_deepseek_v3_as_on_the_hub() -> None:
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path) -> None:
     folder = make_checkpoint(tmp_path, "deepseek-v3-dense")
     model = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
-    assert model.checkpoint_place("model.layers.3.eh_proj.weight") is None
-    assert model.checkpoint_place("model.layers.2.self_attn.kv_b_proj.weight") is not None
-    with pytest.raises(KeyError, match="no place"):
-        model.checkpoint_place("model.layers.2.eh_proj.weight")
+    assert model.checkpoint_name("model.layers.3.eh_proj.weight") is None
+    places = model.checkpoint_places()
+    assert model.checkpoint_name("model.layers.2.self_attn.kv_b_proj.weight") in places
+    assert model.checkpoint_name("model.layers.2.eh_proj.weight") not in {None, *places}

@@ -35,15 +35,15 @@ def rope(**values: Any) -> dict[str, Any]:
 # Fields of a file, and the words that the error must have.
 WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (CONFIG, {"num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 1000, got 1000000000"),
-    (CONFIG, {"num_hidden_layers": 1000}, "does not fill model.layers.3."),
+    (CONFIG, {"num_hidden_layers": 1000}, "the checkpoint lacks model.layers.3."),
     (CONFIG, {"num_hidden_layers": "3"}, "num_hidden_layers must be a valid integer, got '3'"),
     (CONFIG, {"num_hidden_layers": 2.5}, "num_hidden_layers must be a valid integer, got 2.5"),
     (CONFIG, {"num_hidden_layers": None}, "num_hidden_layers is missing"),
     (CONFIG, {"vocab_size": [320]}, "vocab_size must be a valid integer, got [320]"),
-    (CONFIG, {"vocab_size": 2**24}, "model.safetensors: lm_head.weight has shape [320, 64], the configuration"),
+    (CONFIG, {"vocab_size": 2**24}, "weight has shape [320, 64], the configuration"),
     (CONFIG, {"hidden_size": -64}, "hidden_size must be from 1 to 1048576, got -64"),
     (CONFIG, {"hidden_size": 2**20, "head_dim": 16}, "weight has shape ["),
-    (CONFIG, {"intermediate_size": 2**20}, "model.safetensors: model.layers."),
+    (CONFIG, {"intermediate_size": 2**20}, "weight has shape ["),
     (CONFIG, {"num_attention_heads": 0}, "num_attention_heads must be from 1 to 4096, got 0"),
     (CONFIG, {"num_attention_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 3"),
     (CONFIG, {"head_dim": 15}, "head_dim must be even"),
@@ -132,8 +132,8 @@ def check_refused(folder: pathlib.Path, file: str, words: str) -> None:
         Tokenizer.from_pretrained(folder)
         load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
     assert time.monotonic() - begin < 60
-    # What does not fit the weights may be wrong there or here.
-    assert file in str(caught.value) or WEIGHTS in str(caught.value) or "does not fill" in words
+    # A configuration that does not fit the weights: the message names the tensor.
+    assert file in str(caught.value) or re.search(r"lacks|configuration|no place", str(caught.value))
     assert len(str(caught.value)) < 1000 and "\n" not in str(caught.value).strip()
 
 
@@ -193,9 +193,9 @@ def cut(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (drop, "does not fill model.norm.weight"),
-        (add, "model.safetensors: this LlamaForCausalLM has no place for 'model.layers.0.mlp.side_proj.weight'"),
-        (cut, "model.safetensors: model.layers.1.mlp.up_proj.weight has shape [95, 64], the configuration says [96, 64]"),
+        (drop, "the checkpoint lacks model.norm.weight"),
+        (add, "this LlamaForCausalLM has no place for 'model.layers.0.mlp.side_proj.weight'"),
+        (cut, "model.layers.1.mlp.up_proj.weight has shape [95, 64], the configuration says [96, 64]"),
     ],
 )  # fmt: skip
 def test_a_tensor_that_does_not_fit_is_named(

@@ -23,9 +23,9 @@ from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledReq
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.models.config import ModelConfig
-from nanovllm.ops.device import MemoryProfile
-from nanovllm.runner import memory
+from nanovllm.runner import gpu_memory
 from nanovllm.runner.cuda_graphs import ladder
+from nanovllm.runner.gpu_memory import MemoryProfile
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
 from nanovllm.scheduler.scheduler import Scheduler
@@ -378,7 +378,7 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 
     def with_use(in_use: int) -> int:
         profile = MemoryProfile(200 * size, in_use * size, 50 * size, activations=8 * size, graphs=2 * size)
-        monkeypatch.setattr(memory, "profile_run", lambda runner: profile)
+        monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
         return num_blocks_that_fit(runner)
 
     assert with_use(60) == 150 - 60 - 8 - 2
@@ -391,16 +391,16 @@ def test_number_of_blocks_on_a_gpu(monkeypatch) -> None:
 @pytest.mark.parametrize("told", [{"num_kv_blocks": 7}, {"kv_cache_memory": "1GiB"}])
 def test_no_profile_where_the_size_is_told(monkeypatch, told) -> None:
     runner = BareRunner(EngineConfig(**told), "cuda")
-    monkeypatch.setattr(memory, "profile_run", lambda runner: pytest.fail("measured, though it was told"))
+    monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: pytest.fail("measured, though it was told"))
     assert num_blocks_that_fit(runner) > 0
 
 
 def test_where_the_memory_went(monkeypatch, caplog) -> None:
     runner, gib = BareRunner(EngineConfig(gpu_memory_utilization=0.5), "cuda"), 2**30
     profile = MemoryProfile(100 * gib, 20 * gib, 16 * gib, 5 * gib, 1 * gib)
-    monkeypatch.setattr(memory, "profile_run", lambda runner: profile)
+    monkeypatch.setattr(gpu_memory, "profile_run", lambda runner: profile)
     with caplog.at_level(logging.INFO):
-        assert memory.free_memory(runner) == 24 * gib
+        assert gpu_memory.free_memory(runner) == 24 * gib
     assert (
         "100.00 GiB, of which 50 % may be used: weights 16.00 GiB, activations 5.00 GiB, graphs 1.00 GiB, "
         "other 4.00 GiB; that leaves 24.00 GiB for the KV pool"
@@ -412,7 +412,7 @@ def test_too_little_memory_for_the_largest_step_or_the_pool(monkeypatch) -> None
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     runner = BareRunner(EngineConfig(), "cuda")
-    monkeypatch.setattr(memory, "profile_run", fail)
+    monkeypatch.setattr(gpu_memory, "profile_run", fail)
     with pytest.raises(ValueError, match="largest step: lower max_num_batched_tokens or max_num_seqs"):
         num_blocks_that_fit(runner)
     monkeypatch.setattr(nanovllm.runner.runner, "zeros", fail)
@@ -466,14 +466,14 @@ def test_largest_step(folder, monkeypatch, options, tokens, rows) -> None:
     )
     # After the step; before the graphs; after the largest; after the next.
     FakeMemory(monkeypatch, [9000, 8990, 8490, 8480])
-    profile = memory.profile_run(runner)
+    profile = gpu_memory.profile_run(runner)
     assert shapes[:2] == [tokens, rows]
     assert not any(cache.any() for cache in runner.kv_caches), "the step wrote into the cache"
     graphs = 500 + 10 * (len(ladder(rows)) - 1) if rows > 1 else 500
     assert profile == MemoryProfile(10_000, 1000, 700, 1000 - 750, graphs)
     runner.make_graph = None
     FakeMemory(monkeypatch, [9000])
-    assert memory.profile_run(runner).graphs == 0
+    assert gpu_memory.profile_run(runner).graphs == 0
 
 
 def test_no_block_fits() -> None:
@@ -489,10 +489,10 @@ def test_device(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto").type == choose_device("cpu").type == "cpu"
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    with pytest.raises(ValueError, match=r"no CUDA GPU: see whether `nvidia-smi`.*use --device cpu"):
+    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: see whether `nvidia-smi`.*use --device cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    with pytest.raises(ValueError, match=r"torch \S+ is built without CUDA: .*use --device cpu"):
+    with pytest.raises(ValueError, match=r"torch \S+ sees no CUDA GPU: it is built without CUDA; .*use --device cpu"):
         choose_device("cuda")
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -17,6 +17,7 @@ from nanovllm.attention.torch import TorchBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, record_launches, specialise
 from nanovllm.ops.support import is_interpreted
+from nanovllm.runner.cuda_graphs import warm_up
 from tests.oracle import make_checkpoint
 
 if is_interpreted():
@@ -51,7 +52,7 @@ def test_what_is_served_was_warmed_up(variant: str, tmp_path, monkeypatch: pytes
         str(make_checkpoint(tmp_path, variant)), device="cpu", dtype="bfloat16", num_kv_blocks=512, max_num_seqs=13,
         max_num_batched_tokens=160,
     )  # fmt: skip
-    llm.engine.core.runner._warm_up()
+    warm_up(llm.engine.core.runner)
     warm = set(Noted.seen)
     Noted.seen.clear()
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -68,8 +68,8 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
     size a random model repeats nearly the same token, and would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, size in build_model(ModelConfig.from_dict(shape)).checkpoint_shapes():
-        numbers = torch.randn(size, generator=generator)
+    for name, [place, *_] in build_model(ModelConfig.from_dict(shape)).checkpoint_places().items():
+        numbers = torch.randn(place.shape, generator=generator)
         # Routers and their biases as well: all experts get tokens, and some get many.
         tensors[name] = 1 + 0.2 * numbers if "norm" in name else numbers * (1.0 if "embed" in name else 0.25)
     write_config(folder, shape | {"torch_dtype": "float32"})

@@ -97,8 +97,8 @@ def load_share(folder: str, dtype: str) -> tuple[int, int]:
     config = ModelConfig.from_pretrained(folder)
     model = load_model(folder, config, choose_dtype(dtype, torch.device("cpu")))
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
-    places = [(model.checkpoint_place(name), tensor) for name, tensor in checkpoint_tensors(pathlib.Path(folder))]
-    return sum(held.values()), sum(tensor[place.source].nbytes for place, tensor in places if place is not None)
+    tensors, places = dict(checkpoint_tensors(pathlib.Path(folder))), model.checkpoint_places()
+    return sum(held.values()), sum(tensors[name][place.source].nbytes for name in places for place in places[name])
 
 
 def weights(setting: Setting) -> Iterator[Row]:

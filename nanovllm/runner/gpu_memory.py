@@ -1,0 +1,127 @@
+"""Measures how much of a GPU's memory is left for the KV pool: runs the largest step, and records two CUDA graphs.
+
+Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.ops.device import out_of_memory
+from nanovllm.runner.cuda_graphs import DecodeGraphs
+from nanovllm.runner.memory import longest_request
+from nanovllm.runner.sampling import SamplingRow
+
+if TYPE_CHECKING:
+    from nanovllm.runner.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MemoryProfile:
+    """Use of a GPU's memory in bytes, before the KV pool is allocated.
+
+    Attributes:
+        total: the GPU's memory.
+        in_use: in use between two steps: by weights, CUDA and its libraries, and other processes.
+        weights: allocated by torch before the first step.
+        activations: allocated in addition while the largest step runs.
+        graphs: estimate for CUDA graphs.
+    """
+
+    total: int
+    in_use: int
+    weights: int
+    activations: int
+    graphs: int
+
+    def left(self, share: float) -> int:
+        """Bytes for the KV pool if everything together may use this share of the GPU; below 0 if nothing is left."""
+        return int(self.total * share) - self.in_use - self.activations - self.graphs
+
+
+def free_memory(runner: ModelRunner) -> int:
+    """Bytes of the GPU that the KV pool may take.
+
+    Raises:
+        ValueError: the largest step does not fit.
+    """
+    share, gib = runner.config.gpu_memory_utilization, 2**30
+    with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
+        found = profile_run(runner)
+    parts = found.weights, found.activations, found.graphs, found.in_use - found.weights, found.left(share)
+    logger.info(
+        "GPU memory: %.2f GiB, of which %.0f %% may be used: weights %.2f GiB, activations %.2f GiB, graphs %.2f GiB, "
+        "other %.2f GiB; that leaves %.2f GiB for the KV pool",
+        found.total / gib, 100 * share, *(size / gib for size in parts),
+    )  # fmt: skip
+    return found.left(share)
+
+
+def profile_run(runner: ModelRunner) -> MemoryProfile:
+    """Run the largest step that there can be, record two graphs, and measure what that takes."""
+    device = runner.device
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step(runner)
+    # What stays allocated (buffers, workspaces of libraries) is in use from now on.
+    activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    free, total = _free_and_total(device)
+    graphs = graph_memory(runner) if runner.make_graph is not None else 0
+    return MemoryProfile(total, total - free, weights, activations, graphs)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)
+
+
+@torch.inference_mode()
+def run_largest_step(runner: ModelRunner) -> None:
+    """Run as many tokens as a step may have, of as many requests as there may be, every one of which samples. All read one block
+    of zeros, and write nothing."""
+    config, longest = runner.config, longest_request(runner)
+    budget = config.token_budget if config.enable_chunked_prefill else max(config.token_budget, longest)
+    num_seqs = min(config.max_num_seqs, budget)
+    counts = np.full(num_seqs, min(budget // num_seqs, longest))
+    # The rest of the budget goes to the first request, which has the longest prompt then.
+    counts[0] = min(longest, counts[0] + budget % num_seqs)
+    num_tokens, most = int(counts.sum()), int(counts.max())
+    runner.kv_caches = runner._make_caches(1, runner.device)
+    runner._make_buffers(budget, -(-longest // config.block_size))
+    runner._slot_mapping.array[:] = -1
+    runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
+    runner._seq_lens.array[:num_seqs] = counts
+    runner._upload(num_seqs, num_tokens)
+    inputs = runner._inputs(num_seqs, num_tokens, most, most)
+    hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
+    if isinstance(hidden, Tensor):
+        params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
+        row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)
+        runner.sampler.sample(runner.model.compute_logits(hidden[:num_seqs]), [row] * num_seqs)
+
+
+@torch.inference_mode()
+def graph_memory(runner: ModelRunner) -> int:
+    """Bytes that the ladder of graphs will take: the largest with the memory that all share, and as much for each of the others as
+    the second."""
+    free = [_free_and_total(runner.device)[0]]
+    graphs = DecodeGraphs(runner)
+    largest_two = graphs.sizes[:-3:-1]
+    graphs.decode(runner, largest_two[-1])  # what it compiles and loads is not to be counted as a graph's
+    for size in largest_two:
+        graphs.capture(runner, size)
+        free.append(_free_and_total(runner.device)[0])
+    largest, *others = (before - after for before, after in pairwise(free))
+    return largest + sum(others) * (len(graphs.sizes) - 1)
