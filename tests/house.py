@@ -58,6 +58,7 @@ PARTS: dict[str, list[str]] = {
         *("ops/triton*.py", "attention/triton*.py", "attention/latent_kernels.py"),
         *(f"runner/{name}.py" for name in ("cuda_graphs", "gpu_memory")),
     ],
+    "compiled operators": ["ops/native.py", "ops/cpu_*"],
     "GGUF files": ["checkpoint/gguf.py", "checkpoint/course_model.py"],
     "traces": ["trace/**/*", "server/page.py", "server/web/*", "cli/trace.py", "cli/replay.py"],
     "workshop": ["lab/**/*"],

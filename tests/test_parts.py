@@ -32,6 +32,7 @@ WANTED: dict[str, list[object]] = {
     "many processes": [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}],
     "experts, latent attention, Gemma 2": ["mixtral", "deepseek-v2-dense", "gemma2"],
     "Triton": [{"attention_backend": "triton"}],
+    "compiled operators": [],  # plain torch replaces them
     "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
     "workshop": [["bench", "throughput"], ["kernels"]],

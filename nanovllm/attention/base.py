@@ -176,7 +176,7 @@ def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, *
 # Modules and classes of each backend, for ordinary and for latent attention (lecture 26); imported when it is chosen.
 BACKENDS = {
     "torch": ("torch:TorchBackend", "latent:TorchLatentBackend"),
-    "cpu": ("cpu:CpuBackend", "latent:CpuLatentBackend"),
+    "cpu": ("torch:CpuBackend", "latent:TorchLatentBackend"),
     "triton": ("triton:TritonBackend", "latent_kernels:TritonLatentBackend"),
 }
 

@@ -119,8 +119,9 @@ def _pairs(query_len: int, seq_len: int) -> int:
     return query_len * seq_len - query_len * (query_len - 1) // 2
 
 
-def attend_naive(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Ordinary attention of the last tokens of a sequence over expanded keys and values, in float32 at least.
+def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Attention of the last tokens of a sequence without expanded keys and values: all heads share one key, the row, and one
+    value, its latent.
 
     Args:
         q: `[query_len, num_heads, nope + rope]`.
@@ -129,50 +130,9 @@ def attend_naive(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
     Returns:
         `[query_len, num_heads, v]`.
     """
-    rope = rows.shape[1] - up.shape[2]
-    return attend_dense(q, *expand(rows, up, q.shape[2] - rope), scale)
-
-
-def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
-    """The same result without keys and values: all heads share one key, the row, and one value, its latent."""
     shape = LatentShape.of(q, rows, up)
     keys = rows.unsqueeze(0)
     return unabsorb(attend_dense(absorb(q, up, shape.rope), keys, keys[:, :, : shape.rank], scale), up, shape.v)
-
-
-class TorchLatentBackend:
-    """Gathers each sequence's rows and attends densely, in whichever way takes fewer operations. The oracle."""
-
-    name = "torch"
-    naive = staticmethod(attend_naive)
-    least_queries = 1  # sequences with fewer new tokens are left to a subclass
-
-    def forward(
-        self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
-    ) -> Tensor:
-        """Attention of all new tokens, each over its own sequence up to itself; `nanovllm.attention.base.AttentionBackend`
-        for latent attention.
-
-        Args:
-            q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.
-            latent: `[num_tokens, rank + rope]`, the normalised latent, and the rotated part of the key.
-            up: `[num_heads, nope + v, rank]`: for each head, the matrix that maps a latent to its key and value.
-            kv_cache: `[num_blocks, block_size, rank + rope]` of this layer, changed in place.
-            scale: factor on q·k.
-
-        Returns:
-            `[num_tokens, num_heads, v]`, in q's dtype.
-        """
-        write_latent(latent, kv_cache, metadata.slot_mapping)
-        shape = LatentShape.of(q, latent, up)
-        out = q.new_zeros(len(q), shape.num_heads, shape.v)
-        seq_lens = metadata.seq_lens.tolist()
-        for s, (first, last) in enumerate(pairwise(metadata.query_start_loc.tolist())):
-            if last - first >= self.least_queries:
-                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
-                way = self.naive if shape.prefers_naive(last - first, seq_lens[s]) else attend_absorbed
-                out[first:last] = way(q[first:last], rows, up, scale)
-        return out
 
 
 # Maximum numbers of expanded keys and values at a time (128 MiB in 16 bits): a long context is expanded by groups of heads.
@@ -193,8 +153,8 @@ def _lower_right(query_len: int, seq_len: int, device: torch.device) -> Tensor:
 
 
 def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
-    """`attend_naive` for long sequences: torch's fused attention, some heads at a time, so that neither the scores nor
-    the keys and values of all heads exist at once."""
+    """The same result from expanded keys and values: torch's fused attention, some heads at a time, so that neither the
+    scores nor the keys and values of all heads exist at once."""
     (query_len, num_heads, _), seq_len = q.shape, len(rows)
     shape = LatentShape.of(q, rows, up)
     at_once = max(1, EXPANDED_AT_ONCE // (seq_len * (shape.nope + shape.rope + shape.v)))
@@ -249,22 +209,41 @@ def alike(lengths: list[int], most: int) -> list[list[int]]:
     return groups
 
 
-class CpuLatentBackend(TorchLatentBackend):
-    """Attends prompts and chunks one sequence at a time, and decodes of similar length in two batched products."""
+class TorchLatentBackend:
+    """Attends prompts and chunks one sequence at a time, in whichever way takes fewer operations, and decodes of similar length
+    in two batched products."""
 
-    name = "cpu"
-    naive = staticmethod(attend_expanded)
-    least_queries = 2
+    name = "torch"
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
     ) -> Tensor:
-        """See `TorchLatentBackend.forward`."""
-        out, shape = super().forward(q, latent, up, kv_cache, metadata, scale), LatentShape.of(q, latent, up)
-        starts, seq_lens = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-        decodes = [s for s, (first, last) in enumerate(pairwise(starts)) if last - first == 1]
+        """Attention of all new tokens, each over its own sequence up to itself; `nanovllm.attention.base.AttentionBackend`
+        for latent attention.
+
+        Args:
+            q: `[num_tokens, num_heads, nope + rope]`, the last `rope` channels rotated.
+            latent: `[num_tokens, rank + rope]`, the normalised latent, and the rotated part of the key.
+            up: `[num_heads, nope + v, rank]`: for each head, the matrix that maps a latent to its key and value.
+            kv_cache: `[num_blocks, block_size, rank + rope]` of this layer, changed in place.
+            scale: factor on q·k.
+
+        Returns:
+            `[num_tokens, num_heads, v]`, in q's dtype.
+        """
+        write_latent(latent, kv_cache, metadata.slot_mapping)
+        shape = LatentShape.of(q, latent, up)
+        out = q.new_zeros(len(q), shape.num_heads, shape.v)
+        seq_lens, decodes = metadata.seq_lens.tolist(), []
+        for s, (first, last) in enumerate(pairwise(metadata.query_start_loc.tolist())):
+            if last - first == 1:
+                decodes.append(s)
+            elif last > first:
+                rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
+                way = attend_expanded if shape.prefers_naive(last - first, seq_lens[s]) else attend_absorbed
+                out[first:last] = way(q[first:last], rows, up, scale)
         for group in alike([seq_lens[s] for s in decodes], GATHERED_AT_ONCE // kv_cache.shape[2]):
-            seqs = torch.tensor([decodes[i] for i in group])
+            seqs = torch.tensor([decodes[i] for i in group], device=q.device)
             tokens = metadata.query_start_loc[seqs].long()
             averages = decode_absorbed(
                 absorb(q[tokens], up, shape.rope), kv_cache, metadata.block_tables[seqs], metadata.seq_lens[seqs],

@@ -1,4 +1,4 @@
-"""The backend in plain torch, and the frame of each backend whose operators are functions of one module.
+"""The backends whose operators are functions of one module: in plain torch, and compiled for the CPU.
 
 Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -9,6 +9,7 @@ from types import ModuleType
 
 from torch import Tensor
 
+from nanovllm import ops
 from nanovllm.attention.base import AttentionMetadata
 from nanovllm.ops import reference
 
@@ -28,3 +29,11 @@ class TorchBackend:
         self.operators.write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
         batch = metadata.block_tables, metadata.seq_lens, metadata.query_start_loc
         return self.operators.paged_attention(q, kv_cache, *batch, scale, sliding_window, soft_cap)
+
+
+class CpuBackend(TorchBackend):
+    """Reads the pages in place with compiled loops: it gathers nothing, and a decode step reads every cached key and value once.
+    Without a C++ compiler, the operators fall back to plain torch."""
+
+    name = "cpu"
+    operators = ops

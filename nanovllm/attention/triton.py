@@ -135,8 +135,8 @@ def paged_attention(
         "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens, "query_start_ptr": metadata.query_start_loc,
         "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
         "q_stride": q.stride(0), "table_stride": metadata.block_tables.stride(0), "block_stride": kv_cache.stride(0),
-        "GROUP": q.shape[1] // kv_cache.shape[2], "NUM_KV_HEADS": kv_cache.shape[2], "BLOCK_SIZE": kv_cache.shape[3],
-        "HEAD_DIM": head_dim, "HEAD_P2": triton.next_power_of_2(head_dim),
+        "NUM_HEADS": q.shape[1], "GROUP": q.shape[1] // kv_cache.shape[2], "NUM_KV_HEADS": kv_cache.shape[2],
+        "BLOCK_SIZE": kv_cache.shape[3], "HEAD_DIM": head_dim, "HEAD_P2": triton.next_power_of_2(head_dim),
         "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0,
     }  # fmt: skip
     if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
@@ -144,33 +144,42 @@ def paged_attention(
     # In a mixed batch, too, several programs share a decode over a long context.
     split_decodes = metadata.max_query_len == 1 or (num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT)
     if split_decodes:
-        _attend_decodes(arguments, num_seqs, hardware)
+        tiles = choose_tiles(arguments["GROUP"], head_dim, q.dtype, hardware)
+        tiles = tiles._replace(rows=max(tiles.rows, triton.next_power_of_2(arguments["GROUP"])))
+        num_kv_heads = kv_cache.shape[2]
+        attend_decodes(arguments, num_kv_heads, tiles, choose_splits(num_seqs, num_kv_heads, hardware))
     if metadata.max_query_len > 1:
         _attend_mixed(arguments, num_seqs, metadata.max_query_len, split_decodes, hardware)
     return out
 
 
-def _attend_decodes(arguments: dict[str, Any], num_seqs: int, hardware: Hardware) -> None:
-    """Attend for the sequences with one new token."""
-    q, num_kv_heads, head_dim = arguments["q_ptr"], arguments["NUM_KV_HEADS"], arguments["HEAD_DIM"]
-    num_heads, group = q.shape[1], arguments["GROUP"]
-    tiles = choose_tiles(group, head_dim, q.dtype, hardware)
-    splits = choose_splits(num_seqs, num_kv_heads, hardware)
-    partial = log_weight = arguments["out_ptr"]  # not used by a single part
+def attend_decodes(
+    arguments: dict[str, Any], num_groups: int, tiles: Tiles, splits: int, rope: int = 0, combine_warps: int = 4
+) -> None:
+    """Attend for the sequences with one new token.
+
+    Args:
+        arguments: of `decode_attention_kernel`.
+        num_groups: groups of query heads, each of which is served by programs of its own.
+        splits: parts of each context.
+        rope: see `_step` of the kernels.
+    """
+    out, num_seqs = arguments["out_ptr"], len(arguments["seq_len_ptr"])
+    _, num_heads, head_dim = out.shape
+    partial = log_weight = out  # not used by a single part
     if splits > 1:
-        partial = q.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
-        log_weight = q.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
-    decode_attention_kernel[(num_seqs, num_kv_heads, splits)](
-        **arguments, partial_ptr=partial, log_weight_ptr=log_weight,
-        TILE_ROWS=max(tiles.rows, triton.next_power_of_2(group)), TILE_KEYS=tiles.keys, NUM_SPLITS=splits,
+        partial = out.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
+        log_weight = out.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
+    decode_attention_kernel[(num_seqs, num_groups, splits)](
+        **arguments, partial_ptr=partial, log_weight_ptr=log_weight, ROPE=rope,
+        ROPE_P2=max(16, triton.next_power_of_2(rope)), TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, NUM_SPLITS=splits,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
     )  # fmt: skip
     if splits > 1:
+        shared = ("out_ptr", "seq_len_ptr", "query_start_ptr", "window", "NUM_HEADS", "HEAD_DIM", "HEAD_P2", "WINDOWED")
         combine_kernel[(num_seqs, num_heads)](
-            partial, log_weight,
-            *(arguments[name] for name in ("out_ptr", "seq_len_ptr", "query_start_ptr", "window")),
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_P2=arguments["HEAD_P2"], TILE_KEYS=tiles.keys,
-            NUM_SPLITS=splits, WINDOWED=arguments["WINDOWED"], num_warps=4, **FUSED,
+            partial, log_weight, **{name: arguments[name] for name in shared}, TILE_KEYS=tiles.keys,
+            NUM_SPLITS=splits, num_warps=combine_warps, **FUSED,
         )  # fmt: skip
 
 

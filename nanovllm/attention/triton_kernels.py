@@ -11,23 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm.ops import triton_interpreter
-from nanovllm.ops.support import is_interpreted
-
-if is_interpreted():
-    triton_interpreter.repair()
-
-
-@triton.jit
-def _rotate(first, second, cos, sin):
-    """Rotate pairs of channels by an angle; each product is rounded, as in plain torch."""
-    x = first.to(tl.float32)
-    y = second.to(tl.float32)
-    x_cos = (x * cos).to(first.dtype).to(tl.float32)
-    y_sin = (y * sin).to(first.dtype).to(tl.float32)
-    y_cos = (y * cos).to(first.dtype).to(tl.float32)
-    x_sin = (x * sin).to(first.dtype).to(tl.float32)
-    return (x_cos - y_sin).to(first.dtype), (y_cos + x_sin).to(first.dtype)
+from nanovllm.ops.triton import rotate
 
 
 @triton.jit
@@ -55,13 +39,13 @@ def write_kv_kernel(
             angle = cos_sin_ptr + tl.load(position_ptr + token) * HEAD_DIM + channel
             cos = tl.load(angle, mask=inside).to(first.dtype).to(tl.float32)
             sin = tl.load(angle + half, mask=inside).to(first.dtype).to(tl.float32)
-            first, second = _rotate(first, second, cos, sin)
+            first, second = rotate(first, second, cos, sin)
             member = tl.arange(0, GROUP_P2)[:, None]
             queries = q_ptr + token * q_stride + (head * GROUP + member) * HEAD_DIM + channel[None, :]
             mine = (member < GROUP) & inside[None, :]
             q_first = tl.load(queries, mask=mine)
             q_second = tl.load(queries + half, mask=mine)
-            q_first, q_second = _rotate(q_first, q_second, cos[None, :], sin[None, :])
+            q_first, q_second = rotate(q_first, q_second, cos[None, :], sin[None, :])
             tl.store(queries, q_first, mask=mine)
             tl.store(queries + half, q_second, mask=mine)
         target = cache_ptr + row + channel
@@ -73,12 +57,26 @@ def write_kv_kernel(
 
 
 @triton.jit
+def _load(pointers, exists, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile, with zeros for positions that do not exist, and for channels that are not inside. A slot that was never written
+    may hold NaN, and 0 * NaN is NaN: it must not be loaded."""
+    if MASKED:
+        tile = tl.load(pointers, mask=exists & inside, other=0.0)
+    elif PADDED:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
 def _step(
-    q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-    block_stride, value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr,
-    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
+    block_stride, value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr,
+    TILE_KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED."""
+    """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED. With ROPE (latent
+    attention), a row of the cache is a value, which is its own key, and then ROPE further channels of the key."""
     channel = tl.arange(0, q.shape[1])
     position = start + tl.arange(0, TILE_KEYS)
     exists = position < end
@@ -86,21 +84,21 @@ def _step(
         block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
     else:
         block = tl.load(table_ptr + position // BLOCK_SIZE)
-    offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
+    offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
     keys = cache_ptr + offset[None, :] + channel[:, None]
     values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
-    # A slot that was never written may hold NaN, and 0 * NaN is NaN: it must not be loaded.
-    if MASKED:
-        k = tl.load(keys, mask=exists[None, :] & (channel[:, None] < HEAD_DIM), other=0.0)
-        v = tl.load(values, mask=exists[:, None] & (channel[None, :] < HEAD_DIM), other=0.0)
-    elif q.shape[1] == HEAD_DIM:
-        k = tl.load(keys)
-        v = tl.load(values)
-    else:
-        k = tl.load(keys, mask=channel[:, None] < HEAD_DIM, other=0.0)
-        v = tl.load(values, mask=channel[None, :] < HEAD_DIM, other=0.0)
     # "ieee" keeps float32 exact; 16-bit products are exact in any case.
-    scores = tl.dot(q, k, input_precision="ieee")
+    if ROPE:
+        rope_channel = tl.arange(0, q_rope.shape[1])
+        rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rope_channel)[:, None]
+        v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
+        k_rope = _load(rope_keys, exists[None, :], rope_channel[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE)
+        scores = tl.dot(q, tl.trans(v), input_precision="ieee")
+        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
+    else:
+        k = _load(keys, exists[None, :], channel[:, None] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
+        v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
+        scores = tl.dot(q, k, input_precision="ieee")
     if CAPPED:  # tanh, by way of 2^x
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
     if MASKED:
@@ -121,9 +119,9 @@ def _step(
 
 @triton.jit
 def _attend(
-    q, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
-    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    q, q_rope, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
+    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
     of which all rows see all of [begin, whole): whole tiles, which need no mask.
@@ -137,13 +135,15 @@ def _attend(
     if not WINDOWED:
         for start in range(begin, whole, TILE_KEYS):
             sums, peak, total = _step(
-                q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-                block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, False, WINDOWED, CAPPED)  # fmt: skip
+                q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale,
+                window, block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, False, WINDOWED, CAPPED,
+            )  # fmt: skip
         begin = whole
     for start in range(begin, end, TILE_KEYS):
         sums, peak, total = _step(
-            q, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-            block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, True, WINDOWED, CAPPED)  # fmt: skip
+            q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale,
+            window, block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, True, WINDOWED, CAPPED,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     return sums / total[:, None], peak + tl.log2(total)
 
@@ -160,13 +160,15 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
 @triton.jit(do_not_specialize=["window"])
 def decode_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale,
-    cap_scale, window, q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    cap_scale, window, q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
-    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`."""
+    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`. With ROPE (see `_step`), a single
+    KV head serves all query heads, and the second axis of the grid is tiles of GROUP query heads."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -178,22 +180,35 @@ def decode_attention_kernel(
         end = tl.minimum(begin + part, seq_len)
         if (begin < end) | (NUM_SPLITS == 1):
             member = tl.arange(0, TILE_ROWS)
+            query_head = head * GROUP + member
             channel = tl.arange(0, HEAD_P2)
-            mine = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
-            cell = (head * GROUP + member)[:, None] * HEAD_DIM + channel[None, :]
-            q = tl.load(q_ptr + row * q_stride + cell, mask=mine, other=0.0)
+            ours = (member < GROUP) & (query_head < NUM_HEADS)
+            mine = ours[:, None] & (channel < HEAD_DIM)[None, :]
+            queries = q_ptr + row * q_stride + query_head[:, None] * (HEAD_DIM + ROPE)
+            q = tl.load(queries + channel[None, :], mask=mine, other=0.0)
+            if ROPE:
+                rope_channel = tl.arange(0, ROPE_P2)
+                roped = ours[:, None] & (rope_channel < ROPE)[None, :]
+                q_rope = tl.load(queries + HEAD_DIM + rope_channel[None, :], mask=roped, other=0.0)
+                keys_ptr = cache_ptr
+                value_offset = 0
+            else:
+                q_rope = q
+                keys_ptr = cache_ptr + head * BLOCK_SIZE * HEAD_DIM
+                value_offset = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
             whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
             out, log_weight = _attend(
-                q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + seq * table_stride, begin, whole, end,
-                tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride,
-                NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
+                q, q_rope, keys_ptr, table_ptr + seq * table_stride, begin, whole, end,
+                tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride, value_offset,
+                BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
+            cell = query_head[:, None] * HEAD_DIM + channel[None, :]
             if NUM_SPLITS == 1:
-                target = out_ptr + row * GROUP * NUM_KV_HEADS * HEAD_DIM + cell
+                target = out_ptr + row * NUM_HEADS * HEAD_DIM + cell
                 tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
             else:
-                part_row = (seq * NUM_SPLITS + split) * GROUP * NUM_KV_HEADS
+                part_row = (seq * NUM_SPLITS + split) * NUM_HEADS
                 tl.store(partial_ptr + part_row * HEAD_DIM + cell, out, mask=mine)
-                tl.store(log_weight_ptr + part_row + head * GROUP + member, log_weight, mask=member < GROUP)
+                tl.store(log_weight_ptr + part_row + query_head, log_weight, mask=ours)
 
 
 @triton.jit(do_not_specialize=["window"])
@@ -231,9 +246,10 @@ def combine_kernel(
 @triton.jit(do_not_specialize=["num_seqs", "window"])
 def mixed_attention_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, seq_len_ptr, query_start_ptr, num_seqs, score_scale, cap_scale, window,
-    q_stride, table_stride, block_stride, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
 
@@ -272,8 +288,8 @@ def mixed_attention_kernel(
             begin = tl.maximum(position - window + 1, 0) // TILE_KEYS * TILE_KEYS
         whole = (position + 1) // TILE_KEYS * TILE_KEYS
         out, _ = _attend(
-            q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
+            q, q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
             whole, end, position + row // GROUP, score_scale, cap_scale, window, block_stride,
-            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
-        target = out_ptr + packed_row * (GROUP * NUM_KV_HEADS * HEAD_DIM) + cell
+            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, 0, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
+        target = out_ptr + packed_row * (NUM_HEADS * HEAD_DIM) + cell
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)

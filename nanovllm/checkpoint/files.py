@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import reprlib
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -22,6 +22,16 @@ LARGEST_FILE = 100 << 20
 
 class ModelFileError(ValueError):
     """A file of a model folder that cannot be used; the message names the file and the field."""
+
+
+class UnsupportedModelError(ValueError):
+    """A checkpoint that this engine cannot run; the message says why, and what is supported."""
+
+
+def check_supported(what: str, value: str, supported: Collection[str]) -> None:
+    """Raise an UnsupportedModelError, which names the supported values, unless the value is one of them."""
+    if value not in supported:
+        raise UnsupportedModelError(f"{what} {value!r} is not supported; supported are {', '.join(supported)}")
 
 
 class Fields(dict[str, Any]):

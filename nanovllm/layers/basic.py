@@ -18,6 +18,8 @@ class Layer(nn.Module):
     """A layer with weights of its own: mostly one, and perhaps a bias."""
 
     parts: tuple[str, ...] = ()  # names of the checkpoint's layers whose matrices are stacked in this one
+    weight: nn.Parameter
+    packable = False  # whether the weight may be rearranged, since nothing but a product uses it
 
     def place(self, kind: str, part: int = 0) -> Place:
         """Where a tensor of the checkpoint belongs.
@@ -43,7 +45,7 @@ class Layer(nn.Module):
 class Linear(Layer):
     """y = x Wᵀ + b over packed tokens, `[num_tokens, in_features]` to `[num_tokens, out_features]`."""
 
-    packable = True  # the weight may be rearranged, since nothing but the product uses it
+    packable = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()

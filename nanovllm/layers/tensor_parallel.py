@@ -5,6 +5,7 @@ Built by notebooks/22_tensor_parallel.ipynb: edit it there, then run `python -m 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -59,7 +60,8 @@ class ColumnParallelLinear(Linear):
     "Column" refers to Megatron's y = xA: the columns of A are the rows of the weight, which is Aᵀ.
 
     Args:
-        in_features, out_features: of the whole layer.
+        in_features, out_features: of the whole layer. Several numbers of outputs are several layers with the same input,
+            as one product: a rank stacks its rows of each. A `Shard` says which rows these are.
         group: the ranks that share the layer; the tensor-parallel group by default.
 
     Raises:
@@ -67,12 +69,15 @@ class ColumnParallelLinear(Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, group: GroupCoordinator | None = None
+        self,
+        in_features: int,
+        out_features: int | Sequence[int | Shard],
+        bias: bool = False,
+        group: GroupCoordinator | None = None,
     ) -> None:
-        self._stack(in_features, [Shard.equal(out_features, group or get_tp_group())], bias)
-
-    def _stack(self, in_features: int, shards: list[Shard], bias: bool) -> None:
-        Linear.__init__(self, in_features, sum(shard.size for shard in shards), bias)
+        group, parts = group or get_tp_group(), [out_features] if isinstance(out_features, int) else out_features
+        shards = [part if isinstance(part, Shard) else Shard.equal(part, group) for part in parts]
+        super().__init__(in_features, sum(shard.size for shard in shards), bias)
         self.shards = shards
 
     def place(self, kind: str, part: int = 0) -> Place:
@@ -120,18 +125,9 @@ class RowParallelLinear(Linear):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Two column-parallel layers with the same input as one product; a rank stacks its rows of each.
-
-    Args:
-        out_features: of each of the whole layers.
-    """
+    """The two input matrices of an MLP as one product."""
 
     parts = ("gate_proj", "up_proj")
-
-    def __init__(
-        self, in_features: int, out_features: list[int], bias: bool = False, group: GroupCoordinator | None = None
-    ) -> None:
-        self._stack(in_features, [Shard.equal(size, group or get_tp_group()) for size in out_features], bias)
 
 
 def num_kv_heads_of_rank(num_kv_heads: int, tp: int) -> int:
@@ -171,7 +167,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         kept = num_kv_heads_of_rank(num_kv_heads, tp)
         first = group.rank_in_group * num_kv_heads // tp  # KV head of this rank's first query head
         kv = Shard(first * head_dim, kept * head_dim, num_kv_heads * head_dim)
-        self._stack(hidden_size, [Shard.equal(num_heads * head_dim, group), kv, kv], bias)
+        super().__init__(hidden_size, [num_heads * head_dim, kv, kv], bias, group)
         self.num_heads, self.num_kv_heads = num_heads // tp, kept
 
 
@@ -200,19 +196,12 @@ class VocabParallelEmbedding(Embedding):
         return self.shard.place(self.get_parameter(kind))
 
 
-class ParallelLMHead(Linear):
+class ParallelLMHead(VocabParallelEmbedding):
     """Each rank scores the tokens of its embedding, then all ranks gather all scores: `[num_rows, hidden_size]` to
     `[num_rows, vocab_size]`."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, group: GroupCoordinator | None = None) -> None:
-        group = group or get_tp_group()
-        super().__init__(hidden_size, -(-vocab_size // group.world_size))
-        self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
+    packable = True
 
     def forward(self, x: Tensor) -> Tensor:
         # Without the padding's scores, which are at the end.
-        return self.group.all_gather(super().forward(x))[:, : self.shard.total]
-
-    def place(self, kind: str, part: int = 0) -> Place:
-        """The place of the rows of this rank's tokens."""
-        return self.shard.place(self.get_parameter(kind))
+        return self.group.all_gather(ops.linear(x, self.weight))[:, : self.shard.total]

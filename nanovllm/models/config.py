@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint import files
-from nanovllm.checkpoint.files import Fields, ModelFileError, read_json
+from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 
@@ -54,10 +54,6 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK,
 }
-
-
-class UnsupportedModelError(ValueError):
-    """A checkpoint that this engine cannot run; the message says why, and what is supported."""
 
 
 @dataclass
@@ -124,15 +120,11 @@ class ModelConfig:
         """The same from parsed files; transformers 4 and 5 spell some keys differently, and both are read."""
         raw = files.ConfigFile.check(raw, "config.json")
         architecture = (raw.get("architectures") or ["none"])[0]
-        if architecture not in SUPPORTED_ARCHITECTURES:
-            raise UnsupportedModelError(
-                f"architecture {architecture!r} is not supported; supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-            )
+        files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
         traits = SUPPORTED_ARCHITECTURES[architecture]
         raw = Fields(traits.get("defaults", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
-        if raw.get(key, activation) != activation:
-            raise UnsupportedModelError(f"{key} {raw[key]!r} is not supported; supported is {activation!r}")
+        files.check_supported(key, raw.get(key, activation), [activation])
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "unknown")
             raise UnsupportedModelError(
@@ -175,23 +167,16 @@ class ModelConfig:
         return config
 
     def _check_heads(self) -> None:
-        heads, kv_heads, windows = self.num_heads, self.num_kv_heads, len(self.layer_windows)
-        for wrong, must in (
-            (
-                heads % kv_heads,
-                f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}",
-            ),
-            (
-                self.head_dim < 2 or self.head_dim % 2,
-                f"head_dim must be even, since channels are rotated in pairs, got {self.head_dim}",
-            ),
-            (
-                windows != self.num_layers,
-                f"layer_types must have num_hidden_layers ({self.num_layers}) entries, got {windows}",
-            ),
-        ):
-            if wrong:
-                raise ModelFileError(f"config.json: {must}")
+        wrong = ""
+        if self.num_heads % self.num_kv_heads:
+            counts = f"{self.num_heads} and {self.num_kv_heads}"
+            wrong = f"num_attention_heads must be a multiple of num_key_value_heads, got {counts}"
+        elif self.head_dim < 2 or self.head_dim % 2:
+            wrong = f"head_dim must be even, since channels are rotated in pairs, got {self.head_dim}"
+        elif (found := len(self.layer_windows)) != self.num_layers:
+            wrong = f"layer_types must have num_hidden_layers ({self.num_layers}) entries, got {found}"
+        if wrong:
+            raise ModelFileError(f"config.json: {wrong}")
 
     @property
     def kv_elements_per_token(self) -> int:
@@ -212,10 +197,7 @@ def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dic
     scaling = {name: value for name, value in given.items() if value is not None}
     theta = scaling.pop("rope_theta", raw.get("rope_theta", 10000.0))
     scaling["rope_type"] = scaling.get("rope_type") or scaling.pop("type", "default")
-    if scaling["rope_type"] not in supported:
-        raise UnsupportedModelError(
-            f"rope_scaling of type {scaling['rope_type']!r} is not supported; supported are {', '.join(supported)}"
-        )
+    files.check_supported("rope_scaling of type", scaling["rope_type"], supported)
     return float(theta), scaling
 
 

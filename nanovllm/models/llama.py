@@ -16,7 +16,7 @@ from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
-from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
+from nanovllm.layers.basic import Layer, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
     ParallelLMHead,
@@ -168,7 +168,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config, max_positions, type(self))
-        self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.hidden_size, config.vocab_size)
+        self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.tie_weights()
 
@@ -197,8 +197,9 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that holds no part of a tensor
         that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
+        embedding = getattr(self.model.embed_tokens, "weight", None)
         for path, module in self.named_modules():
-            if isinstance(module, Layer) and not (path == "lm_head" and self.config.tie_word_embeddings):
+            if isinstance(module, Layer) and not (path == "lm_head" and module.weight is embedding):  # tied
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)
         return found
@@ -213,7 +214,7 @@ class LlamaForCausalLM(nn.Module):
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be loaded, since a
         packed matrix has no rows to copy to."""
         for module in self.modules():
-            if isinstance(module, Linear) and module.packable:
+            if isinstance(module, Layer) and module.packable:
                 module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
         if self.config.tie_word_embeddings and self.model.stage.is_last:
             self.model.embed_tokens.weight = self.lm_head.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from nanovllm.checkpoint.files import check_supported
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 
@@ -47,8 +48,7 @@ class MoEConfig:
     shared_as_routed: bool = False
 
     def __post_init__(self) -> None:
-        if self.scoring not in ("softmax", "sigmoid"):
-            raise ValueError(f"scoring_func {self.scoring!r} is not supported; supported are softmax, sigmoid")
+        check_supported("scoring_func", self.scoring, ["softmax", "sigmoid"])
         if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
             raise ValueError(
                 f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}: "
@@ -87,21 +87,20 @@ class MoEConfig:
         Raises:
             ValueError: contradictory numbers, or a way of routing that is not supported.
         """
-        architecture = (raw.get("architectures") or ["none"])[0]
         names = ("n_routed_experts", "num_experts", "num_local_experts")
         num_experts = next((raw[name] for name in names if raw.get(name)), None)
         if num_experts is None:
             return None
-        common = {"num_experts": num_experts, "top_k": raw["num_experts_per_tok"]}
-        num_layers = raw["num_hidden_layers"]
+        architecture, num_layers, top_k = raw["architectures"][0], raw["num_hidden_layers"], raw["num_experts_per_tok"]
         if architecture == "MixtralForCausalLM":
-            return cls(**common, intermediate_size=raw["intermediate_size"], sparse_layers=(True,) * num_layers)
-        common["intermediate_size"] = raw["moe_intermediate_size"]
+            return cls(num_experts, top_k, raw["intermediate_size"], (True,) * num_layers)
         if architecture == "Qwen3MoeForCausalLM":
             step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
             sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-            return cls(**common, sparse_layers=sparse, renormalize=bool(raw.get("norm_topk_prob", False)))
-        return cls(**common, **_deepseek(raw, architecture))
+            fields: dict[str, Any] = {"sparse_layers": sparse, "renormalize": bool(raw.get("norm_topk_prob", False))}
+        else:
+            fields = _deepseek(raw, architecture)
+        return cls(num_experts, top_k, raw["moe_intermediate_size"], **fields)
 
 
 def _deepseek(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
@@ -109,10 +108,7 @@ def _deepseek(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
     newer = architecture == "DeepseekV3ForCausalLM"
     method = raw.get("topk_method") or ("noaux_tc" if newer else "greedy")
-    if method not in ("greedy", "group_limited_greedy", "noaux_tc"):
-        raise ValueError(
-            f"topk_method {method!r} is not supported; supported are greedy, group_limited_greedy, noaux_tc"
-        )
+    check_supported("topk_method", method, ["greedy", "group_limited_greedy", "noaux_tc"])
     grouped = method != "greedy"
     return {
         "sparse_layers": tuple(layer >= first and layer % every == 0 for layer in range(raw["num_hidden_layers"])),

@@ -2,8 +2,8 @@
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
 loops for the CPU, compiled on first use. `triton` has those that a GPU gains from. Both hand to `reference` whatever
-they do not cover. The device of the first tensor chooses the module. With `NANOVLLM_NATIVE=0` in the environment, plain
-torch replaces the C++ loops; Triton's operators stay.
+they do not cover. The device of the first tensor chooses the module. With `NANOVLLM_NATIVE=0` in the environment, or in a
+copy of the package without `native`, plain torch replaces the C++ loops; Triton's operators stay.
 
 A GPU runs kernels after the call has returned, so they cannot raise an error. An IndexError on a CPU is NaN on a GPU
 (`apply_rope`), or a failed assertion after which the process cannot use the GPU any more.
@@ -16,6 +16,7 @@ that a kernel which attends with one head reads one contiguous `[block_size, hea
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -25,7 +26,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from nanovllm.ops import native, reference
+from nanovllm.data.parts import MissingPartError, load
+from nanovllm.ops import reference
 from nanovllm.ops.support import why_no_triton
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,10 @@ for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 @cache
 def _kernels(device: torch.device) -> ModuleType:
     """The module whose functions serve tensors on this device; decided once per process."""
-    if device.type == "cpu" and native.is_available():
-        return native
+    if device.type == "cpu":
+        with contextlib.suppress(MissingPartError):
+            if load("nanovllm.ops.native:is_available", "compiled operators")():
+                return importlib.import_module("nanovllm.ops.native")
     if device.type == "cuda":
         # Each operator checks dtypes and sizes itself.
         obstacle = why_no_triton(device, head_dim=0, dtype=torch.float32)

@@ -76,24 +76,18 @@ def _library() -> ctypes.CDLL | None:
     if os.environ.get("NANOVLLM_NATIVE") == "0":
         logger.info("CPU kernels are switched off by NANOVLLM_NATIVE=0")
         return None
-    reasons = []
-    folder = Path(__file__).parent
+    folder, runtime, reasons = Path(__file__).parent, _openmp_runtime(), []
     sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
-    try:
-        attempts: list[tuple[str, ...]] = [FLAGS]
-        if runtime := _openmp_runtime():
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-            # Not every compiler knows the flag or the runtime's symbols; one thread is better than no kernels.
-            attempts.insert(0, (*FLAGS, "-fopenmp"))
-        for attempt in attempts:
-            try:
-                library = load_library(sources, headers, attempt, "the CPU kernels")
-                library.keep_freed_memory()
-                return library
-            except BuildError as error:
-                reasons.append(str(error))
-    except OSError as error:
-        reasons.append(str(error))
+    # Not every compiler knows the flag or the runtime's symbols; one thread is better than no kernels.
+    for openmp in (["-fopenmp"], []) if runtime else ([],):
+        try:
+            if runtime:
+                ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+            library = load_library(sources, headers, [*FLAGS, *openmp], "the CPU kernels")
+            library.keep_freed_memory()
+            return library
+        except (BuildError, OSError) as error:
+            reasons.append(str(error))
     logger.warning("no CPU kernels, using plain torch: %s", "; ".join(dict.fromkeys(reasons)))
     return None
 

@@ -71,20 +71,16 @@ def load_library(
 def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
     """Compile the sources into `target`, which appears complete or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
-        objects = []
-        for source in sources:
-            objects.append(os.path.join(temporary, f"{source.name}.o"))
-            _run([compiler, *flags, "-c", str(source), "-o", objects[-1]])
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        _run([compiler, *flags, "-c", *(str(source.resolve()) for source in sources)], folder)
         # Linked without -fopenmp: the symbols come from the runtime that torch has loaded.
-        library = os.path.join(temporary, "library.so")
-        _run([compiler, "-shared", *objects, "-o", library])
-        os.replace(library, target)
+        _run([compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "library.so"], folder)
+        os.replace(Path(folder) / "library.so", target)
 
 
-def _run(command: list[str]) -> str:
+def _run(command: list[str], folder: str | None = None) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=300).stdout
     except subprocess.CalledProcessError as error:
         raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -33,7 +33,7 @@ def _num_warps(elements: int) -> int:
     return min(max(elements // 512, 1), 16)
 
 
-def _covers(*tensors: Tensor) -> bool:
+def covers(*tensors: Tensor) -> bool:
     """Whether the kernels can take these tensors: of one known dtype, without gaps in a row, without gradient."""
     dtype = tensors[0].dtype
     return dtype in DTYPES and not any(
@@ -46,94 +46,85 @@ def _covers(*tensors: Tensor) -> bool:
 
 
 @triton.jit
-def _normalise(row, weight, eps, WIDTH: tl.constexpr):
-    """One row (zeros beyond WIDTH), rounded to its dtype before and after the multiplication with the weight."""
-    wide = row.to(tl.float32)
-    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
-    return (wide.to(row.dtype).to(tl.float32) * weight.to(tl.float32)).to(row.dtype)
-
-
-@triton.jit
 def rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, num_heads, token_stride, head_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row of one token. Grid (num_tokens * num_heads,)."""
+    x_ptr, residual_ptr, weight_ptr, out_ptr, num_heads, token_stride, head_stride, residual_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """One row of one token; with ADD, its sum with the residual, which is also stored there. The row is rounded before and
+    after the multiplication with the weight. Grid (num_tokens * num_heads,)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < WIDTH
     start = row // num_heads * token_stride + row % num_heads * head_stride
     x = tl.load(x_ptr + start + channel, mask=inside, other=0.0)
+    if ADD:
+        residual = residual_ptr + row * residual_stride + channel
+        x = (tl.load(residual, mask=inside, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        tl.store(residual, x, mask=inside)
     weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
-    tl.store(out_ptr + row * WIDTH + channel, _normalise(x, weight, eps, WIDTH), mask=inside)
+    wide = x.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + eps)
+    normalised = (wide.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    tl.store(out_ptr + row * WIDTH + channel, normalised, mask=inside)
 
 
-@triton.jit
-def add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, residual_stride, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One token: writes the sum into the residual, and the normalised sum into `out`. Grid (num_tokens,)."""
-    token = tl.program_id(0).to(tl.int64)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < WIDTH
-    x = tl.load(x_ptr + token * x_stride + channel, mask=inside, other=0.0)
-    residual = residual_ptr + token * residual_stride + channel
-    total = tl.load(residual, mask=inside, other=0.0).to(tl.float32) + x.to(tl.float32)
-    total = total.to(x.dtype)
-    tl.store(residual, total, mask=inside)
-    weight = tl.load(weight_ptr + channel, mask=inside, other=0.0)
-    tl.store(out_ptr + token * WIDTH + channel, _normalise(total, weight, eps, WIDTH), mask=inside)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normalise(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     width = x.shape[-1]
-    if not _covers(x, weight) or width > LARGEST_ROW:
-        return reference.rms_norm(x, weight, eps)
     heads = x if x.ndim == 3 else x.reshape(-1, 1, width)
     out = x.new_empty(x.shape)
     num_tokens, num_heads, _ = heads.shape
     if out.numel() > 0:
         block = triton.next_power_of_2(width)
         rms_norm_kernel[(num_tokens * num_heads,)](
-            heads, weight, out, num_heads, heads.stride(0), heads.stride(1), eps, WIDTH=width, BLOCK=block,
+            heads, x if residual is None else residual, weight, out, num_heads, heads.stride(0), heads.stride(1),
+            0 if residual is None else residual.stride(0), eps, WIDTH=width, BLOCK=block, ADD=residual is not None,
             num_warps=_num_warps(block), enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if not covers(x, weight) or x.shape[-1] > LARGEST_ROW:
+        return reference.rms_norm(x, weight, eps)
+    return _normalise(x, None, weight, eps)
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    num_tokens, width = x.shape
-    if not _covers(x, residual, weight) or residual.shape != x.shape or width > LARGEST_ROW:
+    if not covers(x, residual, weight) or residual.shape != x.shape or x.shape[-1] > LARGEST_ROW:
         return reference.add_rms_norm(x, residual, weight, eps)
-    out = x.new_empty(x.shape)
-    if out.numel() > 0:
-        block = triton.next_power_of_2(width)
-        add_rms_norm_kernel[(num_tokens,)](
-            x, residual, weight, out, x.stride(0), residual.stride(0), eps, WIDTH=width, BLOCK=block,
-            num_warps=_num_warps(block), enable_fp_fusion=True,
-        )  # fmt: skip
-    return out, residual
+    return _normalise(x, residual, weight, eps), residual
 
 
 # ------------------------------------------------------------------------------------------------ rotary embedding
 
 
 @triton.jit
-def _rotate(
+def rotate(first, second, cos, sin):
+    """Rotate pairs of channels by an angle; each product is rounded, as in plain torch."""
+    x = first.to(tl.float32)
+    y = second.to(tl.float32)
+    x_cos = (x * cos).to(first.dtype).to(tl.float32)
+    y_sin = (y * sin).to(first.dtype).to(tl.float32)
+    y_cos = (y * cos).to(first.dtype).to(tl.float32)
+    x_sin = (x * sin).to(first.dtype).to(tl.float32)
+    return (x_cos - y_sin).to(first.dtype), (y_cos + x_sin).to(first.dtype)
+
+
+@triton.jit
+def _rotate_heads(
     heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, HALF: tl.constexpr,
     HALF_P2: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, in place; as in plain torch every product is rounded before the two are added."""
-    dtype: tl.constexpr = heads_ptr.dtype.element_ty
+    """All heads of one token, in place."""
     head = tl.arange(0, HEADS_P2)[:, None]
     channel = tl.arange(0, HALF_P2)[None, :]
     inside = (head < NUM_HEADS) & (channel < HALF)
     target = heads_ptr + head * head_stride + channel
-    first = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(target + HALF, mask=inside, other=0.0).to(tl.float32)
-    x = (first * cos).to(dtype).to(tl.float32) - (second * sin).to(dtype).to(tl.float32)
-    y = (second * cos).to(dtype).to(tl.float32) + (first * sin).to(dtype).to(tl.float32)
-    tl.store(target, x.to(dtype), mask=inside)
-    tl.store(target + HALF, y.to(dtype), mask=inside)
+    first = tl.load(target, mask=inside, other=0.0)
+    second = tl.load(target + HALF, mask=inside, other=0.0)
+    first, second = rotate(first, second, cos, sin)
+    tl.store(target, first, mask=inside)
+    tl.store(target + HALF, second, mask=inside)
 
 
 @triton.jit
@@ -152,8 +143,8 @@ def apply_rope_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
     sin = tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
-    _rotate(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
-    _rotate(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
+    _rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
+    _rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,7 +152,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
     num_kv_heads = k.shape[1]
     fits = positions.dtype == torch.int64 and positions.is_contiguous() and positions.numel() == num_tokens
     fits = fits and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous() and cos_sin.shape[1] == head_dim
-    if not fits or not _covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
+    if not fits or not covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
         return reference.apply_rope(q, k, positions, cos_sin)
     if num_tokens > 0:
         heads_p2, half_p2 = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
@@ -193,7 +184,7 @@ def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, BLOCK: tl.
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    if not _covers(x):
+    if not covers(x):
         return reference.silu_and_mul(x)
     num_tokens, width = x.shape
     size = width // 2

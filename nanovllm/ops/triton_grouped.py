@@ -14,13 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanovllm.ops import reference, triton_interpreter
-from nanovllm.ops.support import is_interpreted
-
-if is_interpreted():
-    triton_interpreter.repair()
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from nanovllm.ops import reference
+from nanovllm.ops.triton import covers
 
 
 class GroupedTiles(NamedTuple):
@@ -86,8 +81,7 @@ def grouped_linear_kernel(
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     num_rows, num_inputs = x.shape
     num_experts, num_outputs, _ = weight.shape
-    fits = x.dtype in DTYPES and weight.dtype == x.dtype and x.stride(1) == 1 and weight.stride()[1:] == (num_inputs, 1)
-    if not fits or (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)):
+    if not covers(x, weight) or weight.stride(1) != num_inputs:
         return reference.grouped_linear(x, weight, counts)
     out = x.new_empty(num_rows, num_outputs)
     if out.numel() > 0:

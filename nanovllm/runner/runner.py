@@ -26,6 +26,7 @@ from nanovllm.attention.base import (
 )
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
+from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
 from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
@@ -37,8 +38,10 @@ from nanovllm.models.loader import load_model
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
-from nanovllm.runner.prompt_logprobs import start_prompt_logprobs
-from nanovllm.runner.sampling import Sampler
+from nanovllm.runner.sampling import Sampler, start_logprobs
+
+# Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
+LOGPROB_ROWS = 256
 
 
 def graph_maker(device: torch.device, backend: AttentionBackend, enforce_eager: bool) -> Callable[[], Any] | None:
@@ -266,7 +269,7 @@ class ModelRunner:
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(schedule, batch, hidden)
-        prompt_logprobs = start_prompt_logprobs(self.model, self.rows, schedule, batch, hidden)
+        prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
         return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
 
@@ -314,6 +317,33 @@ class ModelRunner:
             request_id: SampledToken(token_id, logprobs)
             for (request_id, _), token_id, logprobs in zip(due, *arrive(), strict=True)
         }
+
+    def _start_prompt_logprobs(
+        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
+    ) -> Callable[[], dict[str, list[TokenLogprobs]]]:
+        """Compute the log-probability of each prompt token of the step, given those before it.
+
+        Args:
+            hidden: the step's hidden states, `[num_tokens, hidden_size]`.
+
+        Returns:
+            A function that waits for them: by request.
+        """
+        rows, first = self.rows, 0
+        arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
+        for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
+            count = rows.params[scheduled.request_id].prompt_logprobs
+            # The hidden state at position p predicts position p + 1, which must still be of the prompt.
+            last = min(scheduled.start + scheduled.num_tokens, int(rows.num_prompt_tokens[row]) - 1)
+            if count is not None and last > scheduled.start:
+                targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
+                parts = arrivals[scheduled.request_id] = []
+                for i in range(0, len(targets), LOGPROB_ROWS):
+                    part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
+                    logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
+                    parts.append(start_logprobs(logits, part, [count] * len(part)))
+            first += scheduled.num_tokens
+        return lambda: {name: [entry for arrive in parts for entry in arrive()] for name, parts in arrivals.items()}
 
     def close(self) -> None:
         """End all transfers from and to this rank's caches."""

@@ -23,8 +23,7 @@ import nanovllm.runner.cuda_graphs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata
-from nanovllm.attention.cpu import CpuBackend
-from nanovllm.attention.torch import TorchBackend
+from nanovllm.attention.torch import CpuBackend, TorchBackend
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
 from nanovllm.lab.course.__main__ import main as course_main

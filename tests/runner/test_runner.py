@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import nanovllm.runner.prompt_logprobs
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, kv_cache_shape
@@ -305,7 +304,7 @@ def full_logits(model, token_ids: list[int]) -> torch.Tensor:
 )
 def test_prompt_logprobs(folder, monkeypatch, budget, preemption) -> None:
     """Of several requests beside each other, in chunks, in slices, and across preemptions."""
-    monkeypatch.setattr(nanovllm.runner.prompt_logprobs, "LOGPROB_ROWS", 7)
+    monkeypatch.setattr(nanovllm.runner.runner, "LOGPROB_ROWS", 7)
     llm = LLM(
         str(folder), dtype="float32", max_num_seqs=3, max_num_batched_tokens=budget, block_size=4, check_invariants=True,
         max_model_len=64, **preemption,

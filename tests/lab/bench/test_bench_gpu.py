@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.attention.cpu import CpuBackend
-from nanovllm.attention.torch import TorchBackend
+from nanovllm.attention.torch import CpuBackend, TorchBackend
 from nanovllm.cli.main import main
 from nanovllm.distributed.cost_model import Link
 from nanovllm.lab.bench import parts
