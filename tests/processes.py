@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from nanovllm.lab.course.ranks import CONTEXT, PRELOADED
+from nanovllm.lab.processes import CONTEXT, PRELOADED
 
 # Takes effect when the first process starts, hence after pytest has collected the tests.
 PRELOADED_BY_TESTS = [

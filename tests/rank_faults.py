@@ -17,9 +17,8 @@ from typing import Any
 from nanovllm.data.schedule import ModelRunnerOutput
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.groups import get_world_group
-from nanovllm.executor import base, worker
-from nanovllm.executor.base import InProcessExecutor
-from nanovllm.executor.worker import Worker, WorkerSetup
+from nanovllm.executor import uniproc, worker
+from nanovllm.executor.uniproc import Worker, WorkerSetup
 from nanovllm.scheduler.data_parallel import Waves
 
 EXIT_CODE = 7
@@ -70,6 +69,8 @@ class FaultyWorker(Worker):
     def __init__(self, setup: WorkerSetup) -> None:
         self.fault = Fault(setup.rank)
         self.fault.strike("construct")
+        if self.fault.strike("wave"):
+            Waves.start = lambda waves, wave: None  # type: ignore[method-assign]
         super().__init__(setup)
 
     def launch(self, *arguments: Any) -> Any:
@@ -79,25 +80,9 @@ class FaultyWorker(Worker):
         return super().launch(*arguments)
 
 
-class FaultyExecutor(InProcessExecutor):
-    """The same for one of several engines."""
-
-    def __init__(self, config: Any, *arguments: Any) -> None:
-        self.fault = Fault(config.data_parallel_rank)
-        if self.fault.strike("wave"):
-            Waves.start = lambda waves, wave: None  # type: ignore[method-assign]
-        super().__init__(config, *arguments)
-
-    def launch(self, *arguments: Any) -> Any:
-        """A step, if all goes well."""
-        self.fault.strike("launch")
-        return super().launch(*arguments)
-
-
 def install() -> None:
     """Let everything that this process starts as a rank or an engine be faulty."""
-    worker.Worker = FaultyWorker  # type: ignore[misc]
-    base.InProcessExecutor = FaultyExecutor  # type: ignore[misc,assignment]
+    worker.Worker = uniproc.Worker = FaultyWorker  # type: ignore[misc]
 
 
 def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:

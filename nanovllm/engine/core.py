@@ -46,6 +46,13 @@ class StepInFlight:
     wave: int
 
 
+class NoRecorder:
+    """In the place of a `StepRecorder` while nothing reads the records: all its methods do nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
 class EngineCore:
     """Owns one model and its KV cache, and runs all requests, step by step.
 
@@ -72,14 +79,15 @@ class EngineCore:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace)
         self.trace = trace
         self._open_books(num_blocks, num_host_blocks)
-        self.waves = (
+        self.waves: Any = (
             load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if config.in_lock_step else None
         )
         self._in_flight: deque[StepInFlight] = deque()
         # The number of steps that may be in flight when `step` returns: the next step is planned without their results.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
-        self._recorder = self._record_to(trace) if trace is not None else None
+        self._recorder: Any = NoRecorder()
         if trace is not None:
+            self._recorder = self._record_to(trace)
             trace.settings |= {"model": config.served_model_name or config.model} | self.trace_settings
         self.num_steps = 0
         self._num_idle_steps = 0  # since the last step that computed something
@@ -159,17 +167,12 @@ class EngineCore:
             s.num_queried_tokens,
             s.num_hit_tokens,
             self.num_steps,
-            self._num_waves,
+            self.waves.ended if self.waves is not None else 0,
             len(s.receiving),
             len(self.manager.held),
             s.num_external_queried_tokens,
             s.num_external_hit_tokens,
         )
-
-    @property
-    def _num_waves(self) -> int:
-        """Waves that have ended; also the number of the one that runs or comes next."""
-        return self.waves.ended if self.waves is not None else 0
 
     @property
     def trace_settings(self) -> dict[str, Any]:
@@ -194,11 +197,6 @@ class EngineCore:
         if self.waves is not None:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
-
-    def start_wave(self, wave: int) -> None:
-        """In lock-step: run steps with the other engines until this wave has ended."""
-        assert self.waves is not None, "only engines in lock-step have waves"
-        self.waves.start(wave)
 
     @property
     def is_in_process(self) -> bool:
@@ -250,14 +248,13 @@ class EngineCore:
             self.connector.decline(request, str(error))
             raise
         self._num_added += 1
-        if self._recorder is not None:
-            self._recorder.arrived(source.request_id, request.num_prompt_tokens)
+        self._recorder.arrived(source.request_id, request.num_prompt_tokens)
 
     def abort_request(self, request_id: str, reason: str = "abort") -> bool:
         """End a request between two steps and free its blocks. False if it has ended already."""
         self.connector.revoke(request_id)
         aborted = self.scheduler.abort_request(request_id)
-        if aborted and self._recorder is not None:
+        if aborted:
             self._recorder.ended(request_id, reason)
         with self._all_or_nothing():
             self._wind_up()
@@ -266,7 +263,7 @@ class EngineCore:
     def watch(self, sink: RecordSink) -> None:
         """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
         to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
-        if self._recorder is None:
+        if isinstance(self._recorder, NoRecorder):
             self._recorder = self._record_to(None)
         self._recorder.watch(sink)
         self._wind_up()
@@ -276,12 +273,11 @@ class EngineCore:
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`."""
-        if self._recorder is not None:
-            self._recorder.unwatch(sink)
-            if not self._recorder.has_readers:
-                self._recorder = None
-                for step in self._in_flight:
-                    step.record = None
+        self._recorder.unwatch(sink)
+        if not self._recorder.has_readers:
+            self._recorder = NoRecorder()
+            for step in self._in_flight:
+                step.record = None
 
     def step(self) -> list[EngineOutput]:
         """Launch one step for the requests that the scheduler picks; returns new outputs. Without work, it does nothing.
@@ -325,11 +321,11 @@ class EngineCore:
             # nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
         plan.unfinished = self.has_unfinished
-        record = None
-        if self._recorder is not None and (self.config.in_lock_step or not plan.empty):
-            record = self._recorder.begin(plan, self.num_steps, start)
-        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, self._num_waves))
-        self.num_steps += self.config.in_lock_step or not plan.empty
+        counts = self.config.in_lock_step or not plan.empty
+        record = self._recorder.begin(plan, self.num_steps, start) if counts else None
+        wave = self.waves.ended if self.waves is not None else 0
+        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
+        self.num_steps += counts
         outputs += self._take_results(keep=self._steps_ahead)
         while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
             outputs += self._take_results()
@@ -349,9 +345,8 @@ class EngineCore:
         for request_id in received.aborts:
             self.abort_request(request_id)
         failed = update_from_transfers(self.scheduler, received)
-        if self._recorder is not None:
-            for output in failed:
-                self._recorder.ended(output.request_id, "error")
+        for output in failed:
+            self._recorder.ended(output.request_id, "error")
         return failed
 
     def _now(self) -> float:
@@ -364,7 +359,7 @@ class EngineCore:
         if not self.has_work:
             while self._in_flight:
                 outputs += self._take_results()
-        if self._recorder is not None and not self._in_flight:
+        if not self._in_flight:
             self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
         return outputs
 
@@ -377,14 +372,13 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(step.plan, result)
         if self.waves is not None and not result.anyone_unfinished:
             self.waves.end(step.wave)
-        if self._recorder is not None:
-            # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
-            # because the first stage is free.
-            before = self._last_results if self.config.async_scheduling else 0.0
-            start, self._last_results = max(step.start, before), self._now()
-            if step.record is not None:
-                step.record.start = start
-            self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+        # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
+        # because the first stage is free.
+        before = self._last_results if self.config.async_scheduling else 0.0
+        start, self._last_results = max(step.start, before), self._now()
+        if step.record is not None:
+            step.record.start = start
+        self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs
@@ -399,22 +393,19 @@ class EngineCore:
         for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks
             self.manager.pool.touch(block_ids)
             self.manager.held[transfer_id] = block_ids
-        if self._recorder is not None:
-            self._recorder.start_over(self.scheduler, lost)
+        self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.manager.pool.reset_prefix_cache()
-        if self._recorder is not None:
-            self._recorder.ask_for_snapshot()
-            self._wind_up()
+        self._recorder.ask_for_snapshot()
+        self._wind_up()
 
     def close(self) -> None:
         """Finish the trace file, if there is one, and end ranks in other processes."""
         self.connector.close()
         self.executor.close()
-        if self._recorder is not None:
-            self._recorder.flush(self.num_steps, self._now())
+        self._recorder.flush(self.num_steps, self._now())
         if self.trace is not None:
             self.trace.close()
 

@@ -1,6 +1,6 @@
-"""One engine of several: its process, and what the coordinator knows about it.
+"""An engine in a process of its own, as the process that starts it sees it.
 
-`DataRank` starts a process in which `main` runs, with the number of a socket to the coordinator. The first message on it holds the
+`DataRank` starts a process in which `main` runs, with the number of a socket to this process. The first message on it holds the
 engine's settings; heartbeats go back. Commands and reports go over sockets of their own, see `engine.process`.
 
 Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
@@ -12,10 +12,14 @@ import contextlib
 import logging
 import math
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -33,11 +37,11 @@ from nanovllm.distributed.life_signs import (
 )
 from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.executor.remote import how_it_ended, start_process
+from nanovllm.executor.remote import end_processes, how_it_ended, start_process
 from nanovllm.scheduler.data_parallel import load_score
+from nanovllm.text.processor import EngineLimits
 
 if TYPE_CHECKING:
-    from nanovllm.trace.format import TraceDecoder
     from nanovllm.trace.recorder import RecordSink
 
 
@@ -45,127 +49,137 @@ class DataRank(Peer):
     """One of the engines, as the coordinator knows it.
 
     Args:
-        context: of the sockets.
-        folder: for the names of the sockets; readable by this user alone.
-        rank: its number.
         config: its settings.
         environment: variables of its process that differ from those of this process.
+        wrapper, log: see `start_process`.
 
     Attributes:
         program: what runs as the engine.
+        folder: for the names of the sockets, until both sides are connected; readable by this user alone.
         reports: the socket on which `Report`s arrive.
-        stats: as of its last report.
         ready: its first report; None until that has arrived.
+        stats, reported: its statistics as of its last report, and the time of that.
+        news: its reports since the last call of `take_reports`.
     """
 
     program = "from nanovllm.engine.data_rank import main; main()"
 
     def __init__(
-        self, context: zmq.Context[Any], folder: str, rank: int, config: EngineConfig, environment: dict[str, str]
+        self, config: EngineConfig, environment: dict[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
     ) -> None:
+        self.rank = config.data_parallel_rank or 0
         # Heartbeats arrive on this connection, and the complaint that a step hangs.
-        self.process, self._pulse = start_process(["-c", self.program], environment)
-        super().__init__(f"data rank {rank}", f"process {self.process.pid}")
-        self.rank, self.pid = rank, self.process.pid
-        self.stats = EngineStats()
-        self.ready: Report | None = None
-        self._num_sent = self._num_taken = 0
-        self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        addresses = [f"ipc://{folder}/{kind}{rank}" for kind in ("commands", "reports")]
-        for bound, address in zip((self.commands, self.reports), addresses, strict=True):
-            bound.set_hwm(0)  # neither side ever waits for the other
-            bound.setsockopt(zmq.LINGER, 0)
-            bound.bind(address)
+        self.process, self._pulse = start_process(["-c", self.program], environment, wrapper, log)
+        super().__init__(f"data rank {self.rank}", f"process {self.process.pid}")
+        self.pid = self.process.pid
+        self.folder = tempfile.mkdtemp(prefix="nanovllm-")
+        addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
+        self._bind(*addresses)
         self._pulse.send((config, *addresses))
+
+    def _bind(self, *addresses: str) -> None:
+        context: zmq.Context[Any] = zmq.Context.instance()
+        self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        for socket, address in zip((self.commands, self.reports), addresses, strict=True):
+            socket.set_hwm(0)  # neither side ever waits for the other
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+        self.ready: Report | None = None
+        self.stats, self.reported = EngineStats(), 0.0
+        self.news: list[Report] = []
+        self._num_sent = self._num_taken = 0
+        self._sinks: dict[RecordSink, bool] = {}  # whether it has had a record; the first one has a snapshot
+
+    @property
+    def limits(self) -> EngineLimits:
+        """See `EngineCore.limits`; known once the engine is ready."""
+        assert self.ready is not None and self.ready.limits is not None, "its first report has not come"
+        return self.ready.limits
+
+    @property
+    def trace_settings(self) -> dict[str, Any]:
+        """See `EngineCore.trace_settings`."""
+        assert self.ready is not None, "its first report has not come"
+        return self.ready.trace_settings[0]
+
+    def watch(self, sink: RecordSink) -> None:
+        """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
+        if not self._sinks:
+            self._decoder = load("nanovllm.trace.format:TraceDecoder", "a trace")(self.trace_settings)
+        self._sinks.setdefault(sink, False)
+        self.send(Command(order="watch", show_tokens=True))
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Hand `sink` no more records."""
+        if self._sinks.pop(sink, None) is not None and not self._sinks:
+            self.send(Command(order="unwatch"))
+
+    def _show(self, report: Report) -> None:
+        """Decode the trace lines in a report, and pass the records on."""
+        for line, is_start in report.steps.get(0, ()):
+            if is_start:
+                self._sinks = dict.fromkeys(self._sinks, True)
+            if sinks := [sink for sink, has_begun in self._sinks.items() if has_begun]:
+                record = self._decoder.decode(line)
+                for sink in sinks:
+                    sink(record)
 
     @property
     def load(self) -> int:
         """How busy it is, including requests that it has not taken over yet."""
-        return load_score(self.num_waiting, self.stats.num_running)
+        return load_score(self.num_waiting + self.stats.num_swapped, self.stats.num_running)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait there or are on their way."""
-        return self.stats.num_waiting + self.stats.num_swapped + self._num_sent - self._num_taken
+        return self.stats.num_waiting + self._num_sent - self._num_taken
 
     def send(self, command: Command) -> None:
         """Send it a command; does nothing if it is gone."""
         self._num_sent += len(command.add)
-        with contextlib.suppress(zmq.Again):
+        with contextlib.suppress(zmq.ZMQError):
             self.commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
-    def receive(self) -> list[Report]:
-        """The reports that have arrived."""
-        found = []
-        while self.reports.poll(0):
+    def receive(self) -> None:
+        """Take in its heartbeats, complaints and reports."""
+        self.drain(self._pulse)
+        while self.complaint is None and self.reports.poll(0):
             report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
             if report.fatal:
                 ended = time.time() - (time.monotonic() - report.time)
                 text = report.fatal if report.user_error else f"failed: {report.fatal}"
                 self.complaint = Complaint(report.user_error, text, ended)
-                break
-            self.ready = self.ready or report
-            self.expect_heartbeats()
-            self.stats, self._num_taken = report.stats, report.num_taken
-            found.append(report)
-        return found
+                return
+            if self.ready is None:
+                self.ready = report
+                self.expect_heartbeats()
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self.stats, self.reported, self._num_taken = report.stats, report.time, report.num_taken
+            self._show(report)
+            self.news.append(report)
 
-    def feel_pulse(self) -> None:
-        """Take in its heartbeats and complaints."""
-        self.drain(self._pulse)
+    def take_reports(self) -> list[Report]:
+        """The reports that have arrived since the last call."""
+        news, self.news = self.news, []
+        return news
 
     def end(self) -> str:
         """How its process ended, in words; "" while it lives."""
         return how_it_ended(self.process)
 
+    def shutdown(self, seconds: float) -> None:
+        """Order it to end, and kill it after this time."""
+        self.send(Command(order="shutdown"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self.close()
+
     def close(self) -> None:
-        """Close the sockets."""
+        """Kill its process if that has not ended, and close the sockets."""
+        end_processes([self.process], self.folder)
         self._pulse.close()
         self.commands.close()
         self.reports.close()
-
-
-class WatchedRank:
-    """The steps of one of the engines: decodes the trace lines in its reports into records, while a sink watches.
-
-    Attributes:
-        trace_settings: see `EngineCore.trace_settings`.
-    """
-
-    def __init__(self, rank: DataRank) -> None:
-        assert rank.ready is not None, "its first report has not come"
-        self._rank = rank
-        (self.trace_settings,) = rank.ready.trace_settings
-        self._sinks: list[RecordSink] = []
-        self._new_sinks: list[RecordSink] = []  # their first record is the next one with a snapshot
-        self._decoder: TraceDecoder | None = None  # while a sink watches
-
-    def watch(self, sink: RecordSink) -> None:
-        """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
-        if sink not in self._sinks + self._new_sinks:
-            self._new_sinks.append(sink)
-        create = load("nanovllm.trace.format:TraceDecoder", "a trace")
-        self._decoder = self._decoder or create(self.trace_settings)
-        self._rank.send(Command(order="watch", show_tokens=True))
-
-    def unwatch(self, sink: RecordSink) -> None:
-        """Hand `sink` no more records."""
-        self._sinks = [s for s in self._sinks if s != sink]
-        self._new_sinks = [s for s in self._new_sinks if s != sink]
-        if self._decoder is not None and not self._sinks + self._new_sinks:
-            self._decoder = None
-            self._rank.send(Command(order="unwatch"))
-
-    def show(self, report: Report) -> None:
-        """Pass on the steps in a report."""
-        for line, is_start in report.steps.get(0, ()):
-            if self._decoder is None or not (is_start or self._sinks):
-                continue
-            record = self._decoder.decode(line)
-            if is_start:
-                self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
-            for sink in self._sinks:
-                sink(record)
 
 
 def rank_environments(config: EngineConfig) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
@@ -20,11 +20,10 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.distributed.life_signs import LOOK_SECONDS, Watch
-from nanovllm.engine.data_rank import DataRank, WatchedRank, rank_environments
+from nanovllm.distributed.life_signs import LOOK_SECONDS
+from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
-from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import START_SECONDS, end_processes, uninterrupted
+from nanovllm.executor.remote import START_SECONDS, WatchedProcesses, end_processes, uninterrupted
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
 from nanovllm.text.processor import EngineLimits
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DataParallelCore:
+class DataParallelCore(WatchedProcesses):
     """The coordinator: has the interface of `EngineCore`, divides the requests among engines, and collects their outputs.
 
     Engines that share the experts of a model (`enable_expert_parallel`) can only step together; the coordinator starts the waves of
@@ -60,19 +59,17 @@ class DataParallelCore:
     is_in_process = False
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
+        WatchedProcesses.__init__(self)
+        self.engines = self.ranks
         self.config, self.trace, self._blocking = config, trace, blocking
         folder = resolve_model(config.model, config.revision)
         name = config.served_model_name or config.model
         has_experts = ModelConfig.from_pretrained(folder).moe is not None
         self.waves = Waves() if config.enable_expert_parallel and has_experts else None
-        self.ranks: list[DataRank] = []
         self._rank_of: dict[str, DataRank] = {}  # of each request that has not ended
-        self._reason = ""  # why the engines have been ended
-        self._watch = Watch(self.ranks)
-        self._context, self._poller = zmq.Context(), zmq.Poller()
+        self._poller = zmq.Poller()
         self._start(dataclasses.replace(config, model=str(folder), served_model_name=name))
-        self.engines = [WatchedRank(rank) for rank in self.ranks]
-        blocks = min(engine.trace_settings["num_blocks"] for engine in self.engines)
+        blocks = min(rank.trace_settings["num_blocks"] for rank in self.ranks)
         capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
         if trace is not None:
@@ -80,39 +77,30 @@ class DataParallelCore:
             self.watch(trace.record)
 
     def _start(self, config: EngineConfig) -> None:
-        environments = rank_environments(config)
-        names = self._names = tempfile.mkdtemp(prefix="nanovllm-")  # of sockets, for this user alone
-        address = f"file://{names}/rendezvous" if self.waves is not None else ""
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # where the engines in lock-step meet
+        address = f"file://{self._folder}/rendezvous" if self.waves is not None else ""
         try:
-            for rank, environment in enumerate(environments):
-                settings = rank_config(config, rank, address)
-                self.ranks.append(DataRank(self._context, names, rank, settings, environment))
+            for rank, environment in enumerate(environments := rank_environments(config)):
+                self.ranks.append(DataRank(rank_config(config, rank, address), environment))
                 self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
-            self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], names)
-            self._wait_until_ready()
+            self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
+            deadline = time.monotonic() + START_SECONDS
+            while late := [rank.name for rank in self.ranks if rank.ready is None]:
+                self._hear(LOOK_SECONDS)
+                if time.monotonic() > deadline:
+                    self._fail(f"{late[0]} has not started after {START_SECONDS:g} seconds")
             if not self.waves or not environments[0].get("CUDA_VISIBLE_DEVICES"):
-                shutil.rmtree(names)  # all are connected; but NCCL uses the file when two ranks first talk
+                shutil.rmtree(self._folder)  # all have met; but NCCL uses the file when two ranks first talk
         except BaseException:
             self._end("the engines could not start")
             raise
-
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while any(rank.ready is None for rank in self.ranks):
-            self._poller.poll(100)
-            for rank in self.ranks:
-                rank.receive()
-            self.check_health()
-            if time.monotonic() > deadline:
-                late = next(rank for rank in self.ranks if rank.ready is None)
-                self._fail(f"{late.name} has not started after {START_SECONDS:g} seconds")
 
     # ---------------------------------------------------------------- what a front end calls
 
     @property
     def limits(self) -> EngineLimits:
         """What every engine can take."""
-        limits = [cast(EngineLimits, cast(Report, rank.ready).limits) for rank in self.ranks]
+        limits = [rank.limits for rank in self.ranks]
         least = min(limits, key=lambda each: each.max_request_tokens)
         kv_transfer = [information for each in limits for information in each.kv_transfer]
         return dataclasses.replace(least, kv_transfer=kv_transfer)
@@ -121,16 +109,13 @@ class DataParallelCore:
     def stats(self) -> EngineStats:
         """The sums over all engines, and each engine's. Requests on their way to an engine count as waiting there."""
         return EngineStats.together(
-            [
-                dataclasses.replace(rank.stats, num_waiting=rank.num_waiting - rank.stats.num_swapped)
-                for rank in self.ranks
-            ]
+            [dataclasses.replace(rank.stats, num_waiting=rank.num_waiting) for rank in self.ranks]
         )
 
     @property
     def trace_settings(self) -> dict[str, Any]:
         """Those of the first engine; see `engines` for the others."""
-        return self.engines[0].trace_settings
+        return self.ranks[0].trace_settings
 
     @property
     def has_unfinished(self) -> bool:
@@ -166,30 +151,21 @@ class DataParallelCore:
         rank = self._rank_of.pop(request_id, None)
         # An engine may still hold the KV of a request that has ended.
         for each in [rank] if rank is not None else self.ranks:
-            if not self._reason:
-                each.send(Command(abort={request_id: reason}))
+            each.send(Command(abort={request_id: reason}))
         return rank is not None
 
     def step(self) -> list[EngineOutput]:
-        """Take in what the engines have reported; if `blocking`, wait for a report.
+        """Take in what the engines have reported; if `blocking`, wait for an output.
 
         Raises:
             ExecutorError: an engine has died, hangs, or failed; all others have been ended.
         """
-        self._check()
-        outputs: list[EngineOutput] = []
-        seen = False
-        while not seen:
-            if self._blocking and self.has_unfinished:
-                self._poller.poll(int(LOOK_SECONDS * 1000))
-            with uninterrupted():
-                for rank in self.ranks:
-                    for report in rank.receive():
-                        seen = True
-                        outputs += self._take(rank, report)
-            self.check_health()
-            seen = seen or not (self._blocking and self.has_unfinished)
-        return outputs
+        while True:
+            waits = self._blocking and self.has_unfinished
+            self._hear(LOOK_SECONDS if waits else 0)
+            outputs = self._take_reports()
+            if outputs or not waits:
+                return outputs
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes in the engines, and the router's guesses about them."""
@@ -201,14 +177,17 @@ class DataParallelCore:
     def watch(self, sink: RecordSink) -> None:
         """Hand `sink` a record of every step of the first engine. See `EngineCore.watch`, and `engines` for the others."""
         self._check()
-        self.engines[0].watch(sink)
+        self.ranks[0].watch(sink)
 
     def unwatch(self, sink: RecordSink) -> None:
         """Hand `sink` no more records."""
-        if not self._reason:
-            self.engines[0].unwatch(sink)
+        self.ranks[0].unwatch(sink)
 
     # ---------------------------------------------------------------- reports
+
+    def _take_reports(self) -> list[EngineOutput]:
+        with uninterrupted():
+            return [o for rank in self.ranks for report in rank.take_reports() for o in self._take(rank, report)]
 
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
         refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
@@ -224,7 +203,6 @@ class DataParallelCore:
             # The first engine to report the end of the wave. The others will, or have a request and need a new wave.
             self.waves.end(report.stats.num_waves - 1)
             self._start_wave()
-        self.engines[rank.rank].show(report)
         return news
 
     def _start_wave(self) -> None:
@@ -237,46 +215,18 @@ class DataParallelCore:
 
     # ---------------------------------------------------------------- life and death
 
-    def check_health(self) -> None:
-        """Check that every engine is alive.
-
-        Raises:
-            ValueError: an engine refuses what the user has asked for.
-            ExecutorError: an engine has died, hangs, or has failed.
-        """
-        self._check()
-        verdict = self._watch.look(self._feel_pulses, last_words=self._hear_last_words)
-        if verdict is not None:
-            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
-
-    def _feel_pulses(self, timeout: float) -> None:
-        for rank in self.ranks:
-            rank.feel_pulse()
-
-    def _hear_last_words(self, timeout: float) -> None:
-        """Take in reports, too: one may say why an engine ends."""
-        time.sleep(timeout)
-        for rank in self.ranks:
-            rank.feel_pulse()
-            rank.receive()
-
-    def _check(self) -> None:
-        if self._reason:
-            raise ExecutorError(self._reason)
-
-    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
-        self._end(reason)
-        raise kind(reason)
+    def _listen(self, timeout: float) -> None:
+        self._poller.poll(int(1000 * timeout))
+        with uninterrupted():
+            for rank in self.ranks:
+                rank.receive()
 
     def _end(self, reason: str) -> None:
-        if self._reason:
-            return
         self._reason = reason
         self._rank_of.clear()
-        end_processes([rank.process for rank in self.ranks], self._names)
+        end_processes([rank.process for rank in self.ranks], self._folder)
         for rank in self.ranks:
             rank.close()
-        self._context.term()
 
     def close(self) -> None:
         """End all engines; those that have not ended after a second are killed."""
@@ -301,7 +251,5 @@ class DataParallelCore:
         """Take in reports until the condition holds, for at most this many seconds."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
-            self._poller.poll(10)
-            for rank in self.ranks:
-                for report in rank.receive():
-                    self._take(rank, report)
+            self._listen(0.01)
+            self._take_reports()

@@ -166,7 +166,7 @@ class EngineLoop:
                 self._sinks[command.engine] = self._sink(command.engine, hide_tokens=not command.show_tokens)
             self.core.engines[command.engine].watch(self._sinks[command.engine])
         elif command.order == "start_wave":
-            self.core.start_wave(command.wave)
+            self.core.waves.start(command.wave)
         elif command.order == "unwatch" and (sink := self._sinks.pop(command.engine, None)) is not None:
             self.core.engines[command.engine].unwatch(sink)
         return command.order != "shutdown"

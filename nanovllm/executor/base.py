@@ -7,15 +7,12 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.models.config import ModelConfig
-
-if TYPE_CHECKING:
-    from nanovllm.runner.runner import ModelRunner
 
 
 class ExecutorError(RuntimeError):
@@ -28,39 +25,44 @@ class Executor:
     Attributes:
         on_gpu: the ranks compute on GPUs.
         bytes_per_block: device memory of one KV block, on the rank that needs most.
-        is_broken: no further step can be run.
         is_in_process: the only rank is this process.
         sources: file descriptors or connections that become readable, at the latest, when a KV transfer of a rank has ended.
         transfer_has_ended: a rank has reported the end of a KV transfer that no step has taken in yet.
     """
 
+    config: EngineConfig
     on_gpu: bool
     bytes_per_block: int
-    is_broken: bool = False
+    _num_blocks: int
     is_in_process: bool = False
     sources: Sequence[Any] = ()
+    transfer_has_ended: bool = False
 
-    @property
-    def transfer_has_ended(self) -> bool:
-        """See `Executor`."""
-        return False
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of the `Worker` on every rank; returns the results by rank.
 
-    def forget_ends(self) -> None:
-        """Drop notifications that a KV transfer has ended. Call this when the next step asks every rank what has ended, or when
-        no transfer is in flight: a notification can arrive after the step that has taken in its transfer's end, and would wake
-        an idle engine again and again."""
+        Raises:
+            ExecutorError: a rank has died, hangs, or failed.
+        """
+        raise NotImplementedError
+
+    def _take_memory(self, memory: Sequence[tuple[int, int, bool]]) -> None:
+        """Take in what `Worker.memory` says on every rank."""
+        self._num_blocks = min(count for count, _, _ in memory)
+        self.bytes_per_block = max(size for _, size, _ in memory)
+        self.on_gpu = memory[0][2]
 
     def num_blocks_that_fit(self) -> int:
         """KV blocks for which every rank has room: the minimum over the ranks."""
-        raise NotImplementedError
+        return self._num_blocks
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Have every rank allocate its caches and buffers."""
-        raise NotImplementedError
+        """Have every rank allocate its caches and buffers; the settings are complete now."""
+        self.collective_rpc("allocate", self.config, num_blocks, num_host_blocks)
 
     def handshake_metadata(self) -> list[Any]:
         """How ranks of other engines reach each rank of this one; see `kv_transfer`."""
-        raise NotImplementedError
+        return self.collective_rpc("handshake_metadata")
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; returns a function that waits for its result. Steps run in the order of the calls, and their results
@@ -71,13 +73,18 @@ class Executor:
         """
         raise NotImplementedError
 
+    def forget_ends(self) -> None:
+        """Drop notifications that a KV transfer has ended. Call this when the next step asks every rank what has ended, or when
+        no transfer is in flight: a notification can arrive after the step that has taken in its transfer's end, and would wake
+        an idle engine again and again."""
+
     def forget_requests(self) -> dict[str, list[int]]:
         """Drop the state of all requests after a step was broken off.
 
         Returns:
             KV transfer id -> blocks to which a rank's peers may still write, until all ranks have reported its end.
         """
-        raise NotImplementedError
+        return self.collective_rpc("forget_requests")[0]
 
     def check_health(self) -> None:
         """Check that every rank is alive.
@@ -90,76 +97,9 @@ class Executor:
         """End all other processes and remove temporary files."""
 
 
-class InProcessExecutor(Executor):
-    """One rank, in this process."""
-
-    is_in_process = True
-
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        from nanovllm.distributed.groups import initialize_groups
-        from nanovllm.ops.device import choose_device
-        from nanovllm.runner.runner import ModelRunner
-
-        if config.in_lock_step:  # this process is one rank of several, each of which has an engine of its own
-            grid, rank = load("nanovllm.scheduler.data_parallel:engine_grid", "data_parallel_size")(config)
-            initialize_groups(
-                grid,
-                rank,
-                init_method=config.data_parallel_address,
-                device="cpu" if choose_device(config.device).type == "cpu" else "cuda:0",  # the only one it sees
-                disable_custom_all_reduce=config.disable_custom_all_reduce,
-            )
-        self.runner: ModelRunner = ModelRunner(config, model_config, folder)
-        self._ends: Any = None  # a mailbox, once this rank has KV transfers
-        self.on_gpu = self.runner.device.type != "cpu"
-        self.bytes_per_block = self.runner.bytes_per_block
-
-    def num_blocks_that_fit(self) -> int:
-        """See `runner.memory.num_blocks_that_fit`."""
-        from nanovllm.runner.memory import num_blocks_that_fit
-
-        return num_blocks_that_fit(self.runner)
-
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """See `ModelRunner.allocate`."""
-        self.runner.allocate(num_blocks, num_host_blocks)
-        if self.runner.config.kv_transfer is not None:
-            mailbox = self._ends = load("nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer")()
-            self.runner.connector.notify = lambda: mailbox.put(None)
-            self.sources = [mailbox.fileno()]
-
-    def handshake_metadata(self) -> list[Any]:
-        """See `KVConnectorWorker.get_handshake_metadata`."""
-        return [self.runner.connector.get_handshake_metadata()]
-
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See `ModelRunner.launch`."""
-        self.forget_ends()  # before the runner asks: a later end notifies again
-        return self.runner.launch(schedule)
-
-    def forget_ends(self) -> None:
-        """See `Executor`."""
-        if self._ends is not None:
-            self._ends.take()
-
-    def forget_requests(self) -> dict[str, list[int]]:
-        """See `ModelRunner.forget_requests`."""
-        return self.runner.forget_requests()
-
-    def close(self) -> None:
-        """Leave the engines with which this one is in lock-step or shares KV."""
-        from nanovllm.distributed.groups import destroy_groups
-
-        self.runner.close()
-        if self._ends is not None:
-            self._ends.close()
-        if self.runner.config.in_lock_step:
-            destroy_groups()
-
-
 # Backend -> module and class, imported when chosen.
 EXECUTORS = {
-    "uni": "nanovllm.executor.base:InProcessExecutor",
+    "uni": "nanovllm.executor.uniproc:InProcessExecutor",
     "mp": "nanovllm.executor.multiprocess:MultiprocessExecutor",
     "external_launcher": "nanovllm.executor.torchrun:TorchrunExecutor",
     "ray": "nanovllm.executor.ray:RayExecutor",

@@ -24,9 +24,8 @@ from nanovllm.executor.remote import (
     how_it_ended,
     start_process,
 )
-from nanovllm.executor.worker import WorkerSetup
+from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import engine_grid
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +39,9 @@ class RankProcess(RemoteRank):
 
     program = "nanovllm.executor.worker"
 
-    def __init__(self, rank: int, grid: Grid, threads: int) -> None:
-        loopback = "lo" if sys.platform == "linux" else "lo0"  # all ranks are on this machine
-        environment = {
-            f"{library}_SOCKET_IFNAME": os.environ.get(f"{library}_SOCKET_IFNAME", loopback)
-            for library in ("GLOO", "NCCL")
-        }
-        self.process, connection = start_process(["-m", self.program], environment | {"OMP_NUM_THREADS": str(threads)})
-        super().__init__(rank, grid, connection, f"process {self.process.pid}")
+    def __init__(self, rank: int, grid: Grid, environment: dict[str, str]) -> None:
+        self.process, connection = start_process(["-m", self.program], environment)
+        super().__init__(rank, grid, connection, f"process {self.process.pid}", rank)
         self.pid = self.process.pid
 
     def end(self) -> str:
@@ -55,51 +49,39 @@ class RankProcess(RemoteRank):
         return how_it_ended(self.process)
 
 
-def _order_queue(num_ranks: int) -> MessageQueue | None:
-    try:
-        return MessageQueue.create(num_ranks)
-    except OSError as error:
-        logger.warning("orders go through one socket per rank, which is slower: no shared memory (%s)", error)
-        return None
-
-
 class MultiprocessExecutor(RemoteExecutor):
     """Starts a process for each rank. Orders go to all of them at once through shared memory; answers come back through one
-    socket per rank.
+    socket per rank."""
 
-    Raises:
-        ValueError: a rank refuses a checkpoint, a device or a size; in its words.
-        ExecutorError: a rank could not start.
-    """
-
-    ranks: list[RankProcess]  # type: ignore[assignment]
+    ranks: list[RankProcess]
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        super().__init__(config)
-        threads = max(1, torch.get_num_threads() // self.grid.world_size)
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
         self._orders: MessageQueue | None = None
+        super().__init__(config, model_config, folder)
+        if self._orders is not None:
+            self._orders.wait_until_attached(SILENCE_SECONDS)  # where its memory has a name, it loses that now
+        if not self.on_gpu:  # NCCL uses the file when two ranks first talk; gloo has used it
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start_ranks(self, setup: WorkerSetup) -> None:
+        size, loopback = (
+            self.grid.world_size,
+            "lo" if sys.platform == "linux" else "lo0",
+        )  # all ranks are on this machine
+        interfaces = (f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL"))
+        environment = {name: os.environ.get(name, loopback) for name in interfaces}
+        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // size))
+        for rank in range(size):
+            self.ranks.append(RankProcess(rank, self.grid, environment))
+        self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
         try:
-            for rank in range(self.grid.world_size):
-                self.ranks.append(RankProcess(rank, self.grid, threads))
-            processes = [rank.process for rank in self.ranks]
-            self._finalizer = weakref.finalize(self, end_processes, processes, self._folder)
-            self._orders = _order_queue(self.grid.world_size)
-            handle = self._orders.handle if self._orders is not None else None
-            address = config.data_parallel_address or f"file://{self._folder}/rendezvous"
-            _, first = engine_grid(config)
-            for r in self.ranks:
-                place, level = (first + r.rank, r.rank), logger.getEffectiveLevel()
-                setup = WorkerSetup(config, model_config, folder, *place, address, threads, handle, level)
-                r.connection.send(setup)
-            self._start()
-            if self._orders is not None:
-                self._orders.wait_until_attached(SILENCE_SECONDS)  # where its memory has a name, it loses that now
-            if not self.on_gpu:  # NCCL uses the file when two ranks first talk; gloo has used it
-                shutil.rmtree(self._folder, ignore_errors=True)
-        except BaseException:
-            self._end("the ranks could not start")
-            raise
+            self._orders = MessageQueue.create(size)
+            setup.orders = self._orders.handle
+        except OSError as error:
+            logger.warning("orders go through one socket per rank, which is slower: no shared memory (%s)", error)
+        setup.init_method = self.config.data_parallel_address or f"file://{self._folder}/rendezvous"
+        setup.log_level = logger.getEffectiveLevel()
 
     def _send(self, order: bytes) -> None:
         if self._orders is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pathlib
 import shutil
 import socket
 import tempfile
@@ -17,12 +16,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import Mouth
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import Reception, RemoteExecutor, RemoteRank, connect, interface_of
-from nanovllm.executor.worker import WorkerSetup, run_worker
-from nanovllm.models.config import ModelConfig
+from nanovllm.executor.remote import Card, Reception, RemoteExecutor, RemoteRank, connect, interface_of
+from nanovllm.executor.uniproc import WorkerSetup
+from nanovllm.executor.worker import run_worker
 
 try:
     import ray
@@ -31,7 +29,7 @@ except ImportError as error:
         "distributed_executor_backend 'ray' needs Ray, which is not installed: pip install 'nanovllm[ray]'"
     ) from error
 from ray._private import ray_constants
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to start machines first.
@@ -52,10 +50,6 @@ OWN_RAY = {
 class RankActor:
     """A rank in an actor: a thread of it runs the worker."""
 
-    def whereabouts(self) -> tuple[str, int]:
-        """This machine's address, and the number of this process."""
-        return ray.util.get_node_ip_address(), os.getpid()
-
     def open_meeting_place(self) -> str:
         """On rank 0: the address where the ranks meet. It listens on one address only."""
         address = ray.util.get_node_ip_address()
@@ -66,14 +60,15 @@ class RankActor:
             )
         return f"tcp://{address}:{port}"
 
-    def start(self, setup: WorkerSetup, invitation: tuple[str, int, str]) -> None:
+    def start(self, rank: int, invitation: tuple[str, int, str]) -> None:
         """Start the rank, which connects to the executor."""
-        if (interface := interface_of(ray.util.get_node_ip_address())) is not None:
+        address = ray.util.get_node_ip_address()
+        if (interface := interface_of(address)) is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
         def run() -> None:
-            connection = connect(invitation, setup.rank)
-            run_worker(setup, connection, Mouth(connection.send))
+            connection = connect(invitation, Card(rank, 0, address))  # Ray shows each actor one GPU, as its first
+            run_worker(connection.recv(), connection, Mouth(connection.send))
             connection.close()
 
         threading.Thread(target=run, name="rank", daemon=True).start()
@@ -86,153 +81,120 @@ class RayRank(RemoteRank):
         actor: its handle.
     """
 
-    actor: Any
+    actor: Any = None
 
     def end(self) -> str:
         """How the actor has ended, in Ray's words; "" while it lives."""
         if self.is_gone:
             try:
-                ray.get(self.actor.whereabouts.remote(), timeout=FATE_SECONDS)
+                ray.get(self.actor.__ray_ready__.remote(), timeout=FATE_SECONDS)
             except ray.exceptions.RayError as error:
                 return f"has ended: {' '.join(str(error).split())}"
         return super().end()
 
 
-class Lease:
-    """What this program uses of Ray and has to give back: room for the ranks, and Ray's processes if it has started them."""
+def start_ray(num_cpus: int, folder: str) -> None:
+    """Start Ray for this program alone, on the loopback interface.
 
-    def __init__(self) -> None:
-        self.is_ours = not ray.is_initialized()
-        self.group: PlacementGroup | None = None
-        self.actors: list[Any] = []
-        self.folder = ""
+    Raises:
+        ExecutorError: Ray does not start.
+    """
+    for name, value in OWN_RAY.items():
+        os.environ.setdefault(name, value)
+    # The same as the variable says, which this process has read already when it imported Ray.
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init(
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _node_ip_address="127.0.0.1",
+            _temp_dir=folder,
+        )
+    except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                if any(folder in word for word in child.cmdline()):
+                    child.kill()
+        raise ExecutorError(f"Ray could not start: {error}") from error
 
-    def start_ray(self, num_cpus: int) -> None:
-        """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone, on the loopback interface.
 
-        Raises:
-            ExecutorError: Ray does not start.
-        """
-        if os.environ.get("RAY_ADDRESS"):
-            ray.init(address="auto", log_to_driver=False, configure_logging=False)
-            return
-        for name, value in OWN_RAY.items():
-            os.environ.setdefault(name, value)
-        # The same as the variable says, which this process has read already when it imported Ray.
-        ray_constants.ENABLE_RAY_CLUSTER = False
-        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # Ray adds long names of sockets
-        self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
-        try:
-            self._start_own(num_cpus)
-        except ExecutorError:
-            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
-            self._start_own(num_cpus)
+def find_room(num_ranks: int, with_gpu: bool) -> Any:
+    """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible; returns the placement group.
 
-    def _start_own(self, num_cpus: int) -> None:
-        try:
-            ray.init(
-                num_cpus=num_cpus,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=self.folder,
-            )
-        except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
-            for child in psutil.Process().children():
-                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                    if any(self.folder in word for word in child.cmdline()):
-                        child.kill()
-            raise ExecutorError(f"Ray could not start: {error}") from error
-
-    def find_room(self, num_ranks: int, with_gpu: bool) -> PlacementGroup:
-        """Reserve a CPU, and with `with_gpu` a GPU, for each rank, on as few machines as possible.
-
-        Raises:
-            ValueError: the cluster does not have enough of them, or they are in use.
-        """
-        bundle = {"CPU": 1.0} | ({"GPU": 1.0} if with_gpu else {})
-        there = ray.cluster_resources()
-        for kind in bundle:
-            if there.get(kind, 0) < num_ranks:
-                raise ValueError(
-                    f"{num_ranks} ranks need {num_ranks} {kind}s, and Ray's cluster has {there.get(kind, 0):g}: "
-                    "lower tensor_parallel_size x pipeline_parallel_size, or add machines"
-                )
-        self.group = placement_group([bundle] * num_ranks, strategy="PACK")
-        if not self.group.wait(PLACEMENT_SECONDS):
+    Raises:
+        ValueError: the cluster does not have enough of them, or they are in use.
+    """
+    bundle = {"CPU": 1.0} | ({"GPU": 1.0} if with_gpu else {})
+    there = ray.cluster_resources()
+    for kind in bundle:
+        if there.get(kind, 0) < num_ranks:
             raise ValueError(
-                f"Ray's cluster had no room for {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds; "
-                f"free are {ray.available_resources()}"
+                f"{num_ranks} ranks need {num_ranks} {kind}s, and Ray's cluster has {there.get(kind, 0):g}: "
+                "lower tensor_parallel_size x pipeline_parallel_size, or add machines"
             )
-        return self.group
-
-    def give_back(self) -> None:
-        """End the actors, and Ray if this program has started it."""
-        if ray.is_initialized():
-            for actor in self.actors:
-                ray.kill(actor)
-            if self.group is not None:
-                remove_placement_group(self.group)
-            if self.is_ours:
-                ray.shutdown()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+    group = placement_group([bundle] * num_ranks, strategy="PACK")
+    if not group.wait(PLACEMENT_SECONDS):
+        remove_placement_group(group)
+        raise ValueError(
+            f"Ray's cluster had no room for {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds; "
+            f"free are {ray.available_resources()}"
+        )
+    return group
 
 
 class RayExecutor(RemoteExecutor):
     """Starts an actor for each rank, in a placement group; also Ray itself, unless the program has, or RAY_ADDRESS names a
-    cluster.
+    cluster."""
 
-    Raises:
-        ValueError: Ray is not installed, or does not have enough CPUs or GPUs; or what a rank refuses.
-        ExecutorError: a rank could not start.
-    """
+    ranks: list[RayRank]
+    folder = ""  # of a Ray that this program has started
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        super().__init__(config)
-        self._lease = Lease()
-        self._finalizer = weakref.finalize(self, self._lease.give_back)
+    def _start_ranks(self, setup: WorkerSetup) -> None:
+        size = self.grid.world_size
+        self._lease = contextlib.ExitStack()  # what this program uses of Ray and has to give back
+        self._finalizer = weakref.finalize(self, self._lease.close)
+        if not ray.is_initialized():
+            self._join_cluster(setup)
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
+        setup.config = dataclasses.replace(self.config, device=device)
+        group = find_room(size, device == "cuda")
+        # Its actors end with it. If Ray has ended already, there is nothing to give back.
+        self._lease.callback(lambda: remove_placement_group(group) if ray.is_initialized() else None)
+        actor_class: Any = ray.remote(RankActor)
+        resources = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
+        places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
+        actors = [actor_class.options(**resources, scheduling_strategy=place).remote() for place in places]
+        reception = Reception(ray.util.get_node_ip_address())
         try:
-            if self._lease.is_ours:
-                self._lease.start_ray(self.grid.world_size)
-            self._start_actors(config, model_config, folder)
-            self._start()
-        except BaseException:
-            self._end("the ranks could not start")
-            raise
+            setup.init_method = ray.get(actors[0].open_meeting_place.remote())
+            ray.get([actor.start.remote(rank, reception.invitation) for rank, actor in enumerate(actors)])
+        except ray.exceptions.RayError as error:
+            raise ExecutorError(f"Ray could not start the ranks: {error}") from error
+        for rank, (connection, card) in sorted(reception.wait_for(range(size)).items()):
+            self.ranks.append(RayRank(rank, self.grid, connection, card.where))
+            self.ranks[rank].actor = actors[rank]
+
+    def _join_cluster(self, setup: WorkerSetup) -> None:
+        """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone."""
+        if os.environ.get("RAY_ADDRESS"):
+            self._lease.callback(ray.shutdown)
+            ray.init(address="auto", log_to_driver=False, configure_logging=False)
+            return
+        setup.threads = max(1, torch.get_num_threads() // self.grid.world_size)
+        short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # Ray adds long names of sockets
+        self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
+        self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self._lease.callback(ray.shutdown)  # callbacks run in reverse order
+        try:
+            start_ray(self.grid.world_size, self.folder)
+        except ExecutorError:
+            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
+            start_ray(self.grid.world_size, self.folder)
 
     def _kill(self) -> None:
         self._finalizer()
-
-    def _start_actors(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        device = config.device
-        if device == "auto":
-            device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-        group = self._lease.find_room(self.grid.world_size, device == "cuda")
-        actor_class: Any = ray.remote(RankActor)
-        for rank in range(self.grid.world_size):
-            actor = actor_class.options(
-                num_cpus=1,
-                num_gpus=int(device == "cuda"),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, rank),
-            ).remote()
-            self._lease.actors.append(actor)
-        try:
-            places = ray.get([actor.whereabouts.remote() for actor in self._lease.actors])
-            address = ray.get(self._lease.actors[0].open_meeting_place.remote())
-        except ray.exceptions.RayError as error:
-            raise ExecutorError(f"Ray could not start the ranks: {error}") from error
-        threads = max(1, torch.get_num_threads() // self.grid.world_size) if self._lease.folder else 1
-        config = dataclasses.replace(config, device=device)
-        reception = Reception(ray.util.get_node_ip_address())
-        for rank, actor in enumerate(self._lease.actors):
-            # Ray shows each actor one GPU, which the actor calls its first.
-            setup = WorkerSetup(config, model_config, folder, rank, 0, address, threads)
-            actor.start.remote(setup, reception.invitation)
-        connections = reception.wait_for(list(range(self.grid.world_size)))
-        for rank, (machine, process) in enumerate(places):
-            ray_rank = RayRank(rank, self.grid, connections[rank], f"process {process} on {machine}")
-            ray_rank.actor = self._lease.actors[rank]
-            self.ranks.append(ray_rank)

@@ -4,8 +4,10 @@ and when something fails, the executor finds out which rank is to blame."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hmac
 import os
+import pathlib
 import pickle
 import secrets
 import shutil
@@ -16,9 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -28,14 +30,15 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
 from nanovllm.executor.base import Executor, ExecutorError
+from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv.connector import OutputAggregator
+from nanovllm.models.config import ModelConfig
+from nanovllm.scheduler.data_parallel import engine_grid
 
 # Loading a large model takes long; a rank that is not ready after this time will not be.
 START_SECONDS = 600.0
 # The longest time for a live rank to carry out an order.
 ORDER_SECONDS = 300.0
-# The longest time for a rank that is known to live to connect.
-CONNECT_SECONDS = 60.0
 # The longest time for what connects to say what it is.
 GREETING_SECONDS = 5.0
 # A connection whose other machine acknowledges nothing for this long is closed.
@@ -64,19 +67,25 @@ def uninterrupted() -> Iterator[None]:
 # ---------------------------------------------------------------- processes of this machine
 
 
-def start_process(words: Sequence[str], environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_process(
+    words: Sequence[str], environment: Mapping[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start Python with these arguments, and a connection to it. The number of its socket is the last argument.
 
     Args:
         environment: variables that differ from those of this process.
+        wrapper: a command that the process's own is appended to.
+        log: gets what the process prints; by default, this process's output does.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, *words, str(theirs.fileno())],
+            [*wrapper, sys.executable, *words, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env=os.environ | dict(environment),
             stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             process_group=0,  # Ctrl-C in a terminal is for the parent alone
         )
     return process, Connection(ours.detach())
@@ -104,14 +113,32 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> 
 
 def interface_of(address: str) -> str | None:
     """The name of this machine's network interface that has an address; None if none has."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in (a.address for a in addresses):
-            return name
-    return None
+    found = psutil.net_if_addrs().items()
+    return next((name for name, addresses in found if address in (a.address for a in addresses)), None)
+
+
+@dataclasses.dataclass
+class Card:
+    """What a rank that the executor has not started says of itself when it connects.
+
+    Attributes:
+        settings: with which it was started; None if the executor's are the only ones.
+    """
+
+    rank: int
+    local_rank: int
+    host: str
+    settings: dict[str, Any] | None = None
+    pid: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def where(self) -> str:
+        """Its process, for messages."""
+        return f"process {self.pid} on {self.host}"
 
 
 class Reception:
-    """Where ranks that the executor has not started itself connect to it. Only ranks that know the key are let in.
+    """Where ranks that the executor has not started connect to it. Only ranks that know the key are let in.
 
     Args:
         host: the address of this machine at which the ranks can reach it.
@@ -123,33 +150,34 @@ class Reception:
         self._key = secrets.token_hex(32)
         self.invitation = (host, self._listener.getsockname()[1], self._key)
 
-    def wait_for(self, ranks: list[int]) -> dict[int, Connection]:
+    def wait_for(self, ranks: Collection[int]) -> dict[int, tuple[Connection, Card]]:
         """Wait until these ranks have connected; nothing listens any more after that.
 
         Raises:
             ExecutorError: a rank has not connected in time.
         """
-        found: dict[int, Connection] = {}
-        deadline = time.monotonic() + CONNECT_SECONDS
+        found: dict[int, tuple[Connection, Card]] = {}
+        deadline = time.monotonic() + START_SECONDS
         with self._listener:
+            self._listener.settimeout(LOOK_SECONDS)
             while missing := [rank for rank in ranks if rank not in found]:
                 if time.monotonic() > deadline:
-                    raise ExecutorError(f"ranks {missing} have not connected within {CONNECT_SECONDS:g} seconds")
-                self._listener.settimeout(CONNECT_SECONDS)
+                    raise ExecutorError(f"ranks {missing} have not connected within {START_SECONDS:g} seconds")
                 with contextlib.suppress(OSError, EOFError):  # it may be a stranger
                     connection = _connection(self._listener.accept()[0])
-                    greeting = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
-                    key, _, rank = greeting.partition(b" ")
+                    key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
                     if hmac.compare_digest(key, self._key.encode()):
-                        found[int(rank)] = connection
+                        card: Card = connection.recv()
+                        found[card.rank] = connection, card
         return found
 
 
-def connect(invitation: Sequence[Any], rank: int) -> Connection:
+def connect(invitation: Sequence[Any], card: Card) -> Connection:
     """A rank's connection to its executor; see `Reception.invitation`."""
     host, port, key = invitation
-    connection = _connection(socket.create_connection((host, port), CONNECT_SECONDS))
-    connection.send_bytes(f"{key} {rank}".encode())
+    connection = _connection(socket.create_connection((host, port), START_SECONDS))
+    connection.send_bytes(key.encode())
+    connection.send(card)
     return connection
 
 
@@ -166,22 +194,67 @@ def _connection(line: socket.socket) -> Connection:
 # ---------------------------------------------------------------- ranks
 
 
+class WatchedProcesses:
+    """Processes that work together: if one fails, all are ended. A subclass says how to `_listen` to them and how to `_end` them.
+
+    Attributes:
+        ranks: the processes.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: list[Any] = []
+        self._watch = Watch(self.ranks)
+        self._reason = ""  # why they have been ended
+
+    def _listen(self, timeout: float) -> None:
+        """Take in what they have sent, and mark those that are gone; wait up to `timeout` seconds for something."""
+        raise NotImplementedError
+
+    def _end(self, reason: str) -> None:
+        """End all, whatever they do."""
+        raise NotImplementedError
+
+    def check_health(self) -> None:
+        """Check whether one has ended, hangs, or has been silent for too long.
+
+        Raises:
+            ValueError: one refuses what the user has asked for.
+            ExecutorError: any other trouble.
+        """
+        self._hear(0)
+
+    def _check(self) -> None:
+        if self._reason:
+            raise ExecutorError(self._reason)
+
+    def _hear(self, timeout: float) -> None:
+        """Listen to all; the first sign of trouble ends them."""
+        self._check()
+        if (verdict := self._watch.look(self._listen, timeout)) is not None:
+            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
+
+    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
+        self._end(reason)
+        raise kind(reason)
+
+
 class RemoteRank(Peer):
     """A rank as its executor knows it. Its name tells its place in the grid if there are several stages.
 
     Attributes:
         connection: to the rank, see `worker.run_worker`.
+        local_rank: its number on its machine.
         answers: by the number of the order.
         transfer_has_ended: a KV transfer has ended on the rank, and no step has taken that in yet.
     """
 
     transfer_has_ended = False
 
-    def __init__(self, rank: int, grid: Grid, connection: Connection, where: str) -> None:
+    def __init__(self, rank: int, grid: Grid, connection: Connection, where: str, local_rank: int = 0) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
         super().__init__(f"rank {rank}{place}", where)
-        self.rank, self.connection = rank, connection
+        self.connection, self.local_rank = connection, local_rank
         self.answers: dict[int, Any] = {}
 
     def take(self, message: Any) -> None:
@@ -194,37 +267,46 @@ class RemoteRank(Peer):
             self.answers[order] = answer
 
 
-class RemoteExecutor(Executor):
+class RemoteExecutor(WatchedProcesses, Executor):
     """Sends every order to all ranks, in the same sequence; the first rank of the last stage answers with a step's result.
 
-    A subclass makes `ranks`, calls `_start`, and says how to `_kill` them.
+    A subclass says how to start the ranks and how to kill them.
+
+    Raises:
+        ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size; in its words.
+        ExecutorError: a rank could not start.
     """
 
-    ranks: list[RemoteRank]
-
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+        super().__init__()
+        self.config = config
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
-        self.ranks = []
-        self._config = config
         self._num_orders = 0
         self._transfers = OutputAggregator(self.grid.world_size)
-        self._reason = ""
-
-    def _start(self) -> None:
-        """Wait until every rank has loaded its part of the model.
-
-        Raises:
-            ValueError: a rank refuses a checkpoint, a device or a size; in its words.
-            ExecutorError: a rank could not start.
-        """
-        self._watch = Watch(self.ranks)
-        memory = [self._answer(rank, 0, START_SECONDS) for rank in self.ranks]
+        setup = WorkerSetup(config, model_config, folder)
+        try:
+            self._start_ranks(setup)
+            _, first = engine_grid(config)
+            for number, rank in enumerate(self.ranks):
+                setup.rank, setup.local_rank = first + number, rank.local_rank
+                with contextlib.suppress(OSError):  # `_answer` finds out why
+                    rank.connection.send(setup)
+            self._take_memory([self._answer(rank, 0, START_SECONDS) for rank in self.ranks])
+        except BaseException:
+            self._end("the ranks could not start")
+            raise
         for rank in self.ranks:
             rank.expect_heartbeats()
         self.sources = [rank.connection for rank in self.ranks]
-        self._num_blocks = min(count for count, _, _ in memory)
-        self.bytes_per_block = max(size for _, size, _ in memory)
-        self.on_gpu = memory[0][2]
+
+    def _start_ranks(self, setup: WorkerSetup) -> None:
+        """Start the processes that the ranks will run in, and put the ranks into `ranks`, with a connection to each. They wait for
+        `setup`, which this method completes (except for their numbers)."""
+        raise NotImplementedError
+
+    def _kill(self) -> None:
+        """End all ranks, whatever they do. Their connections are closed."""
+        raise NotImplementedError
 
     def _send(self, order: bytes) -> None:
         """Send an order to all ranks. `_listen` finds out if a rank is gone."""
@@ -233,26 +315,21 @@ class RemoteExecutor(Executor):
                 rank.connection.send_bytes(order)
 
     def _listen(self, timeout: float) -> None:
-        """Take in what the ranks have sent, and mark ranks that are gone; wait up to `timeout` seconds for something."""
         by_connection = {rank.connection: rank for rank in self.ranks if not rank.is_gone}
         ready = wait(list(by_connection), timeout)
         with uninterrupted():
             for connection in ready:
                 by_connection[connection].drain(connection)  # type: ignore[index,arg-type]
 
-    def _kill(self) -> None:
-        """End all ranks, whatever they do. Their connections are closed."""
-        raise NotImplementedError
-
     def _end(self, reason: str) -> None:
-        self.is_broken, self._reason = True, reason
+        self._reason = reason
         for rank in self.ranks:
             rank.connection.close()
         self._kill()
 
     def close(self) -> None:
         """End all ranks; those that have not ended after CLOSE_SECONDS are killed."""
-        if self.is_broken:
+        if self._reason:
             return
         with contextlib.suppress(ExecutorError, OSError):
             self._order("shutdown")
@@ -263,26 +340,29 @@ class RemoteExecutor(Executor):
 
     # ---------------------------------------------------------------- what the engine calls
 
-    def num_blocks_that_fit(self) -> int:
-        """The minimum over the ranks."""
-        return self._num_blocks
-
-    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Have every rank allocate its caches and buffers; the settings are complete now."""
-        self._call("allocate", self._config, num_blocks, num_host_blocks)
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Executor`."""
+        number = self._order(method, *arguments)
+        return [self._answer(rank, number) for rank in self.ranks]
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Tell every rank; the result comes from the first rank of the last stage."""
-        if schedule.connector_metadata is not None:
-            self.forget_ends()
-        number = self._order("launch", schedule)
-        output_rank = self.ranks[self.grid.world_size - self.grid.tensor]
+        output_rank = self.grid.world_size - self.grid.tensor
         if schedule.connector_metadata is None:
-            return lambda: self._answer(output_rank, number)
-        return lambda: self._gather(number, output_rank)
+            number = self._order("launch", schedule)
+            return lambda: self._answer(self.ranks[output_rank], number)
+        self.forget_ends()
+        number = self._order("launch", schedule)
+
+        def gather() -> ModelRunnerOutput:  # a KV transfer has ended once it has ended on every rank
+            results = [self._answer(rank, number) for rank in self.ranks]
+            results[output_rank].connector_output = self._transfers.add([r.connector_output for r in results])
+            return results[output_rank]
+
+        return gather
 
     @property
-    def transfer_has_ended(self) -> bool:
+    def transfer_has_ended(self) -> bool:  # type: ignore[override]
         """See `Executor`."""
         return any(rank.transfer_has_ended for rank in self.ranks)
 
@@ -291,38 +371,18 @@ class RemoteExecutor(Executor):
         for rank in self.ranks:
             rank.transfer_has_ended = False
 
-    def _gather(self, number: int, output_rank: RemoteRank) -> ModelRunnerOutput:
-        """The result of a step with KV transfers: a transfer has ended once it has ended on every rank."""
-        results = [self._answer(rank, number) for rank in self.ranks]
-        result = results[output_rank.rank]
-        result.connector_output = self._transfers.add([r.connector_output for r in results])
-        return result
-
-    def handshake_metadata(self) -> list[Any]:
-        """Of every rank."""
-        return self._call("handshake_metadata")
-
     def forget_requests(self) -> dict[str, list[int]]:
         """Drop the state of all requests on every rank; see `Executor`."""
-        if self.is_broken:
+        if self._reason:
             return {}
-        answers = self._call("forget_requests")
+        answers = self.collective_rpc("forget_requests")
         self._transfers = OutputAggregator(self.grid.world_size)
         for answer in answers:  # a rank whose part of a transfer has ended does not report that again
             missing = {key for other in answers for key in other} - answer.keys()
             self._transfers.add([KVConnectorOutput(finished_recving=missing)])
         return {key: block_ids for answer in answers for key, block_ids in answer.items()}
 
-    def check_health(self) -> None:
-        """Check whether a rank has ended, hangs, or has been silent for too long."""
-        self._check()
-        self._hear(0)
-
     # ---------------------------------------------------------------- orders and answers
-
-    def _check(self) -> None:
-        if self.is_broken:
-            raise ExecutorError(self._reason)
 
     def _order(self, name: str, *arguments: Any) -> int:
         """Send all ranks an order; returns its number."""
@@ -332,11 +392,6 @@ class RemoteExecutor(Executor):
             self._num_orders += 1
             self._send(order)
         return self._num_orders
-
-    def _call(self, name: str, *arguments: Any) -> list[Any]:
-        """Have every rank do something, and wait for all answers."""
-        number = self._order(name, *arguments)
-        return [self._answer(rank, number) for rank in self.ranks]
 
     def _answer(self, rank: RemoteRank, order: int, timeout: float = ORDER_SECONDS) -> Any:
         """Wait for a rank's answer to an order, and drop its answers to earlier ones. Watches all ranks meanwhile."""
@@ -351,17 +406,3 @@ class RemoteExecutor(Executor):
         answer = rank.answers[order]
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer
-
-    def _hear(self, timeout: float) -> None:
-        """Listen to all ranks; the first sign of trouble ends them all.
-
-        Raises:
-            ValueError: a rank refuses what the user has asked for.
-            ExecutorError: any other trouble.
-        """
-        if (verdict := self._watch.look(self._listen, timeout)) is not None:
-            self._fail(verdict.text, ValueError if verdict.is_users else ExecutorError)
-
-    def _fail(self, reason: str, kind: type[Exception] = ExecutorError) -> NoReturn:
-        self._end(reason)
-        raise kind(reason)

@@ -1,4 +1,4 @@
-"""A rank: its place in the grid, its part of the model, and the loop in which it carries out the executor's orders.
+"""The loop in which a rank in another process carries out the executor's orders.
 
 `MultiprocessExecutor` starts `python -m nanovllm.executor.worker FD`. FD is a socket to the executor: the first message on it is a
 `WorkerSetup`; answers and heartbeats go back.
@@ -9,18 +9,14 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import pathlib
 import pickle
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
-from nanovllm.data.config import EngineConfig
-from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.distributed.groups import destroy_groups, get_pp_group, get_tp_group, initialize_groups
+from nanovllm.data.schedule import ModelRunnerOutput
+from nanovllm.distributed.groups import get_pp_group, get_tp_group
 from nanovllm.distributed.life_signs import (
     STEP_SECONDS,
     TRANSFER_ENDED,
@@ -31,94 +27,15 @@ from nanovllm.distributed.life_signs import (
     at_rest,
     in_step,
 )
-from nanovllm.distributed.shared_memory import MessageQueue, QueueHandle
-from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import engine_grid
-
-
-@dataclass
-class WorkerSetup:
-    """What a rank needs to know before it starts.
-
-    Attributes:
-        folder: the checkpoint.
-        rank, local_rank: in the grid, and on this machine.
-        init_method: where the ranks meet; see `initialize_groups`.
-        threads: of torch on a CPU.
-        orders: the shared-memory queue that carries orders; None if they come through the connection.
-        log_level: of this process's loggers.
-    """
-
-    config: EngineConfig
-    model_config: ModelConfig
-    folder: pathlib.Path
-    rank: int
-    local_rank: int
-    init_method: str
-    threads: int = 1
-    orders: QueueHandle | None = None
-    log_level: int = logging.WARNING
-
-
-class Worker:
-    """A rank with its part of the model. Every public method can be an order.
-
-    Raises:
-        ValueError: settings, a checkpoint or a device that do not fit.
-    """
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        import torch
-
-        config = setup.config
-        use_gpu = config.device != "cpu" and torch.cuda.is_available()
-        if use_gpu:
-            torch.cuda.set_device(setup.local_rank)
-        else:
-            torch.set_num_threads(setup.threads)
-        grid, _ = engine_grid(config)
-        initialize_groups(
-            grid,
-            setup.rank,
-            setup.local_rank,
-            setup.init_method,
-            f"cuda:{setup.local_rank}" if use_gpu else "cpu",
-            disable_custom_all_reduce=config.disable_custom_all_reduce,
-        )
-        from nanovllm.runner.runner import ModelRunner
-
-        self.runner = ModelRunner(config, setup.model_config, setup.folder)
-
-    def memory(self) -> tuple[int, int, bool]:
-        """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
-        from nanovllm.runner.memory import num_blocks_that_fit
-
-        runner = self.runner
-        return num_blocks_that_fit(runner), runner.bytes_per_block, runner.device.type != "cpu"
-
-    def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate caches and buffers; the settings are complete now."""
-        self.runner.config = config
-        self.runner.allocate(num_blocks, num_host_blocks)
-
-    def handshake_metadata(self) -> Any:
-        """See `KVConnectorWorker.get_handshake_metadata`."""
-        return self.runner.connector.get_handshake_metadata()
-
-    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See `ModelRunner.launch`; every rank computes its part."""
-        return self.runner.launch(schedule)
-
-    def forget_requests(self) -> dict[str, list[int]]:
-        """See `ModelRunner.forget_requests`."""
-        return self.runner.forget_requests()
+from nanovllm.distributed.shared_memory import MessageQueue
+from nanovllm.executor.uniproc import Worker, WorkerSetup
 
 
 def run_worker(setup: WorkerSetup, connection: Connection, mouth: Mouth) -> bool:
     """Start the rank, report its memory, and carry out orders until the executor shuts it down or is gone. Reports errors.
 
     Args:
-        connection: on which orders come, if not through shared memory: pickled names of methods with their arguments.
+        connection: brings orders, if they do not come through shared memory: pickled names of methods with their arguments.
         mouth: not started yet; sends answers and heartbeats over the same connection.
 
     Returns:
@@ -184,8 +101,7 @@ def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> 
         if name == "allocate":
             worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
         mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
-    worker.runner.close()
-    destroy_groups()
+    worker.close()
     return True
 
 

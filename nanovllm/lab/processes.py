@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pathlib
+import pickle
 import signal
 import socket
 import tempfile
@@ -17,10 +19,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanovllm.distributed.groups import Grid
 
+# One server process imports torch once; it forks a rank in milliseconds, where a new interpreter takes seconds.
+PRELOADED = ["nanovllm.lab.processes", "nanovllm.models.loader"]
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(PRELOADED)
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GOMP_CPU_AFFINITY")
 
 
-class RankFailed(RuntimeError):
+class RankError(RuntimeError):
     """A rank raised an error, died, or did not end in time; the message says which rank and why."""
 
 
@@ -44,64 +51,68 @@ def run_ranks(
     function: Callable[..., Any],
     grid: Grid,
     *arguments: Any,
+    timeout: float = 600.0,
     threads: int = 1,
     device: str = "cpu",
-    timeout: float = 600.0,
+    return_failures: bool = False,
     collective_timeout: float = 120.0,
     disable_custom_all_reduce: bool = False,
 ) -> list[Any]:
-    """Run `function(*arguments)` on each rank of the grid, in processes of their own; returns the results by rank.
+    """Run `function(*arguments)` in one process per rank of the grid, with the groups initialized, and wait for all.
 
     Args:
         function: of a module, because it is pickled by its name; arguments and results are pickled too.
-        threads: of torch, in each process.
-        device: "cpu", or "cuda" for a GPU per rank.
         timeout: seconds after which all ranks are killed.
+        threads: of torch, per process.
+        device: "cpu", or "cuda" for a GPU per rank.
+        return_failures: return a `RankError` as the result of a rank that failed, instead of raising it.
         collective_timeout, disable_custom_all_reduce: of the groups, see `initialize_groups`.
 
+    Returns:
+        The result of each rank, in the order of the ranks.
+
     Raises:
-        RankFailed: a rank failed; all others have been killed.
+        RankError: a rank failed; all others are killed.
     """
-    context = multiprocessing.get_context("spawn")
     settings = {"grid": grid, "timeout": collective_timeout, "disable_custom_all_reduce": disable_custom_all_reduce}
-    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder, contextlib.ExitStack() as at_the_end:
         settings["init_method"] = f"file://{pathlib.Path(folder) / 'rendezvous'}"
-        answers, processes = [], []
-        try:
-            for rank in range(grid.world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                work = (rank, settings, threads, device, function, arguments, theirs)
-                processes.append(context.Process(target=_run_rank, args=work, name=f"rank {rank}"))
-                processes[-1].start()
-                theirs.close()
-                answers.append(ours)
-            return _collect(answers, timeout)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        pipes = []
+        for rank in range(grid.world_size):
+            ours, theirs = CONTEXT.Pipe(duplex=False)
+            # The server forked from an earlier environment, so the present one is sent.
+            work = (rank, settings, threads, device, function, arguments, dict(os.environ), theirs)
+            process = CONTEXT.Process(target=_run_rank, args=work, name=f"rank {rank}", daemon=True)
+            process.start()
+            at_the_end.callback(process.join)
+            at_the_end.callback(process.kill)  # callbacks run in reverse order
+            theirs.close()
+            pipes.append(ours)
+        return _collect(pipes, timeout, return_failures)
 
 
-def _collect(answers: list[Connection], timeout: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    pending, deadline = dict(zip(answers, range(len(answers)), strict=True)), time.monotonic() + timeout
+def _collect(pipes: list[Connection], timeout: float, return_failures: bool) -> list[Any]:
+    results: dict[int, Any] = {}
+    pending = dict(zip(pipes, range(len(pipes)), strict=True))
+    deadline = time.monotonic() + timeout
     while pending:
         ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise RankFailed(f"rank {min(pending.values())} has not ended after {timeout:g} s")
-        errors = []
-        for answer in ready:
-            assert isinstance(answer, Connection)
-            rank = pending.pop(answer)
+        failures = {} if ready else {r: f"rank {r} has not ended after {timeout:g} s" for r in pending.values()}
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = pending.pop(pipe)
             try:
-                error, found[rank] = answer.recv()
+                error, results[rank] = pickle.loads(pipe.recv_bytes())
+                if error:
+                    failures[rank] = f"rank {rank} failed:\n{error}"
             except EOFError:
-                error = "it died"
-            if error:
-                errors.append(f"rank {rank} failed: {error}")
-        if errors:
-            raise RankFailed("\n".join(errors))
-    return [found[rank] for rank in range(len(answers))]
+                failures[rank] = f"rank {rank} died"
+        if failures and not return_failures:
+            raise RankError("\n".join(failures.values()))
+        results |= {rank: RankError(message) for rank, message in failures.items()}
+        if not ready:
+            break
+    return [results[rank] for rank in range(len(pipes))]
 
 
 def _run_rank(
@@ -111,21 +122,23 @@ def _run_rank(
     device: str,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
+    environment: dict[str, str],
     answer: Connection,
 ) -> None:
-    """The main function of each process."""
+    """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends all ranks
+    os.environ.clear()
+    os.environ.update(environment)
     import torch
 
     from nanovllm.distributed.groups import destroy_groups, initialize_groups
 
     torch.set_num_threads(threads)
     try:
-        own_device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+        own_device = f"cuda:{rank}" if device == "cuda" else device
         initialize_groups(rank=rank, local_rank=rank, device=own_device, **settings)
-        result = function(*arguments)
+        message = pickle.dumps(("", function(*arguments)))
         destroy_groups()
     except BaseException:
-        answer.send((traceback.format_exc(), None))
-    else:
-        answer.send(("", result))
+        message = pickle.dumps((traceback.format_exc(), None))
+    answer.send_bytes(message)

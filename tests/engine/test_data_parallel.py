@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.groups import Grid
@@ -259,16 +258,16 @@ class Everyone(dict[str, Any]):
 class ThreadRank(DataRank):
     """An engine in a thread."""
 
-    def __init__(self, context: Any, folder: str, rank: int, config: EngineConfig, environment: Any) -> None:
-        Peer.__init__(self, f"data rank {rank}", "thread")
-        self.rank, self.stats, self.ready = rank, EngineStats(), None
-        self._num_sent = self._num_taken = 0
-        self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        there = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-        for ours, theirs, kind in zip((self.commands, self.reports), there, "cr", strict=True):
-            ours.setsockopt(zmq.LINGER, 0)
-            ours.bind(f"inproc://{kind}{rank}")
-            theirs.connect(f"inproc://{kind}{rank}")
+    def __init__(self, config: EngineConfig, environment: Any) -> None:
+        self.rank = config.data_parallel_rank or 0
+        Peer.__init__(self, f"data rank {self.rank}", "thread")
+        self._pulse: Any = None
+        self.folder = ""
+        addresses = [f"inproc://{kind} {id(self)}" for kind in ("commands", "reports")]
+        self._bind(*addresses)
+        there = zmq.Context.instance().socket(zmq.PULL), zmq.Context.instance().socket(zmq.PUSH)
+        for theirs, address in zip(there, addresses, strict=True):
+            theirs.connect(address)
         self.error: BaseException | None = None
         self.sent: list[Command] = []
         self.process: Any = self
@@ -289,7 +288,7 @@ class ThreadRank(DataRank):
         self.sent.append(command)
         super().send(command)
 
-    def feel_pulse(self) -> None:
+    def drain(self, connection: Any) -> None:
         self.heard = time.monotonic()
         if self.error is not None:
             raise self.error

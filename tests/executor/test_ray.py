@@ -53,7 +53,7 @@ def test_two_actors_compute_what_one_process_does(
         greedy(llm, PROMPTS, 100)
     assert time.monotonic() - start < 15  # 5 s, if the machine is not busy
     wait_until(lambda: not any(p.is_running() for p in started), 20, "Ray has ended")
-    assert not os.path.exists(executor._lease.folder)  # type: ignore[attr-defined]
+    assert not os.path.exists(executor.folder)  # type: ignore[attr-defined]
 
 
 def test_without_ray(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

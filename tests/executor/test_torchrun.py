@@ -20,11 +20,10 @@ from types import TracebackType
 import httpx
 import psutil
 import pytest
-import torch.distributed as dist
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.executor.remote import interface_of
-from nanovllm.executor.torchrun import Launch, _introduce, _meet
+from nanovllm.executor.remote import Card, Reception, connect, interface_of
+from nanovllm.executor.torchrun import Launch, check_settings
 from tests import rank_faults
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
@@ -97,15 +96,27 @@ def test_as_many_processes_as_ranks(tiny_model: pathlib.Path) -> None:
 
 
 def test_all_ranks_need_the_same_settings() -> None:
-    store = dist.HashStore()
-    config = EngineConfig(tensor_parallel_size=2)
-    launches = [Launch(rank, rank, 2, 2, 0, "127.0.0.1", 1) for rank in range(2)]
-    _introduce(launches[0], store, config)
-    _introduce(launches[1], store, EngineConfig(model="/another/folder", tensor_parallel_size=2))
-    assert [card["pid"] for card in _meet(launches[0], store, config)] == [os.getpid()] * 2
-    _introduce(launches[1], store, EngineConfig(tensor_parallel_size=2, dtype="half"))
+    launches = [Launch(rank, rank, 2, 2, "127.0.0.1", 1) for rank in range(2)]
+    ours = launches[0].card(EngineConfig(tensor_parallel_size=2))
+    check_settings([ours, launches[1].card(EngineConfig(model="/another/folder", tensor_parallel_size=2))])
+    theirs = launches[1].card(EngineConfig(tensor_parallel_size=2, dtype="half"))
     with pytest.raises(ValueError, match=r"rank 1 \(process \d+ on .*dtype='half', rank 0 with 'auto'"):
-        _meet(launches[0], store, config)
+        check_settings([ours, theirs])
+
+
+def test_strangers_are_not_let_in() -> None:
+    reception = Reception("127.0.0.1")
+    host, port, key = reception.invitation
+    stranger = socket.create_connection((host, port))
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    impostor = connect((host, port, "0" * len(key)), Card(1, 1, "there"))
+    with connect(reception.invitation, Card(1, 1, "here")) as ours:
+        ((theirs, card),) = reception.wait_for([1]).values()
+        assert card.where == f"process {os.getpid()} on here"
+        theirs.send("welcome")
+        assert ours.recv() == "welcome"
+    stranger.close()
+    impostor.close()
 
 
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,15 +127,15 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    Launch(0, 0, 1, 2, 0, "127.0.0.1", 1).choose_interface()
+    Launch(0, 0, 1, 2, "127.0.0.1", 1).join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    Launch(0, 0, 1, 2, 0, "127.0.0.1", 1).choose_interface()  # the other machine cannot be there
+    Launch(0, 0, 1, 2, "127.0.0.1", 1).join_network()  # the other machine cannot be there
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert "--master-addr 127.0.0.1 is a loopback address here" in caplog.text
     loopback = interface_of("127.0.0.1")
     assert loopback is not None and interface_of("203.0.113.1") is None
-    Launch(0, 0, 2, 2, 0, "127.0.0.1", 1).choose_interface()
+    Launch(0, 0, 2, 2, "127.0.0.1", 1).join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 

@@ -19,10 +19,11 @@ from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.distributed.life_signs import TRANSFER_ENDED, Watch
+from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv import connector as base
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
@@ -159,9 +160,12 @@ class TalkingRanks(RemoteExecutor):
     """One rank, which notifies and then answers with what has ended."""
 
     def __init__(self) -> None:
-        super().__init__(EngineConfig(model="none"))
-        self.ranks = [RemoteRank(0, self.grid, Pipe()[0], "")]
-        self._watch = Watch(self.ranks)
+        super().__init__(EngineConfig(model="none"), None, None)  # type: ignore[arg-type]
+
+    def _start_ranks(self, setup: WorkerSetup) -> None:
+        connection, self._other_end = Pipe()
+        self.ranks.append(RemoteRank(0, self.grid, connection, ""))
+        self.ranks[0].answers[0] = (1, 1, False)
 
     def _send(self, order: bytes) -> None:
         pass

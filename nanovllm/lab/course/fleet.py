@@ -7,50 +7,38 @@ they were sampled.
 from __future__ import annotations
 
 import logging
-import pathlib
-import shutil
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-import torch
 import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.lab.course.ranks import CONTEXT
-from nanovllm.trace.format import TraceDecoder
+from nanovllm.engine.data_rank import DataRank, main
+from nanovllm.engine.process import Command
+from nanovllm.executor.remote import end_processes
+from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import Trace
 
 _START_SECONDS = 120.0
 
 
-class EngineProcess:
+class EngineProcess(DataRank):
     """An engine in a process of its own, with a given number of threads.
 
     Attributes:
-        limits: the engine's limits; `limits.kv_transfer` has the addresses for other engines.
         trace: its steps, if they are recorded.
         began: time 0 of the trace, in seconds of the system's monotonic clock, which all processes share.
     """
 
+    program = "from nanovllm.lab.course.fleet import run_quietly; run_quietly()"
+
     def __init__(self, config: EngineConfig, threads: int = 1, record: bool = False) -> None:
-        self.trace, self.began = Trace(), float("inf")
-        self._record = record
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-fleet-")  # of sockets, readable by this user only
-        self._context = zmq.Context()
-        self._commands, self.reports = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
-        addresses = [f"ipc://{pathlib.Path(self._folder) / name}" for name in ("commands", "reports")]
-        for socket, address in zip((self._commands, self.reports), addresses, strict=True):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
-        self.process = CONTEXT.Process(target=_run, args=(config, threads, *addresses), daemon=True)
-        self.process.start()
-        weakref.finalize(self, self.process.kill)  # the process ignores SIGTERM
+        super().__init__(config, {"OMP_NUM_THREADS": str(threads)})
+        weakref.finalize(self, end_processes, [self.process], self.folder)
+        self.trace, self.began, self._record = Trace(), float("inf"), record
 
     def wait_until_ready(self) -> EngineProcess:
         """Wait until its model is loaded.
@@ -59,63 +47,47 @@ class EngineProcess:
             RuntimeError: it could not start; the message says why.
         """
         deadline = time.monotonic() + _START_SECONDS
-        while not self.reports.poll(100):
-            if not self.process.is_alive() or time.monotonic() > deadline:
-                raise RuntimeError("the engine's process has ended, or has not started in time")
-        ready = self._receive()
-        assert ready.limits is not None, "the first report has the engine's limits"
-        self.limits = ready.limits
-        self.trace.settings = ready.trace_settings[0]
-        self._decoder = TraceDecoder(self.trace.settings)
+        while self.ready is None:
+            self.reports.poll(100)
+            self.outputs()
+            if time.monotonic() > deadline:
+                raise RuntimeError("the engine's process has not started in time")
+        self.trace.settings = self.trace_settings
         if self._record:
-            self._send(Command(order="watch"))
+            self.watch(self._note)
         return self
+
+    def _note(self, step: StepRecord) -> None:
+        self.trace.record(step)
+        # A report is sent right after its step: the smallest difference is that of the two clocks.
+        self.began = min(self.began, self.reported - step.start - step.duration)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request."""
-        self._send(Command(add=[request]))
+        self.send(Command(add=[request]))
 
     def forget_prefixes(self) -> None:
         """Empty its prefix cache."""
-        self._send(Command(order="reset_prefix_cache"))
+        self.send(Command(order="reset_prefix_cache"))
 
-    def take(self) -> list[tuple[float, EngineOutput]]:
-        """Return the outputs since the last call, with the times at which their steps ended."""
-        found = []
-        while self.reports.poll(0):
-            report = self._receive()
-            found += [(report.time, output) for output in report.outputs]
-            for line, _ in report.steps.get(0, ()):
-                record = self._decoder.decode(line)
-                self.trace.steps.append(record)
-                # A report is sent right after its step: the smallest difference is that of the two clocks.
-                self.began = min(self.began, report.time - record.start - record.duration)
-        return found
+    def outputs(self) -> list[tuple[float, EngineOutput]]:
+        """Return the outputs since the last call, with the times at which their steps ended.
 
-    def _receive(self) -> Report:
-        report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
-        if report.fatal or report.refused:
-            raise RuntimeError(report.fatal or f"refused: {report.refused}")
-        return report
-
-    def _send(self, command: Command) -> None:
-        self._commands.send(msgspec.msgpack.encode(command))
-
-    def close(self) -> None:
-        """Shut the engine down, or kill it after five seconds."""
-        self._send(Command(order="shutdown"))
-        self.process.join(5)
-        self.process.kill()
-        self.process.join()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        Raises:
+            RuntimeError: the engine has failed, or refuses a request.
+        """
+        self.receive()
+        reports = self.take_reports()
+        refused = {key: reason for report in reports for key, reason in report.refused.items()}
+        if trouble := self.complaint or self.end() or refused:
+            raise RuntimeError(f"the engine: {trouble}")
+        return [(report.time, output) for report in reports for output in report.outputs]
 
 
-def _run(config: EngineConfig, threads: int, commands: str, reports: str) -> None:
+def run_quietly() -> None:
     """The main function of an engine's process."""
     logging.disable(logging.INFO)  # a lecture shows no log of the engine
-    torch.set_num_threads(threads)
-    run_engine(config, commands, reports)
+    main()
 
 
 def start_fleet(*engines: EngineProcess) -> tuple[EngineProcess, ...]:
@@ -155,6 +127,6 @@ def play(
         wait = min(pending[0][0] - now, 0.5) if pending else 0.5
         poller.poll(max(0, int(wait * 1000)))
         for engine in engines:
-            for at, output in engine.take():
+            for at, output in engine.outputs():
                 over = on_output(at, output) or over
     return begin

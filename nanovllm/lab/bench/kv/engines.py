@@ -7,34 +7,28 @@ process reads it.
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import pathlib
 import random
 import secrets
-import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import msgspec
 import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.engine.data_rank import DataRank
+from nanovllm.engine.process import Command, Report
 from nanovllm.lab.bench.engines import START_SECONDS, STOP_SECONDS, EngineFailed, end_of_log
 from nanovllm.lab.bench.machine import usable_cores
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.processes import python_environment
 
 ANSWER_SECONDS = 120.0
-_PROGRAM = "from nanovllm.lab.bench.kv.engines import main; main()"
 
 
 @dataclass
@@ -76,30 +70,14 @@ class Answer:
         return self.timeline.ttft
 
 
-class _Engine:
-    def __init__(self, name: str, spec: EngineSpec, context: zmq.Context, folder: pathlib.Path, secret: str) -> None:
-        self.name, self.is_ready, self._log = name, False, folder / "log"
-        places = [f"ipc://{folder}/{end}" for end in ("commands", "reports")]
-        self.commands, self.reports = context.socket(zmq.PUSH), context.socket(zmq.PULL)
-        for socket, place in zip((self.commands, self.reports), places, strict=True):
-            socket.set_hwm(0)
-            socket.bind(place)
-        words = [*spec.wrapper, sys.executable, "-c", _PROGRAM, json.dumps(spec.options), *places]
+class _Engine(DataRank):
+    def __init__(self, name: str, spec: EngineSpec, log: pathlib.Path, secret: str) -> None:
         environment = python_environment() | {
             "OMP_NUM_THREADS": str(spec.threads), "NANOVLLM_KV_SECRET": secret, "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                words,
-                stdin=subprocess.PIPE,  # the engine ends when it is closed, also if this process is killed
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the engine
-            )
-
-    def tell(self, command: Command) -> None:
-        self.commands.send(msgspec.msgpack.encode(command))
+        with log.open("w") as file:
+            super().__init__(EngineConfig(**spec.options), environment, spec.wrapper, file)
+        self.name, self._log = name, log
 
     def failed(self, what: str) -> EngineFailed:
         return EngineFailed(f"engine {self.name!r} {what}{end_of_log(self._log)}")
@@ -121,18 +99,15 @@ class Engines:
         self._ids = map(str, itertools.count())
 
     def __enter__(self) -> Self:
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="nanovllm-"))
-        self._context, self._engines, secret = zmq.Context(), dict[str, _Engine](), secrets.token_hex(32)
-        self._poller, self._readers = zmq.Poller(), {}
-        num_cores = len(usable_cores())
+        self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
+        self._engines, self._poller = dict[str, _Engine](), zmq.Poller()
+        secret, num_cores = secrets.token_hex(32), len(usable_cores())
         try:
             for name, spec in self.specs.items():
                 self.wait(lambda: self._num_starting < num_cores, START_SECONDS)
-                folder = self._folder / str(len(self._engines))
-                folder.mkdir()
-                engine = self._engines[name] = _Engine(name, spec, self._context, folder, secret)
+                log = pathlib.Path(self._folder.name) / str(len(self._engines))
+                engine = self._engines[name] = _Engine(name, spec, log, secret)
                 self._poller.register(engine.reports, zmq.POLLIN)
-                self._readers[engine.reports] = engine
             self.wait(lambda: not self._num_starting, START_SECONDS)
         except BaseException:
             self.__exit__()
@@ -141,20 +116,12 @@ class Engines:
 
     def __exit__(self, *exception: object) -> None:
         for engine in self._engines.values():
-            assert engine.process.stdin is not None
-            engine.process.stdin.close()
-        for engine in self._engines.values():
-            try:
-                engine.process.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                engine.process.kill()
-                engine.process.wait()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            engine.shutdown(STOP_SECONDS)
+        self._folder.cleanup()
 
     @property
     def _num_starting(self) -> int:
-        return sum(not engine.is_ready for engine in self._engines.values())
+        return sum(engine.ready is None for engine in self._engines.values())
 
     # ---------------------------------------------------------------- requests
 
@@ -176,7 +143,7 @@ class Engines:
         answer = answer or Answer(Timeline(time.monotonic()))
         self._answers[request_id] = answer
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        engine.tell(Command([EngineRequest(request_id, list(prompt), sampling, kv_transfer_params=params)]))
+        engine.send(Command([EngineRequest(request_id, list(prompt), sampling, kv_transfer_params=params)]))
         return answer
 
     def ask_both(self, prefill: str, decode: str, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
@@ -202,13 +169,13 @@ class Engines:
             answer.finished = True
         ids = [request_id for request_id, answer in self._answers.items() if answer in answers]
         for engine in self._engines.values():
-            engine.tell(Command(abort=dict.fromkeys(ids, "abort")))
+            engine.send(Command(abort=dict.fromkeys(ids, "abort")))
         for request_id in ids:
             del self._answers[request_id]
 
     def reset_prefix_cache(self, name: str) -> None:
         """Empty an engine's prefix cache."""
-        self._engines[name].tell(Command(order="reset_prefix_cache"))
+        self._engines[name].send(Command(order="reset_prefix_cache"))
 
     def wait(self, until: Callable[[], bool], seconds: float, on_time: Callable[[], float] | None = None) -> None:
         """Take reports until a condition holds.
@@ -222,24 +189,24 @@ class Engines:
         end = time.monotonic() + seconds
         while not until():
             pause = on_time() if on_time is not None else 1.0
-            for source, _ in self._poller.poll(int(1000 * max(0.0, min(pause, 1.0)))):
-                self._take(self._readers[source], msgspec.msgpack.decode(source.recv(), type=Report))
+            self._poller.poll(int(1000 * max(0.0, min(pause, 1.0))))
             for engine in self._engines.values():
-                if engine.process.poll() is not None:
-                    raise engine.failed(f"has ended with exit code {engine.process.returncode}")
+                engine.receive()
+                for report in engine.take_reports():
+                    self._take(engine, report)
+                if engine.complaint is not None:
+                    raise engine.failed(f"fails: {engine.complaint.text}")
+                if fate := engine.end():
+                    raise engine.failed(fate)
             if time.monotonic() > end:
                 raise EngineFailed(f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s")
 
     def _take(self, engine: _Engine, report: Report) -> None:
-        if report.fatal:
-            raise engine.failed(f"fails: {report.fatal}")
         for request_id, reason in report.refused.items():
             raise engine.failed(f"refuses request {request_id}: {reason}")
-        if report.limits is not None:
-            engine.is_ready = True
-            for known in report.limits.kv_transfer:
-                if known.get("kv_port"):
-                    self.addresses[engine.name] = [[known["kv_host"], known["kv_port"]]]
+        for known in report.limits.kv_transfer if report.limits is not None else ():
+            if known.get("kv_port"):
+                self.addresses[engine.name] = [[known["kv_host"], known["kv_port"]]]
         for output in report.outputs:
             if (answer := self._answers.get(output.request_id)) is None:
                 continue  # it has been aborted
@@ -259,9 +226,3 @@ def draw(length: int, vocab_size: int, *name: object) -> list[int]:
     """Random token ids; the same for the same name."""
     source = random.Random(" ".join(map(str, name)))
     return [source.randrange(vocab_size) for _ in range(length)]
-
-
-def main() -> None:
-    """Run an engine; arguments: its settings as JSON, and its two addresses."""
-    options, commands, reports = sys.argv[1:]
-    run_engine(EngineConfig(**json.loads(options)), commands, reports, parent_sentinel=os.dup(0))

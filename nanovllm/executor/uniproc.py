@@ -1,0 +1,137 @@
+"""A rank with its part of the model, and the executor of an engine whose only rank is this process."""
+
+from __future__ import annotations
+
+import logging
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.distributed.groups import destroy_groups, initialize_groups
+from nanovllm.executor.base import Executor
+from nanovllm.models.config import ModelConfig
+from nanovllm.ops.device import choose_device
+from nanovllm.runner.memory import num_blocks_that_fit
+from nanovllm.runner.runner import ModelRunner
+
+
+@dataclass
+class WorkerSetup:
+    """What a rank needs to know before it starts.
+
+    Attributes:
+        folder: the checkpoint.
+        rank, local_rank: in the grid, and on this machine.
+        init_method: where the ranks meet; see `initialize_groups`. "": this is the only rank.
+        threads: of torch on a CPU; 0 leaves them as they are.
+        orders: the handle of the shared memory that carries orders; None if they come through the connection.
+        log_level: of this process's loggers.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    folder: pathlib.Path
+    rank: int = 0
+    local_rank: int = 0
+    init_method: str = ""
+    threads: int = 0
+    orders: Any = None
+    log_level: int = logging.WARNING
+
+
+class Worker:
+    """A rank with its part of the model. Executors call its methods by name.
+
+    Raises:
+        ValueError: settings, a checkpoint or a device that do not fit.
+    """
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        config = setup.config
+        if setup.threads:
+            torch.set_num_threads(setup.threads)
+        if setup.init_method:
+            grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
+            initialize_groups(
+                grid,
+                setup.rank,
+                setup.local_rank,
+                setup.init_method,
+                "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}",
+                disable_custom_all_reduce=config.disable_custom_all_reduce,
+            )
+        self.runner = ModelRunner(config, setup.model_config, setup.folder)
+
+    def memory(self) -> tuple[int, int, bool]:
+        """KV blocks that fit here, bytes per block, and whether this rank computes on a GPU."""
+        return num_blocks_that_fit(self.runner), self.runner.bytes_per_block, self.runner.device.type != "cpu"
+
+    def allocate(self, config: EngineConfig, num_blocks: int, num_host_blocks: int) -> None:
+        """Allocate caches and buffers; the settings are complete now."""
+        self.runner.config = config
+        self.runner.allocate(num_blocks, num_host_blocks)
+
+    def handshake_metadata(self) -> Any:
+        """See `KVConnectorWorker.get_handshake_metadata`."""
+        return self.runner.connector.get_handshake_metadata()
+
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See `ModelRunner.launch`; every rank computes its part."""
+        return self.runner.launch(schedule)
+
+    def forget_requests(self) -> dict[str, list[int]]:
+        """See `ModelRunner.forget_requests`."""
+        return self.runner.forget_requests()
+
+    def close(self) -> None:
+        """Leave the other ranks, and the engines with which this one shares KV."""
+        self.runner.close()
+        destroy_groups()
+
+
+class InProcessExecutor(Executor):
+    """One rank, in this process. In lock-step, it is one rank of several, each of which has an engine of its own."""
+
+    is_in_process = True
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
+        self.config = config
+        rank, address = config.data_parallel_rank or 0, config.data_parallel_address  # "" unless in lock-step
+        self.worker = Worker(WorkerSetup(config, model_config, folder, rank, init_method=address))
+        self.runner = self.worker.runner
+        self._ends: Any = None  # a mailbox, once this rank has KV transfers
+        self._take_memory([self.worker.memory()])
+
+    def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
+        """See `Executor`."""
+        return [getattr(self.worker, method)(*arguments)]
+
+    def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
+        """See `Executor`."""
+        super().allocate(num_blocks, num_host_blocks)
+        if self.config.kv_transfer is not None:
+            mailbox = self._ends = load("nanovllm.kv_transfer.pd.control:Mailbox", "KV transfer")()
+            self.runner.connector.notify = lambda: mailbox.put(None)
+            self.sources = [mailbox.fileno()]
+
+    def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See `Executor`."""
+        self.forget_ends()  # before the runner asks: a later end notifies again
+        return self.worker.launch(schedule)
+
+    def forget_ends(self) -> None:
+        """See `Executor`."""
+        if self._ends is not None:
+            self._ends.take()
+
+    def close(self) -> None:
+        """See `Worker.close`."""
+        self.worker.close()
+        if self._ends is not None:
+            self._ends.close()
