@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig, check_tensor_parallel
 
 
 class ExecutorError(RuntimeError):
@@ -141,23 +140,25 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     Raises:
         ValueError: the message names what would fit.
     """
-    _check_model(model_config, config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size)
-    backend = choose_backend(config)
-    asked = (
-        f"tensor_parallel_size {config.tensor_parallel_size} x pipeline_parallel_size "
-        f"{config.pipeline_parallel_size} is {config.world_size} ranks"
-    )
-    here = config.world_size
+    from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
+
+    tensor, pipeline, data = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    check_tensor_parallel(model_config, tensor)
+    check_pipeline_parallel(model_config.num_layers, pipeline)
+    if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
+        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
+        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
+    backend, here = choose_backend(config), config.world_size
+    asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
     if backend == "external_launcher":
-        if config.data_parallel_size > 1:
+        if data > 1:
             raise ValueError(
                 "data_parallel_size above 1 does not work under torchrun: start the engine without torchrun"
             )
-        processes = int(os.environ.get("WORLD_SIZE", config.world_size))
-        if processes != config.world_size:
+        processes = int(os.environ.get("WORLD_SIZE", here))
+        if processes != here:
             raise ValueError(
-                f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes: start {config.world_size}, or "
-                f"use {_fitting_grids(model_config, processes, processes)}"
+                f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes: start {here}, or change the sizes"
             )
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
@@ -167,31 +168,9 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and here > devices:
         raise ValueError(
-            f"{asked}, {here} of them here, and this machine has {devices} GPUs: "
-            f"use {_fitting_grids(model_config, 1, devices)}, several machines, or device cpu"
+            f"{asked}, {here} of them here, and this machine has {devices} GPUs: lower the sizes, or use several machines "
+            "or device cpu"
         )
-
-
-def _check_model(model_config: ModelConfig, tensor: int, pipeline: int, data: int = 1) -> None:
-    from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-    from nanovllm.models.config import check_tensor_parallel
-
-    check_tensor_parallel(model_config, tensor)
-    check_pipeline_parallel(model_config.num_layers, pipeline)
-    if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
-        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
-        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
-
-
-def _fitting_grids(model_config: ModelConfig, least: int, most: int) -> str:
-    """In words: the grids of `least` to `most` ranks into which a model can be divided."""
-    found = []
-    for tensor in range(1, most + 1):
-        for pipeline in range(-(-least // tensor), most // tensor + 1):
-            with contextlib.suppress(ValueError):
-                _check_model(model_config, tensor, pipeline)
-                found.append(f"{tensor} x {pipeline}")
-    return " or ".join(found) or "another number of processes: no grid of this model has as many ranks"
 
 
 def create_executor(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> Executor:

@@ -122,13 +122,13 @@ class Card:
     """What a rank that the executor has not started says of itself when it connects.
 
     Attributes:
-        settings: with which it was started; None if the executor's are the only ones.
+        config: the settings with which it was started; None if it has none of its own.
     """
 
     rank: int
     local_rank: int
     host: str
-    settings: dict[str, Any] | None = None
+    config: EngineConfig | None = None
     pid: int = dataclasses.field(default_factory=os.getpid)
 
     @property

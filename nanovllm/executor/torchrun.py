@@ -106,8 +106,7 @@ class Launch:
 
     def card(self, config: EngineConfig) -> Card:
         """Who this process is, and with which settings it was started."""
-        settings = {name: value for name, value in dataclasses.asdict(config).items() if name not in OWN_SETTINGS}
-        return Card(self.rank, self.local_rank, socket.gethostname(), settings)
+        return Card(self.rank, self.local_rank, socket.gethostname(), config)
 
 
 def check_settings(cards: Sequence[Card]) -> None:
@@ -117,8 +116,8 @@ def check_settings(cards: Sequence[Card]) -> None:
         ValueError: names the first difference.
     """
     for card in cards:
-        for name, ours in (cards[0].settings or {}).items():
-            if (theirs := (card.settings or {})[name]) != ours:
+        for name, ours in vars(cards[0].config).items():
+            if name not in OWN_SETTINGS and (theirs := getattr(card.config, name)) != ours:
                 raise ValueError(
                     f"rank {card.rank} ({card.where}) was started with {name}={theirs!r}, rank 0 with {ours!r}: "
                     "start all ranks with the same settings"
