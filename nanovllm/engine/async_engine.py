@@ -59,6 +59,7 @@ class AsyncEngine:
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
 
     Attributes:
+        name: of the model, for clients.
         limits: the longest request, the vocabulary, and what else a request has to fit.
         stats: the statistics after its latest step.
         error: why the engine ended; None while it lives.
@@ -74,7 +75,7 @@ class AsyncEngine:
     output_processor: OutputProcessor
     _long_texts: LongTexts
 
-    def __init__(self, config: EngineConfig, show_text: bool = False) -> None:
+    def __init__(self, config: EngineConfig, folder: pathlib.Path, show_text: bool) -> None:
         self.config, self._show_text = config, show_text
         self.stats, self.observer, self.died = EngineStats(), EngineObserver(), asyncio.Event()
         self.error: str | None = None
@@ -83,16 +84,21 @@ class AsyncEngine:
         self._texts: RequestTexts | None = None
         self._num_sent = self._num_taken = self.num_preparing = 0
         self._closing = self._ready = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self._process: EngineProcess | None = None
-        self._folder = pathlib.Path(tempfile.mkdtemp(prefix="nanovllm-"))  # for this user alone
+        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # for this user alone
         self._context = zmq.Context()
         self._commands = self._context.socket(zmq.PUSH)
         self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
         # Without a limit on the queues, neither side ever waits for the other. The requests bound the commands in flight, and this
         # side's speed of reading bounds the reports.
-        for socket in (self._commands, self._reports):
+        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
+        for socket, address in zip((self._commands, self._reports), addresses, strict=True):
             socket.set_hwm(0)
+            socket.bind(address)
+        self.name = config.served_model_name or config.model
+        settings = dataclasses.replace(config, model=str(folder), served_model_name=self.name)
+        self._process = EngineProcess(run_engine, settings, *addresses)
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
+        self._tasks = [asyncio.create_task(self._process.watch(on_hang=self._die))]
 
     # ---------------------------------------------------------------- start
 
@@ -112,10 +118,8 @@ class AsyncEngine:
         folder = tokenizer_folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         if config.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
-        engine = cls(config, show_text)
-        name = config.served_model_name or config.model
+        engine = cls(config, folder, show_text)
         try:
-            engine._start_process(dataclasses.replace(config, model=str(folder), served_model_name=name))
             # The tokenizer loads here while the other process imports torch and loads the weights.
             try:
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
@@ -132,7 +136,7 @@ class AsyncEngine:
         with contextlib.suppress(MissingPartError):
             create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
             engine.broadcasts = [
-                create(settings | {"model": name, "live": True}, partial(engine._order, i), engine._texts)
+                create(settings | {"model": engine.name, "live": True}, partial(engine._order, i), engine._texts)
                 for i, settings in enumerate(ready.trace_settings)
             ]
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
@@ -140,14 +144,6 @@ class AsyncEngine:
         engine._long_texts = LongTexts(engine.tokenizer)
         engine._tasks.append(asyncio.create_task(engine._read_reports()))
         return engine
-
-    def _start_process(self, config: EngineConfig) -> None:
-        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
-        self._commands.bind(addresses[0])
-        self._reports.bind(addresses[1])
-        self._process = EngineProcess(run_engine, config, *addresses)
-        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
-        self._tasks.append(asyncio.create_task(self._process.watch(on_hang=self._die)))
 
     async def _wait_until_ready(self) -> Report:
         while not await self._reports.poll(20):
@@ -159,7 +155,6 @@ class AsyncEngine:
         # Both sides are connected, so the sockets' names can go. Then nothing is left behind even if this process is killed.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._ready, self.stats = True, report.stats
-        assert self._process is not None
         self._process.expect_heartbeats()
         return report
 
@@ -286,10 +281,8 @@ class AsyncEngine:
         if self.error is not None:
             return
         encoded = command if isinstance(command, bytes) else msgspec.msgpack.encode(command)
-        try:
+        with contextlib.suppress(zmq.Again):  # the other end is closed: see `_on_exit`
             self._commands.send(encoded, zmq.NOBLOCK)
-        except zmq.Again:  # the other end is closed
-            self._die(self._exit_reason())
 
     # ---------------------------------------------------------------- reports
 
@@ -348,15 +341,11 @@ class AsyncEngine:
 
     def _on_exit(self) -> None:
         """Called when the process has ended, by an order or not."""
-        assert self._process is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._process.sentinel)
-        loop.call_later(LAST_WORDS_SECONDS, self._die, self._exit_reason())
-
-    def _exit_reason(self) -> str:
-        assert self._process is not None
         self._process.join(1)
-        return f"the engine process has ended with exit code {self._process.exitcode}"
+        reason = f"the engine process has ended with exit code {self._process.exitcode}"
+        loop.call_later(LAST_WORDS_SECONDS, self._die, reason)
 
     def _die(self, reason: str) -> None:
         if self.error is not None or self._closing:
@@ -393,7 +382,10 @@ class AsyncEngine:
             await self.drain(drain_timeout)
             self._fail_all("the engine was shut down")
             self._long_texts.close()
-        await self._stop_process()
+            self._send(Command(order="shutdown"))
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        await self._process.end(was_told=self._ready)
+        self.error = self.error or "the engine was shut down"
         for task in self._tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -402,12 +394,3 @@ class AsyncEngine:
             socket.close(linger=0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _stop_process(self) -> None:
-        if self._process is None:
-            return
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        if self._ready:
-            self._send(Command(order="shutdown"))
-        await self._process.end(was_told=self._ready)
-        self.error = self.error or "the engine was shut down"

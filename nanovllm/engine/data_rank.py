@@ -57,12 +57,14 @@ class DataRank(Peer):
         program: what runs as the engine.
         folder: for the names of the sockets, until both sides are connected; readable by this user alone.
         reports: the socket on which `Report`s arrive.
-        ready: its first report; None until that has arrived.
+        limits, trace_settings: see `EngineCore`; known when it is ready.
         stats, reported: its statistics as of its last report, and the time of that.
         news: its reports since the last call of `take_reports`.
     """
 
     program = "from nanovllm.engine.data_rank import main; main()"
+    limits: EngineLimits
+    trace_settings: dict[str, Any]
 
     def __init__(
         self, config: EngineConfig, environment: dict[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
@@ -84,23 +86,10 @@ class DataRank(Peer):
             socket.set_hwm(0)  # neither side ever waits for the other
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(address)
-        self.ready: Report | None = None
         self.stats, self.reported = EngineStats(), 0.0
         self.news: list[Report] = []
         self._num_sent = self._num_taken = 0
         self._sinks: dict[RecordSink, bool] = {}  # whether it has had a record; the first one has a snapshot
-
-    @property
-    def limits(self) -> EngineLimits:
-        """See `EngineCore.limits`; known once the engine is ready."""
-        assert self.ready is not None and self.ready.limits is not None, "its first report has not come"
-        return self.ready.limits
-
-    @property
-    def trace_settings(self) -> dict[str, Any]:
-        """See `EngineCore.trace_settings`."""
-        assert self.ready is not None, "its first report has not come"
-        return self.ready.trace_settings[0]
 
     def watch(self, sink: RecordSink) -> None:
         """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
@@ -150,8 +139,8 @@ class DataRank(Peer):
                 text = report.fatal if report.user_error else f"failed: {report.fatal}"
                 self.complaint = Complaint(report.user_error, text, ended)
                 return
-            if self.ready is None:
-                self.ready = report
+            if report.limits is not None:
+                self.limits, (self.trace_settings,) = report.limits, report.trace_settings
                 self.expect_heartbeats()
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.stats, self.reported, self._num_taken = report.stats, report.time, report.num_taken

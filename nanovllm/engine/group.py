@@ -29,7 +29,6 @@ from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
 from nanovllm.text.processor import EngineLimits
 
 if TYPE_CHECKING:
-    from nanovllm.trace.recorder import RecordSink
     from nanovllm.trace.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,8 @@ class DataParallelCore(WatchedProcesses):
         capacity = blocks if config.enable_prefix_caching else 0
         self.router = Router(len(self.ranks), config.block_size, capacity)
         if trace is not None:
-            trace.settings |= self.trace_settings | {"model": name}
-            self.watch(trace.record)
+            trace.settings |= self.ranks[0].trace_settings | {"model": name}
+            self.ranks[0].watch(trace.record)
 
     def _start(self, config: EngineConfig) -> None:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # where the engines in lock-step meet
@@ -85,7 +84,7 @@ class DataParallelCore(WatchedProcesses):
                 self._poller.register(self.ranks[-1].reports, zmq.POLLIN)
             self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
             deadline = time.monotonic() + START_SECONDS
-            while late := [rank.name for rank in self.ranks if rank.ready is None]:
+            while late := [rank.name for rank in self.ranks if not rank.is_ready]:
                 self._hear(LOOK_SECONDS)
                 if time.monotonic() > deadline:
                     self._fail(f"{late[0]} has not started after {START_SECONDS:g} seconds")
@@ -111,11 +110,6 @@ class DataParallelCore(WatchedProcesses):
         return EngineStats.together(
             [dataclasses.replace(rank.stats, num_waiting=rank.num_waiting) for rank in self.ranks]
         )
-
-    @property
-    def trace_settings(self) -> dict[str, Any]:
-        """Those of the first engine; see `engines` for the others."""
-        return self.ranks[0].trace_settings
 
     @property
     def has_unfinished(self) -> bool:
@@ -173,15 +167,6 @@ class DataParallelCore(WatchedProcesses):
         self.router.forget()
         for rank in self.ranks:
             rank.send(Command(order="reset_prefix_cache"))
-
-    def watch(self, sink: RecordSink) -> None:
-        """Hand `sink` a record of every step of the first engine. See `EngineCore.watch`, and `engines` for the others."""
-        self._check()
-        self.ranks[0].watch(sink)
-
-    def unwatch(self, sink: RecordSink) -> None:
-        """Hand `sink` no more records."""
-        self.ranks[0].unwatch(sink)
 
     # ---------------------------------------------------------------- reports
 

@@ -101,12 +101,9 @@ class LLM:
         config = EngineConfig(model=model, **options)
         if is_follower(config):
             load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
-        if config.is_divided and not isinstance(trace, bool):
-            config.trace, trace = os.fspath(trace), False  # one file per engine
-        record = None
-        if trace:
-            path = None if isinstance(trace, bool) else os.fspath(trace)
-            record = load("nanovllm.trace.trace:Trace", "a trace")(path)
+        if trace and not isinstance(trace, bool):
+            config.trace = os.fspath(trace)
+        record = load("nanovllm.trace.trace:Trace", "a trace")() if trace is True else None
         self.engine = LLMEngine(config, record)
         self._num_requests = 0
 

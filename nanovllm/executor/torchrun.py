@@ -58,7 +58,6 @@ class Launch:
     local_world_size: int
     world_size: int
     address: str
-    port: int
 
     @classmethod
     def from_environment(cls) -> Launch:
@@ -67,21 +66,15 @@ class Launch:
         Raises:
             ValueError: torchrun has not started this process.
         """
-        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")
+        names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         try:
-            rank, local_rank, local_world_size, world_size, port = (int(os.environ[name]) for name in names)
-            return cls(rank, local_rank, local_world_size, world_size, os.environ["MASTER_ADDR"], port)
+            rank, local_rank, local_world_size, world_size = (int(os.environ[name]) for name in names)
+            return cls(rank, local_rank, local_world_size, world_size, os.environ["MASTER_ADDR"])
         except KeyError as error:
             raise ValueError(
                 f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is not in the environment: "
                 "start with torchrun --nproc-per-node N, or use 'mp'"
             ) from None
-
-    def open_store(self) -> dist.Store:
-        """The store of the ranks, which torchrun's agent hosts (or rank 0, if told so); each restart has its own keys."""
-        is_host = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        store = dist.TCPStore(self.address, self.port, None, is_host, wait_for_workers=False, multi_tenant=True)
-        return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def join_network(self) -> str:
         """Have gloo use the network that leads to rank 0, unless the user names another; returns the address of this process in it.
@@ -91,7 +84,7 @@ class Launch:
             usable = (a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6))
             return next(usable, self.address)
         is_alone = self.local_world_size == self.world_size
-        found = socket.getaddrinfo("127.0.0.1" if is_alone else self.address, self.port, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo("127.0.0.1" if is_alone else self.address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as probe:
             probe.connect(found[4])  # sends nothing
             ours = probe.getsockname()[0]
@@ -107,6 +100,12 @@ class Launch:
     def card(self, config: EngineConfig) -> Card:
         """Who this process is, and with which settings it was started."""
         return Card(self.rank, self.local_rank, socket.gethostname(), config)
+
+
+def open_store() -> dist.Store:
+    """The store that torchrun's ranks share; each restart has its own keys."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def check_settings(cards: Sequence[Card]) -> None:
@@ -132,7 +131,7 @@ class TorchrunExecutor(RemoteExecutor):
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
         launch = Launch.from_environment()
-        reception, store = Reception(launch.join_network()), launch.open_store()
+        reception, store = Reception(launch.join_network()), open_store()
         if store.add("engines", 1) > 1:
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         store.set("executor", json.dumps(reception.invitation))
@@ -180,7 +179,7 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     check_grid(config, read_model_config(config, folder))
     launch = Launch.from_environment()
     launch.join_network()
-    store = launch.open_store()
+    store = open_store()
     store.wait(["executor"], timedelta(seconds=START_SECONDS))
     # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.
     for number in (signal.SIGINT, signal.SIGTERM):

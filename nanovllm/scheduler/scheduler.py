@@ -34,6 +34,7 @@ class Scheduler:
         receiving: requests that wait until the connector has filled their blocks on the device.
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
+        queues: the queue of each status.
     """
 
     def __init__(
@@ -47,6 +48,12 @@ class Scheduler:
         self.receiving: list[Request] = []
         self.running: list[Request] = []
         self.swapped: list[Request] = []
+        self.queues = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.WAITING_FOR_REMOTE_KVS: self.receiving,
+            RequestStatus.RUNNING: self.running,
+            RequestStatus.SWAPPED: self.swapped,
+        }
         self.num_preemptions = 0
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
@@ -74,16 +81,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """True while some request has not ended."""
         return bool(self.requests)
-
-    @property
-    def queues(self) -> dict[RequestStatus, list[Request]]:
-        """The queue of each status."""
-        return {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.WAITING_FOR_REMOTE_KVS: self.receiving,
-            RequestStatus.RUNNING: self.running,
-            RequestStatus.SWAPPED: self.swapped,
-        }
 
     def move(self, request: Request, status: RequestStatus) -> None:
         """Put a request into the queue of another status. If the runner knows the request, the runner will drop its state."""

@@ -599,13 +599,14 @@ def test_aborted_requests_free_their_engine(llm: Callable[..., LLM], tiny_model:
 def test_the_trace_of_the_first_engine(llm: Callable[..., LLM], tiny_model: pathlib.Path) -> None:
     two = llm(tiny_model, data_parallel_size=2)
     core = coordinator(two)
-    trace = Trace(settings=core.trace_settings)
-    core.watch(trace.record)
+    first_engine = core.engines[0]
+    trace = Trace(settings=first_engine.trace_settings)
+    first_engine.watch(trace.record)
     greedy(two, PROMPTS[:4], 5)
     first = {name for name in map(str, range(4)) if any(name in step.arrived for step in trace)}
     assert len(first) == 2, "half of the requests"
     assert trace.settings["data_rank"] == 0 and trace.settings["data_parallel_size"] == 2
-    core.unwatch(trace.record)
+    first_engine.unwatch(trace.record)
     steps = len(trace.steps)
     greedy(two, PROMPTS[:4], 5)
     assert len(trace.steps) == steps

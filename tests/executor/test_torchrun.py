@@ -96,7 +96,7 @@ def test_as_many_processes_as_ranks(tiny_model: pathlib.Path) -> None:
 
 
 def test_all_ranks_need_the_same_settings() -> None:
-    launches = [Launch(rank, rank, 2, 2, "127.0.0.1", 1) for rank in range(2)]
+    launches = [Launch(rank, rank, 2, 2, "127.0.0.1") for rank in range(2)]
     ours = launches[0].card(EngineConfig(tensor_parallel_size=2))
     check_settings([ours, launches[1].card(EngineConfig(model="/another/folder", tensor_parallel_size=2))])
     theirs = launches[1].card(EngineConfig(tensor_parallel_size=2, dtype="half"))
@@ -127,15 +127,15 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    Launch(0, 0, 1, 2, "127.0.0.1", 1).join_network()
+    Launch(0, 0, 1, 2, "127.0.0.1").join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    Launch(0, 0, 1, 2, "127.0.0.1", 1).join_network()  # the other machine cannot be there
+    Launch(0, 0, 1, 2, "127.0.0.1").join_network()  # the other machine cannot be there
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert "--master-addr 127.0.0.1 is a loopback address here" in caplog.text
     loopback = interface_of("127.0.0.1")
     assert loopback is not None and interface_of("203.0.113.1") is None
-    Launch(0, 0, 2, 2, "127.0.0.1", 1).join_network()
+    Launch(0, 0, 2, 2, "127.0.0.1").join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 

@@ -47,7 +47,7 @@ class EngineProcess(DataRank):
             RuntimeError: it could not start; the message says why.
         """
         deadline = time.monotonic() + _START_SECONDS
-        while self.ready is None:
+        while not self.is_ready:
             self.reports.poll(100)
             self.outputs()
             if time.monotonic() > deadline:

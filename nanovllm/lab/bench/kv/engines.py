@@ -121,7 +121,7 @@ class Engines:
 
     @property
     def _num_starting(self) -> int:
-        return sum(engine.ready is None for engine in self._engines.values())
+        return sum(not engine.is_ready for engine in self._engines.values())
 
     # ---------------------------------------------------------------- requests
 
