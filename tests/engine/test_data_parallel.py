@@ -290,8 +290,9 @@ class ThreadRank(DataRank):
 
     def drain(self, connection: Any) -> None:
         self.heard = time.monotonic()
-        if self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
     def end(self) -> str:
         return "" if self._thread.is_alive() else "ended with exit code 0"
