@@ -34,6 +34,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 # How long to wait until a cluster has room for all ranks; a cluster that grows on demand has to start machines first.
 PLACEMENT_SECONDS = 300.0
+# How long a rank that is known to live may take to connect.
+CONNECT_SECONDS = 60.0
 # How long Ray may take to say why an actor is gone.
 FATE_SECONDS = 5.0
 # Nothing large travels through Ray, which would take a third of the memory by default.
@@ -175,7 +177,7 @@ class RayExecutor(RemoteExecutor):
             ray.get([actor.start.remote(rank, reception.invitation) for rank, actor in enumerate(actors)])
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
-        for rank, (connection, card) in sorted(reception.wait_for(range(size)).items()):
+        for rank, (connection, card) in sorted(reception.wait_for(range(size), CONNECT_SECONDS).items()):
             self.ranks.append(RayRank(rank, self.grid, connection, card.where))
             self.ranks[rank].actor = actors[rank]
 

@@ -150,19 +150,19 @@ class Reception:
         self._key = secrets.token_hex(32)
         self.invitation = (host, self._listener.getsockname()[1], self._key)
 
-    def wait_for(self, ranks: Collection[int]) -> dict[int, tuple[Connection, Card]]:
+    def wait_for(self, ranks: Collection[int], seconds: float = START_SECONDS) -> dict[int, tuple[Connection, Card]]:
         """Wait until these ranks have connected; nothing listens any more after that.
 
         Raises:
             ExecutorError: a rank has not connected in time.
         """
         found: dict[int, tuple[Connection, Card]] = {}
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         with self._listener:
             self._listener.settimeout(LOOK_SECONDS)
             while missing := [rank for rank in ranks if rank not in found]:
                 if time.monotonic() > deadline:
-                    raise ExecutorError(f"ranks {missing} have not connected within {START_SECONDS:g} seconds")
+                    raise ExecutorError(f"ranks {missing} have not connected within {seconds:g} seconds")
                 with contextlib.suppress(OSError, EOFError):  # it may be a stranger
                     connection = _connection(self._listener.accept()[0])
                     key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
