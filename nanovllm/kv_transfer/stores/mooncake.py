@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from nanovllm.kv_transfer.stores.server import Pair, ServerStore
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, seal
+from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.kv_transfer.stores.store import HEADER_BYTES, Pair, SealedStore, seal, unpack
 
 BUFFER_BYTES = 32 << 20  # passes at a time
 
@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {  # in the order of the arguments of Mooncake's `se
 }
 
 
-class MooncakeStore(ServerStore):
+class MooncakeStore(SealedStore):
     """Entries of one size in Mooncake's store.
 
     The sum of all segments is the bound; the master evicts what was not used lately. The entries in a machine's segment are lost with
@@ -41,28 +41,28 @@ class MooncakeStore(ServerStore):
 
     Args:
         entry_bytes: length of every entry.
-        settings: under the names of Mooncake's own configuration file: master_server_address, metadata_server, local_hostname,
-            protocol ("tcp" or "rdma"), device_name, global_segment_size and local_buffer_size in bytes. And
+        kv_transfer: has settings under the names of Mooncake's own configuration file: master_server_address, metadata_server,
+            local_hostname, protocol ("tcp" or "rdma"), device_name, global_segment_size and local_buffer_size in bytes. And
             listen_on_all_interfaces, which must be true: Mooncake's client listens on every interface, and requires no secret.
+        only_to_look: bring no segment.
 
     Raises:
         ValueError: a setting that makes no sense, a missing package, or no master.
     """
 
-    def __init__(self, entry_bytes: int, settings: dict[str, Any]) -> None:
+    def __init__(self, entry_bytes: int, kv_transfer: KVTransferConfig, only_to_look: bool = False) -> None:
         super().__init__()
-        for name, value in settings.items():
-            if type(value) is not type(_DEFAULTS.get(name)):
-                known = ", ".join(f"{n} ({type(v).__name__})" for n, v in _DEFAULTS.items())
-                raise ValueError(f"the pool 'mooncake' has the settings {known}; got {name}: {value!r}")
-        settings = _DEFAULTS | settings
+        kv_transfer.check_extra("store", *_DEFAULTS)
+        settings = {name: kv_transfer.extra(name, default) for name, default in _DEFAULTS.items()}
         if not settings["listen_on_all_interfaces"]:
             raise ValueError(
                 "Mooncake's client listens on all interfaces, and any program that reaches it may read and write what it keeps: "
                 'make sure that only your machines can, then set "listen_on_all_interfaces": true'
             )
+        if only_to_look:
+            settings["global_segment_size"] = 0
+        self.place = f"Mooncake's master at {settings['master_server_address']}"
         self._store = self._connect(settings)
-        self.server = f"Mooncake's master at {settings['master_server_address']}"
         # Mooncake reads and writes memory that was registered with it; there, each entry follows its header.
         slot_bytes = HEADER_BYTES + entry_bytes
         self.batch = max(1, BUFFER_BYTES // slot_bytes)
@@ -70,8 +70,7 @@ class MooncakeStore(ServerStore):
         self._store.register_buffer(self._slots.ctypes.data, self._slots.nbytes)
         self._lock = threading.Lock()  # of the slots
 
-    @staticmethod
-    def _connect(settings: dict[str, Any]) -> Any:
+    def _connect(self, settings: dict[str, Any]) -> Any:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         os.environ.setdefault("MC_STORE_CLIENT_METRIC", "0")
         os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "500")
@@ -84,14 +83,13 @@ class MooncakeStore(ServerStore):
         store = MooncakeDistributedStore()
         if (code := store.setup(*list(settings.values())[:-1])) != 0:
             raise ValueError(
-                f"Mooncake's master at {settings['master_server_address']} cannot be used (error {code}): start it with "
-                f"mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1, or name another master_server_address"
+                f"{self.place} cannot be used (error {code}): start it with mooncake_master --rpc_address=127.0.0.1 "
+                f"--metrics_host=127.0.0.1, or name another master_server_address"
             )
         return store
 
-    def _find(self, keys: Sequence[bytes]) -> list[Any]:
-        # A look-up counts as a use.
-        return [code == 1 for code in self._call(self._store.batch_is_exist, keys)] if keys else []
+    def _find(self, keys: Sequence[bytes]) -> list[bool]:
+        return [code == 1 for code in self._call(self._store.batch_is_exist, keys)]  # a look-up counts as a use
 
     def _send(self, pairs: Sequence[Pair]) -> int:
         with self._lock:
@@ -100,16 +98,16 @@ class MooncakeStore(ServerStore):
                 slot[HEADER_BYTES:] = np.frombuffer(buffer, np.uint8)
             return self._transfer(self._store.batch_put_from, [key for key, _ in pairs]).count(0)
 
-    def _fetch(self, keys: Sequence[bytes]) -> Iterator[memoryview | None]:
+    def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
         with self._lock:
-            codes = self._transfer(self._store.batch_get_into, keys)
-            for code, slot in zip(codes, self._slots, strict=False):
-                yield slot.data[:code] if code >= 0 else None
+            codes = self._transfer(self._store.batch_get_into, [key for key, _ in pairs])
+            return [
+                unpack(slot.data[:code], buffer) if code >= 0 else None
+                for code, slot, (_, buffer) in zip(codes, self._slots, pairs, strict=False)
+            ]
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """See `KVStore.remove`."""
-        if keys:
-            self._ask(self._call, self._store.batch_remove, keys, True)
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        self._call(self._store.batch_remove, keys, True)
 
     def close(self) -> None:
         """Leave the store, together with this engine's segment."""

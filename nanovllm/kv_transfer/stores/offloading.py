@@ -13,7 +13,6 @@ Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanov
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.stores.factory import open_store
+from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
@@ -44,29 +44,49 @@ class OffloadingMetadata:
 
     Attributes:
         evict: keys that are evicted from host memory, before the saves.
-        saves: (block id, key) of blocks that are full when the step has been computed; the most recently used come last.
-        loads: request id, and (block id, key) of the blocks that it waits for, in their order.
+        saves: key -> block id, of blocks that are full when the step has been computed; the most recently used come last.
+        loads: request id -> key -> block id, of the blocks that it waits for, in their order.
     """
 
     evict: list[bytes] = field(default_factory=list)
-    saves: list[tuple[int, bytes]] = field(default_factory=list)
-    loads: list[tuple[str, list[tuple[int, bytes]]]] = field(default_factory=list)
+    saves: dict[bytes, int] = field(default_factory=dict)
+    loads: dict[str, dict[bytes, int]] = field(default_factory=dict)
+
+
+class _BelowHost(KVStore):
+    """What is below the ranks' host memory, as the scheduler's half sees it: blocks can be looked up, and the ranks move evicted
+    blocks there.
+
+    Attributes:
+        evicted: keys of blocks that the ranks have to evict.
+    """
+
+    def __init__(self, shared: KVStore | None, shares: Sequence[str]) -> None:
+        super().__init__()
+        self._shared, self._shares = shared or KVStore(), shares
+        self.evicted: list[bytes] = []
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """How many of the first blocks are there; all shares of each."""
+        names = [share_key(share, key) for key in keys for share in self._shares]
+        with waiting_for_others():  # a disk or a server
+            return self._shared.contains(names) // len(self._shares)
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        """Have the ranks evict these blocks."""
+        self.evicted += keys
+
+    def close(self) -> None:
+        """Close the shared store."""
+        self._shared.close()
 
 
 @dataclass
 class _Sequence:
-    """The state of a request.
-
-    Attributes:
-        keys: of its full blocks.
-        num_saved: how many blocks from the beginning are kept, or have been given to the ranks to be saved.
-        is_looked_up: True if `num_saved` was looked up since the request was last admitted.
-    """
+    """A request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved."""
 
     request: Request
-    keys: list[bytes] = field(default_factory=list)
-    num_saved: int = 0
-    is_looked_up: bool = False
+    num_saved: int
 
 
 class OffloadingScheduler(KVConnectorScheduler):
@@ -81,107 +101,67 @@ class OffloadingScheduler(KVConnectorScheduler):
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
         super().__init__(config, identity, ranks)
-        kv_transfer = self.kv_transfer
         if not config.enable_prefix_caching:
             raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
-        if kv_transfer.kv_load_failure_policy == "fail":
+        if self.kv_transfer.kv_load_failure_policy == "fail":
             raise ValueError(
-                f"use kv_load_failure_policy 'recompute': kv_connector {kv_transfer.kv_connector!r} computes blocks that were not kept"
+                f"use kv_load_failure_policy 'recompute': kv_connector {self.kv_transfer.kv_connector!r} computes blocks that were "
+                f"not kept"
             )
-        self._shares = list(dict.fromkeys(rank["share"] for rank in ranks))
-        self._num_slots = min(rank["num_slots"] for rank in ranks)
-        self._shared = open_store(config, kv_transfer, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
-        self._in_host: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
-        self._pinned: Counter[bytes] = Counter()  # being loaded: not evicted
+        shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
+        self._below = _BelowHost(shared, list(dict.fromkeys(rank["share"] for rank in ranks)))
+        # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
+        self._host: HostStore | None = None
+        if num_slots := min(rank["num_slots"] for rank in ranks):
+            self._host = HostStore(num_slots, 1, lower=self._below)
+            self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
         self._sequences: dict[str, _Sequence] = {}
-        self._loading: dict[str, list[tuple[int, bytes]]] = {}
-        self._next = OffloadingMetadata()
+        self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
+        self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
 
-    # ---------------------------------------------------------------- what is kept
+    def _keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
+        return [block_key(self.identity, block_hash) for block_hash in block_hashes]
 
-    def _keys(self, sequence: _Sequence) -> list[bytes]:
-        hashes, keys = sequence.request.block_hashes, sequence.keys
-        keys += [block_key(self.identity, block_hash) for block_hash in hashes[len(keys) :]]
-        return keys
-
-    def _count_kept(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are kept, in host memory or in the shared store; they count as used."""
-        count = 0
-        while count < len(keys):
-            if keys[count] in self._in_host:
-                count += 1
-                continue
-            end = next((i for i in range(count, len(keys)) if keys[i] in self._in_host), len(keys))
-            count += self._count_shared(keys[count:end])
-            if count < end:
-                break
-        for key in reversed(keys[:count]):
-            if key in self._in_host:
-                self._in_host.move_to_end(key)
-        return count
-
-    def _count_shared(self, keys: Sequence[bytes]) -> int:
-        if self._shared is None:
-            return 0
-        names = [share_key(share, key) for key in keys for share in self._shares]
-        with waiting_for_others():  # a disk or a server
-            return self._shared.contains(names) // len(self._shares)
-
-    def _keep_in_host(self, key: bytes) -> bool:
-        """Give a block a slot in host memory. False if it has one already, or if none can be freed."""
-        if key in self._in_host or not self._num_slots:
-            return False
-        if len(self._in_host) == self._num_slots:
-            victim = next((other for other in self._in_host if not self._pinned[other]), None)
-            if victim is None:
-                return False
-            del self._in_host[victim]
-            self._next.evict.append(victim)
-        self._in_host[key] = None
-        return True
+    def _keep_in_host(self, keys: Sequence[bytes]) -> None:
+        """Give blocks slots in host memory; the first key counts as used last."""
+        if self._host is not None:
+            self._host.put(keys, [memoryview(b"\0")] * len(keys))
 
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """See `KVConnectorScheduler.get_num_new_matched_tokens`. The scheduler asks again as long as the request waits for free
-        blocks; the shared store is asked only once."""
-        sequence = self._sequences.setdefault(request.request_id, _Sequence(request))
-        if not sequence.is_looked_up or self._shared is None:
-            sequence.is_looked_up = True
-            sequence.num_saved = self._count_kept(self._keys(sequence))
+        blocks; its blocks are looked up only once."""
+        if request.request_id not in self._sequences:
+            num_kept = (self._host or self._below).contains(self._keys(request.block_hashes))
+            self._sequences[request.request_id] = _Sequence(request, num_kept)
         if not self.kv_transfer.is_consumer:
             return 0, True
         size = self.config.block_size
         # The last token's logits are needed.
-        usable = min(sequence.num_saved, (request.num_tokens - 1) // size)
+        usable = min(self._sequences[request.request_id].num_saved, (request.num_tokens - 1) // size)
         return max(0, usable * size - num_computed_tokens), True
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """See `KVConnectorScheduler.update_state_after_alloc`."""
-        size = self.config.block_size
-        first = request.num_computed_tokens // size
-        end = first + num_external_tokens // size
-        keys = self._keys(self._sequences[request.request_id])
-        blocks = list(zip(block_ids[first:end], keys[first:end], strict=True))
-        self._pinned.update(key for _, key in blocks)
-        for _, key in reversed(blocks):
-            self._keep_in_host(key)  # blocks from a disk stay in host memory
-        self._loading[request.request_id] = blocks
+        first = request.num_computed_tokens // self.config.block_size
+        end = first + num_external_tokens // self.config.block_size
+        keys = self._keys(request.block_hashes[first:end])
+        blocks = dict(zip(keys, block_ids[first:end], strict=True))
+        self._loads[request.request_id] = self._loading[request.request_id] = blocks
         self._in_flight.add(request.request_id)
-        self._next.loads.append((request.request_id, blocks))
+        self._keep_in_host(keys)  # blocks from a disk stay in host memory
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no longer count as kept."""
         KVConnectorScheduler.update_connector_output(self, output)
         for request_id in output.finished_recving:
-            blocks = self._loading.pop(request_id)
-            self._pinned -= Counter(key for _, key in blocks)
-            invalid = output.invalid_block_ids.get(request_id, set())
-            for _, key in (lost := [block for block in blocks if block[0] in invalid]):
-                self._in_host.pop(key, None)
+            blocks, invalid = self._loading.pop(request_id), output.invalid_block_ids.get(request_id, set())
+            lost = [key for key, block_id in blocks.items() if block_id in invalid]
+            if self._host is not None:
+                self._host.evict(lost)
             if lost and request_id in self._sequences:
-                sequence = self._sequences[request_id]
-                sequence.num_saved = min(sequence.num_saved, sequence.keys.index(lost[0][1]))
+                self._sequences[request_id].num_saved = 0
 
     # ---------------------------------------------------------------- a request's KV is kept
 
@@ -190,33 +170,26 @@ class OffloadingScheduler(KVConnectorScheduler):
     ) -> OffloadingMetadata | None:
         """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
         saves: dict[bytes, int] = {}
-        for scheduled in schedule.requests:
-            sequence = self._sequences.get(scheduled.request_id)
-            if sequence is None:
-                continue
-            if scheduled.sampling_params is not None:  # the request was admitted, perhaps not for the first time
-                sequence.is_looked_up = False
-            if self.kv_transfer.is_producer:
+        for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
+            if (sequence := self._sequences.get(scheduled.request_id)) is not None:
                 saves |= self._new_blocks(sequence, tables[scheduled.request_id])
-        metadata, self._next = self._next, OffloadingMetadata()
-        # A block that got a slot and lost it again in the same step is not copied at all.
-        metadata.saves = [
-            (block_id, key) for key, block_id in saves.items() if not self._num_slots or key in self._in_host
-        ]
-        return metadata if self._loading or metadata.saves or metadata.evict else None
+        if self._host is not None:
+            new = [key for key in saves if key not in self._host]
+            self._keep_in_host(new[::-1])
+            # A block that got a slot and lost it again in the same step is not copied at all.
+            saves = {key: saves[key] for key in new if key in self._host}
+        metadata = OffloadingMetadata(self._below.evicted, saves, self._loads)
+        self._below.evicted, self._loads = [], {}
+        return metadata if self._in_flight or saves or metadata.evict else None
 
     def _new_blocks(self, sequence: _Sequence, table: Sequence[int]) -> dict[bytes, int]:
         """Full blocks to be saved: the beginning comes last, and so is evicted last."""
-        request = sequence.request
+        request, first = sequence.request, sequence.num_saved
         # A block that contains an unsampled token has no hash yet; it gets one with the next step.
         end = min(request.num_computed_tokens, request.num_tokens) // self.config.block_size
-        keys, first = self._keys(sequence), sequence.num_saved
         sequence.num_saved = max(first, end)
-        return {
-            keys[i]: table[i]
-            for i in range(end - 1, first - 1, -1)
-            if not self._num_slots or self._keep_in_host(keys[i])
-        }
+        keys = self._keys(request.block_hashes[first:end])
+        return dict(zip(reversed(keys), reversed(table[first:end]), strict=True))
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved have been copied."""
@@ -228,10 +201,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         KVConnectorScheduler.forget_requests(self)
         self._sequences.clear()
         self._loading.clear()
-        self._pinned.clear()
-        self._next = OffloadingMetadata()
+        self._loads.clear()
 
     def close(self) -> None:
         """Close the stores."""
-        if self._shared is not None:
-            self._shared.close()
+        self._below.close()

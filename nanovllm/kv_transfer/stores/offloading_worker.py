@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from nanovllm.kv.connector import KVConnectorWorker
 from nanovllm.kv.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, share_key
-from nanovllm.kv_transfer.stores.store import HostStore, TieredStore
+from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 16 << 20
 BACKLOG_BYTES = 512 << 20
 
-Blocks = list[tuple[int, bytes]]  # block ids and keys
+Blocks = Mapping[bytes, int]  # key -> block id
 
 
 class OffloadingWorker(KVConnectorWorker):
@@ -35,23 +35,18 @@ class OffloadingWorker(KVConnectorWorker):
 
     Attributes:
         store: where the blocks are kept.
-        num_dropped: blocks that were not saved because the backlog was full.
     """
 
     def __init__(self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
         super().__init__(config, layout, kv_caches)
-        self.num_dropped = 0
         self.entry_bytes = layout.block_bytes * len(layout.layers)
         # Ranks that have the same layers and heads have the same bytes.
         self.share = f"layers {layout.layers} heads {layout.heads}"
-        store = open_store(config, self.kv_transfer, self.entry_bytes)
-        assert store is not None
-        self.store = store
-        upper = store.upper if isinstance(store, TieredStore) else store
-        self._host = upper if isinstance(upper, HostStore) else None
+        self.store = open_store(config, self.entry_bytes) or KVStore()
+        self._host = self.store if isinstance(self.store, HostStore) else None
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._reader = ThreadPoolExecutor(1, "kv-reader")
-        self._writes: list[tuple[set[bytes], Future[None]]] = []
+        self._writes: dict[bytes, Future[None]] = {}  # by key
         self._reads: dict[str, Future[set[int]]] = {}  # by request id; the result is the blocks that were not filled
         # Of each layer [num_blocks, bytes of a block].
         self._rows = [cache.view(len(cache), -1).view(torch.uint8) for cache in kv_caches.values()]
@@ -69,48 +64,42 @@ class OffloadingWorker(KVConnectorWorker):
     def start_load_kv(self) -> None:
         """See `KVConnectorWorker.start_load_kv`."""
         metadata: OffloadingMetadata = self.metadata
-        self._writes = [(keys, write) for keys, write in self._writes if not write.done()]
+        self._writes = {key: write for key, write in self._writes.items() if not write.done()}
         if metadata.evict and self._host is not None:
-            self._write(set(), self._host.evict, [share_key(self.share, key) for key in metadata.evict])
-        for request_id, blocks in metadata.loads:
-            wanted = {key for _, key in blocks}
-            before = [write for keys, write in self._writes if keys & wanted]
+            self._write(self._host.evict, self._names(metadata.evict))
+        for request_id, blocks in metadata.loads.items():
+            before = [self._writes[key] for key in blocks if key in self._writes]
             # A step that the GPU has not finished may still write to these blocks, for a request that has ended.
-            event = torch.cuda.current_stream().record_event() if self._stream is not None else None
-            read = self._reader.submit(self._load, blocks, before, event)
-            self._reads[request_id] = read
+            read = self._reads[request_id] = self._reader.submit(self._load, blocks, before, self._record_event())
             read.add_done_callback(lambda _: self.notify())
 
     @torch.inference_mode()
     def _load(self, blocks: Blocks, before: list[Future[None]], event: torch.cuda.Event | None) -> set[int]:
         """Fill blocks after some writes have ended; returns the ids of those that could not be filled."""
-        invalid = {block_id for block_id, _ in blocks}
+        invalid = set(blocks.values())
         try:
             wait(before)
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            with torch.cuda.stream(self._stream):  # on a CPU, this does nothing
                 if event is not None:
                     event.wait()
-                for piece in self._pieces(blocks):
-                    invalid -= self._load_piece(piece)
+                for keys, block_ids in self._pieces(blocks):
+                    invalid -= self._load_piece(keys, block_ids)
         except Exception:
             logger.exception("KV blocks could not be loaded, and are computed")
         return invalid
 
-    def _load_piece(self, blocks: Blocks) -> set[int]:
+    def _load_piece(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
         """Fill some blocks; returns the ids of those that were filled."""
         staging = self._borrow()
-        try:
-            entries = staging[: len(blocks)]
-            found = self.store.get(self._names(blocks), [memoryview(row) for row in entries.numpy()])
-            there = [i for i, is_there in enumerate(found) if is_there]
-            block_ids = [blocks[i][0] for i in there]
-            if there:
-                self._scatter(entries if all(found) else entries[there], block_ids)
-        finally:
-            self._spare.append(staging)
-        return set(block_ids)
+        entries = staging[: len(keys)]
+        found = self.store.get(self._names(keys), [memoryview(row) for row in entries.numpy()])
+        filled = list(compress(block_ids, found))
+        if filled:
+            self._scatter(entries if all(found) else entries[torch.tensor(found)], filled)
+        self._spare.append(staging)
+        return set(filled)
 
-    def _scatter(self, entries: Tensor, block_ids: list[int]) -> None:
+    def _scatter(self, entries: Tensor, block_ids: Sequence[int]) -> None:
         """Write entries `[len(block_ids), entry_bytes]` into the caches of all layers."""
         entries = entries.view(len(block_ids), len(self._rows), -1)
         if self._stream is None:
@@ -137,35 +126,43 @@ class OffloadingWorker(KVConnectorWorker):
         """See `KVConnectorWorker.wait_for_save`. Whole blocks are copied, after the last layer, so that it works with a CUDA graph,
         which calls no hook per layer. On a GPU, too, the next step runs after these copies."""
         saves: Blocks = self.metadata.saves
-        waiting = sum(len(keys) for keys, write in self._writes if not write.done())
-        num_dropped = max(0, len(saves) + waiting - BACKLOG_BYTES // self.entry_bytes)
-        self.num_dropped += num_dropped
-        for piece in self._pieces(saves[num_dropped:]):  # the beginnings of prompts come last
-            staging, event = self._gather([block_id for block_id, _ in piece])
-            self._write({key for _, key in piece}, self._save, piece, staging, event)
+        num_waiting = sum(not write.done() for write in self._writes.values())
+        num_dropped = max(0, len(saves) + num_waiting - BACKLOG_BYTES // self.entry_bytes)
+        for keys, block_ids in self._pieces(saves, num_dropped):  # the beginnings of prompts come last
+            write = self._write(self._save, keys, self._gather(block_ids), self._record_event())
+            self._writes |= dict.fromkeys(keys, write)
 
-    def _gather(self, block_ids: list[int]) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copies of blocks, in borrowed memory; on a GPU they are complete after the event."""
+    def _gather(self, block_ids: Sequence[int]) -> Tensor:
+        """Copies of blocks, in borrowed memory; on a GPU they are complete when the current stream has come so far."""
         staging = self._borrow()
         entries = staging[: len(block_ids)].view(len(block_ids), len(self._rows), -1)
         if self._stream is None:
             for i, rows in enumerate(self._rows):
                 entries[:, i].numpy()[:] = rows.numpy()[block_ids]
-            return staging, None
-        ids = torch.tensor(block_ids, pin_memory=True).to(self._stream.device, non_blocking=True)
-        copies = torch.stack([rows.index_select(0, ids) for rows in self._rows], dim=1)
-        entries.copy_(copies, non_blocking=True)
-        return staging, torch.cuda.current_stream().record_event()
+        else:
+            ids = torch.tensor(block_ids, pin_memory=True).to(self._stream.device, non_blocking=True)
+            copies = torch.stack([rows.index_select(0, ids) for rows in self._rows], dim=1)
+            entries.copy_(copies, non_blocking=True)
+        return staging
 
-    def _save(self, blocks: Blocks, staging: Tensor, event: torch.cuda.Event | None) -> None:
-        try:
-            if event is not None:
-                event.synchronize()
-            rows = staging[: len(blocks)].numpy()
-            # A store counts the first key as used last.
-            self.store.put(self._names(blocks)[::-1], [memoryview(row) for row in rows][::-1])
-        finally:
-            self._spare.append(staging)
+    def _save(self, keys: Sequence[bytes], staging: Tensor, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            event.synchronize()
+        rows = [memoryview(row) for row in staging[: len(keys)].numpy()]
+        self.store.put(self._names(keys)[::-1], rows[::-1])  # a store counts the first key as used last
+        self._spare.append(staging)
+
+    def _write(self, job: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run a job in the writer's thread."""
+        write = self._writer.submit(job, *arguments)
+        write.add_done_callback(_log_failure)
+        return write
+
+    # ---------------------------------------------------------------- both
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        """What the GPU has been given so far; None on a CPU."""
+        return torch.cuda.current_stream().record_event() if self._stream is not None else None
 
     def _borrow(self) -> Tensor:
         """Host memory for a piece; preferably used before, so that the kernel has allocated its pages."""
@@ -175,19 +172,14 @@ class OffloadingWorker(KVConnectorWorker):
             shape = (self._piece_length, self.entry_bytes)
             return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
 
-    def _write(self, keys: set[bytes], job: Callable[..., None], *arguments: Any) -> None:
-        """Run a job in the writer's thread. Loads of these keys wait for it."""
-        write = self._writer.submit(job, *arguments)
-        write.add_done_callback(_log_failure)
-        self._writes.append((keys, write))
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [share_key(self.share, key) for key in keys]
 
-    # ---------------------------------------------------------------- both
-
-    def _names(self, blocks: Blocks) -> list[bytes]:
-        return [share_key(self.share, key) for _, key in blocks]
-
-    def _pieces(self, blocks: Blocks) -> Iterator[Blocks]:
-        return (blocks[i : i + self._piece_length] for i in range(0, len(blocks), self._piece_length))
+    def _pieces(self, blocks: Blocks, start: int = 0) -> Iterator[tuple[Sequence[bytes], Sequence[int]]]:
+        """Keys and block ids, from `start` on."""
+        keys, block_ids = list(blocks), list(blocks.values())
+        for i in range(start, len(blocks), self._piece_length):
+            yield keys[i : i + self._piece_length], block_ids[i : i + self._piece_length]
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See `KVConnectorWorker.forget_requests`."""

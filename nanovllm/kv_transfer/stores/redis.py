@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.kv_transfer.stores.server import Pair, ServerStore
-from nanovllm.kv_transfer.stores.store import seal
+from nanovllm.kv_transfer.stores.store import Pair, SealedStore, seal, unpack
 
 
-class RedisStore(ServerStore):
+class RedisStore(SealedStore):
     """Entries as values. The server sets the bound: `maxmemory`, with `maxmemory-policy allkeys-lru`.
 
     Args:
@@ -38,39 +37,36 @@ class RedisStore(ServerStore):
             url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=retry
         )
         options = self._client.get_connection_kwargs()
-        place = options.get("path") or f"{options.get('host')}:{options.get('port')}"  # without the password
-        self.server = f"the Redis server at {place}"
+        address = options.get("path") or f"{options.get('host')}:{options.get('port')}"  # without the password
+        self.place = f"the Redis server at {address}"
         self._namespace = namespace.encode()
-        self._ask(self._check_bound)
-
-    def _check_bound(self) -> None:
-        memory = self._client.info("memory")
-        if not memory.get("maxmemory") or not str(memory.get("maxmemory_policy")).startswith("allkeys"):
+        memory = self._ask(lambda section: self._client.info(section), "memory")
+        if memory and not (memory.get("maxmemory") and str(memory.get("maxmemory_policy")).startswith("allkeys")):
             self._complain(
-                f"{self.server} will not make room for new KV blocks: give it --maxmemory and "
+                f"{self.place} will not make room for new KV blocks: give it --maxmemory and "
                 f"--maxmemory-policy allkeys-lru"
             )
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
-        # TOUCH counts as a use, unlike EXISTS.
-        return self._pipeline([("TOUCH", self._namespace + key) for key in keys])
+        return self._pipeline([("TOUCH", name) for name in self._names(keys)])  # counts as a use, unlike EXISTS
 
     def _send(self, pairs: Sequence[Pair]) -> int:
         entries = ((self._namespace + key, b"".join((seal(key, buffer), buffer))) for key, buffer in pairs)
         return len(self._pipeline([("SET", *entry) for entry in entries]))
 
-    def _fetch(self, keys: Sequence[bytes]) -> list[memoryview | None]:
-        values = self._client.mget([self._namespace + key for key in keys])
-        return [None if value is None else memoryview(value) for value in values]
+    def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
+        values = self._client.mget(self._names([key for key, _ in pairs]))
+        return [value and unpack(memoryview(value), buffer) for value, (_, buffer) in zip(values, pairs, strict=True)]
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """See `KVStore.remove`."""
-        if keys:
-            self._ask(self._client.delete, *(self._namespace + key for key in keys))
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        self._client.delete(*self._names(keys))
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
+
+    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [self._namespace + key for key in keys]
 
     def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The answers to several commands that are sent together."""

@@ -14,8 +14,10 @@ import struct
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,31 +29,35 @@ logger = logging.getLogger(__name__)
 KEY_BYTES = 32
 COMPLAINT_SECONDS = 60.0
 
-# The header of an entry outside of this process: magic and version, key, length, checksum.
-_HEADER = struct.Struct(f"<8s{KEY_BYTES}sQQ")
+# The header of an entry outside of this process: magic and version, key, length; then a checksum.
+_HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ")
 _MAGIC = b"nanoKV\x00\x01"
-HEADER_BYTES = _HEADER.size
+HEADER_BYTES = _HEADER.size + 8
 
-
-def _checksum(key: bytes, payload: memoryview) -> int:
-    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds accidents, not forgeries:
-    # a program that may write to the pool may write anything.
-    state = xxhash.xxh3_64(_MAGIC)
-    for part in (key, len(payload).to_bytes(8, "little"), payload):
-        state.update(part)
-    return state.intdigest()
+Pair = tuple[bytes, memoryview]  # a key and the bytes of its entry
 
 
 def seal(key: bytes, payload: memoryview) -> bytes:
     """The header of an entry, `HEADER_BYTES` long."""
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, got {len(key)}")
-    return _HEADER.pack(_MAGIC, key, len(payload), _checksum(key, payload))
+    header = _HEADER.pack(_MAGIC, key, len(payload))
+    # xxh3 reads 45 GB/s on one core here, crc32 4.7, blake2b 0.9: no slower than copying. It finds accidents, not forgeries:
+    # a program that may write to the pool may write anything.
+    checksum = xxhash.xxh3_64(header)
+    checksum.update(payload)
+    return header + checksum.intdigest().to_bytes(8, "little")
 
 
-def is_intact(header: bytes | bytearray | memoryview, key: bytes, payload: memoryview) -> bool:
+def is_intact(header: bytes, key: bytes, payload: memoryview) -> bool:
     """Whether the payload is complete, belongs to the key and is as it was when it was sealed."""
-    return bytes(header) == seal(key, payload)
+    return header == seal(key, payload)
+
+
+def unpack(entry: memoryview, payload: memoryview) -> bytes:
+    """Fill a payload with that of a sealed entry; returns the entry's header, or b"" if its payload has another length."""
+    if len(entry) != HEADER_BYTES + len(payload):
+        return b""
+    np.copyto(np.frombuffer(payload, np.uint8), np.frombuffer(entry, np.uint8)[HEADER_BYTES:])
+    return bytes(entry[:HEADER_BYTES])
 
 
 @dataclass
@@ -74,45 +80,23 @@ class StoreStats:
     failed: int = 0
 
 
-class Patience:
-    """How long not to ask a server that does not answer: one second, and twice as long after every further try, up to a minute."""
-
-    def __init__(self) -> None:
-        self._seconds, self._until = 1.0, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """The server may be asked."""
-        return time.monotonic() >= self._until
-
-    def tried(self, answered: bool) -> None:
-        """The server has been asked."""
-        if not answered:
-            self._until = time.monotonic() + self._seconds
-        self._seconds = 1.0 if answered else min(2 * self._seconds, COMPLAINT_SECONDS)
-
-
 class KVStore:
-    """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any thread may call it.
+    """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any thread may call it. This one keeps
+    nothing.
 
     The keys of a call name blocks that follow one another, and a block is useless without those before it. So the first key
     counts as used last: the end of a chain is evicted before its beginning.
-
-    A store that fails counts as empty: it logs a warning, at most one per minute, and the engine computes the blocks.
     """
 
     def __init__(self) -> None:
         self.stats = StoreStats()
-        self._stats_lock = threading.Lock()
-        self._quiet_until = 0.0
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """How many keys are there, up to the first that is not; they count as used now."""
-        raise NotImplementedError
+        return 0
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Copy the bytes of these buffers into the store."""
-        raise NotImplementedError
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """Fill the buffers, each as long as its entry.
@@ -121,22 +105,111 @@ class KVStore:
             Whether each was filled with its entry. If not, its content is undefined: the entry is not there, or was damaged
             and has been removed.
         """
-        raise NotImplementedError
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove entries, if they are there."""
-        raise NotImplementedError
+        return [False] * len(keys)
 
     def close(self) -> None:
         """Close files and connections. Entries that other processes share stay."""
 
-    def _count(self, **amounts: int) -> None:
-        with self._stats_lock:
-            for name, amount in amounts.items():
-                setattr(self.stats, name, getattr(self.stats, name) + amount)
+    def _last_first(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[Pair]:
+        """All entries, the first one last, so that it counts as used last."""
+        return list(zip(keys, buffers, strict=True))[::-1]
 
-    def _count_found(self, found: Sequence[bool]) -> None:
-        self._count(hits=sum(found), misses=len(found) - sum(found))
+    def _count_found(self, found: list[bool]) -> list[bool]:
+        """Count what was found of `_last_first`; returns it in the order of the keys."""
+        self.stats.hits += sum(found)
+        self.stats.misses += len(found) - sum(found)
+        return found[::-1]
+
+
+class SealedStore(KVStore):
+    """Entries outside of this process, each behind a header (`seal`). A subclass says how they get there and back.
+
+    A store that fails counts as empty: it logs a warning, at most one per minute, and the engine computes the blocks. One that does
+    not answer is asked less and less often: after one second, and twice as long after every further try, up to a minute.
+
+    Attributes:
+        place: what warnings call it.
+        batch: entries that pass at a time.
+        errors: exceptions that mean that the store keeps no block.
+        refusals: those of them that are an answer.
+    """
+
+    place = ""
+    batch = 16
+    errors: tuple[type[Exception], ...] = (OSError,)
+    refusals: tuple[type[Exception], ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ask_again, self._pause, self._quiet_until = 0.0, 1.0, 0.0
+
+    def _find(self, keys: Sequence[bytes]) -> list[Any]:
+        """True for the keys that are there; they count as used, in this order."""
+        raise NotImplementedError
+
+    def _send(self, pairs: Sequence[Pair]) -> int:
+        """Store entries that are not there; returns how many have been taken."""
+        raise NotImplementedError
+
+    def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
+        """Fill the buffers. Returns the entries' headers: b"" if the length is not the buffer's, None if there is no entry."""
+        raise NotImplementedError
+
+    def _delete(self, keys: Sequence[bytes]) -> None:
+        """Remove entries, if they are there."""
+        raise NotImplementedError
+
+    def contains(self, keys: Sequence[bytes]) -> int:
+        """See `KVStore.contains`."""
+        there = self._ask(self._find, keys[::-1]) or []
+        return sum(1 for _ in takewhile(bool, reversed(there)))
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        """See `KVStore.put`."""
+        for batch in self._batches(keys, buffers):
+            there = self._ask(self._find, [key for key, _ in batch]) or [False] * len(batch)
+            new = [pair for pair, found in zip(batch, there, strict=True) if not found]
+            stored = self._ask(self._send, new) or 0
+            self.stats.stored += stored
+            self.stats.failed += len(new) - stored
+
+    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
+        """See `KVStore.get`."""
+        found: list[bool] = []
+        for batch in self._batches(keys, buffers):
+            headers = self._ask(self._fetch, batch) or [None] * len(batch)
+            found += [
+                header is not None and self._check(header, *pair) for header, pair in zip(headers, batch, strict=True)
+            ]
+        return self._count_found(found)
+
+    def _batches(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Pair]]:
+        pairs = self._last_first(keys, buffers)
+        return (pairs[i : i + self.batch] for i in range(0, len(pairs), self.batch))
+
+    def _check(self, header: bytes, key: bytes, payload: memoryview) -> bool:
+        """Whether an entry is intact. If not, it is removed."""
+        if is_intact(header, key, payload):
+            return True
+        self.stats.damaged += 1
+        self._complain(f"the KV block {key.hex()} of {self.place} is damaged, and removed")
+        self._ask(self._delete, [key])
+        return False
+
+    def _ask(self, question: Callable[[Any], Any], items: Sequence[Any]) -> Any:
+        """The store's answer; None if it gives none, or gave none a moment ago, or if there is nothing to ask."""
+        if not items or time.monotonic() < self._ask_again:
+            return None
+        try:
+            answer = question(items)
+        except self.errors as error:
+            self._complain(f"{self.place} keeps no KV blocks: {error}")
+            if not isinstance(error, self.refusals):
+                self._ask_again = time.monotonic() + self._pause
+                self._pause = min(2 * self._pause, COMPLAINT_SECONDS)
+            return None
+        self._pause = 1.0
+        return answer
 
     def _complain(self, text: str) -> None:
         """Log a warning, unless there was one within the last minute."""
@@ -144,14 +217,11 @@ class KVStore:
             self._quiet_until = time.monotonic() + COMPLAINT_SECONDS
             logger.warning("%s; not said again for %.0f s", text, COMPLAINT_SECONDS)
 
-    def _drop_damaged(self, key: bytes, place: str) -> None:
-        self._count(damaged=1)
-        self._complain(f"the KV block {key.hex()} of {place} is damaged, and removed")
-        self.remove([key])
-
 
 class HostStore(KVStore):
-    """Entries of one size in host memory: one allocation, divided into slots.
+    """Entries of one size in host memory: one allocation, divided into slots. A large slow store may be below this small fast one:
+    entries that are evicted here go there. Entries that are found there come back, and stay below too: when they are evicted again,
+    there is nothing to write.
 
     The constructor writes to all of the memory: the kernel allocates a page when it is first touched, which takes several
     times as long as the copy itself. A GPU can read pinned memory without a copy in between.
@@ -160,152 +230,98 @@ class HostStore(KVStore):
         num_bytes: how much memory to take.
         entry_bytes: length of every entry.
         pin_memory: for a GPU to copy from and to.
+        lower: the store below.
 
     Attributes:
-        spill: called with the key and the bytes of an entry that is about to be evicted, while it can still be found.
+        is_in_use: whether an entry must not be evicted now. If none may be, a new one is not stored.
+        stats: of this store alone.
 
     Raises:
         ValueError: not one entry fits, or there is not enough memory.
     """
 
-    def __init__(self, num_bytes: int, entry_bytes: int, pin_memory: bool = False) -> None:
+    def __init__(
+        self, num_bytes: int, entry_bytes: int, pin_memory: bool = False, lower: KVStore | None = None
+    ) -> None:
         super().__init__()
-        self.num_slots, self.entry_bytes = num_bytes // entry_bytes, entry_bytes
         available = psutil.virtual_memory().available
-        if num_bytes > available:
+        if not entry_bytes <= num_bytes <= available:
             raise ValueError(
-                f"lower kv_offloading_size: {num_bytes / 2**30:.1f} GiB of host memory are wanted for KV blocks, and "
-                f"{available / 2**30:.1f} GiB are available"
+                f"kv_offloading_size is {num_bytes / 2**30:.1f} GiB: raise it to at least one KV block of {entry_bytes} bytes, or "
+                f"lower it to the host memory that is available, {available / 2**30:.1f} GiB"
             )
-        if self.num_slots < 1:
-            raise ValueError(
-                f"raise kv_offloading_size: {num_bytes} bytes of host memory hold no KV block of {entry_bytes} bytes"
-            )
+        self.num_slots, self.lower = num_bytes // entry_bytes, lower or KVStore()
         memory = torch.empty(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pin_memory)
         self._memory = memory.zero_().numpy()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(self.num_slots))
-        self.spill: Callable[[bytes, memoryview], None] | None = None
-        # `_lock` guards `_slots` and `_free`, and is held for one copy at most; the thread that fills slots holds `_writing`.
-        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self.is_in_use: Callable[[bytes], bool] = lambda key: False
+        # `_lock` guards `_slots`, and is held for one copy at most; the thread that fills or empties slots holds `_writing`.
+        self._lock, self._writing = threading.Lock(), threading.RLock()
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether an entry is in this very store."""
+        return key in self._slots
 
     def contains(self, keys: Sequence[bytes]) -> int:
-        """See `KVStore.contains`."""
-        with self._lock:
-            count = next((i for i, key in enumerate(keys) if key not in self._slots), len(keys))
-            for key in reversed(keys[:count]):
-                self._slots.move_to_end(key)
-        return count
-
-    def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
-        """See `KVStore.get`."""
-        found = []
-        for key, buffer in zip(reversed(keys), reversed(buffers), strict=True):
-            target = self._as_entry(buffer)
-            with self._lock:
-                found.append(key in self._slots)
-                if found[-1]:
-                    self._slots.move_to_end(key)
-                    target[:] = self._memory[self._slots[key]]
-        self._count_found(found)
-        return found[::-1]
-
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """See `KVStore.put`."""
-        with self._writing:
-            for key, buffer in zip(reversed(keys), reversed(buffers), strict=True):
-                if self.contains([key]):
-                    continue
-                source, slot = self._as_entry(buffer), self._empty_slot()
-                self._memory[slot] = source  # no other thread knows this slot yet
-                with self._lock:
-                    self._slots[key] = slot
-                self._count(stored=1)
-
-    def evict(self, keys: Sequence[bytes]) -> None:
-        """Evict entries now."""
-        with self._writing:
-            for key in keys:
-                self._evict(key)
-
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """See `KVStore.remove`."""
-        with self._writing:
-            for key in keys:
-                self._forget(key)
-
-    def _empty_slot(self) -> int:
-        if not self._free:
-            self._evict(next(iter(self._slots)))
-        return self._free.pop()
-
-    def _evict(self, key: bytes) -> None:
-        # The next store may be slow: until it has the entry, the entry can still be read here.
-        if key in self._slots and self.spill is not None:
-            self.spill(key, memoryview(self._memory[self._slots[key]]))
-        self._count(evicted=self._forget(key))
-
-    def _forget(self, key: bytes) -> bool:
-        with self._lock:
-            slot = self._slots.pop(key, None)
-            if slot is not None:
-                self._free.append(slot)
-        return slot is not None
-
-    def _as_entry(self, buffer: memoryview) -> np.ndarray:
-        array = np.frombuffer(buffer, dtype=np.uint8)
-        if array.size != self.entry_bytes:
-            raise ValueError(f"entries have {self.entry_bytes} bytes here, got {array.size}")
-        return array
-
-
-class TieredStore(KVStore):
-    """A small fast store before a large slow one. Entries evicted from the first go to the second. Entries found in the second
-    come back to the first, and stay below too: when they are evicted again, there is nothing to write.
-
-    Args:
-        upper: the fast one.
-        lower: the slow one, which may be tiered itself.
-    """
-
-    def __init__(self, upper: HostStore, lower: KVStore) -> None:
-        super().__init__()
-        self.upper, self.lower = upper, lower
-        upper.spill = lambda key, buffer: lower.put([key], [buffer])
-
-    def contains(self, keys: Sequence[bytes]) -> int:
-        """See `KVStore.contains`; some may be above and some below."""
+        """See `KVStore.contains`; some may be here and some below."""
         count = 0
-        while count < len(keys):
-            more = self.upper.contains(keys[count:]) or self.lower.contains(keys[count:])
-            if not more:
-                break
+        while more := self._touch(keys[count:]) or self.lower.contains(keys[count:]):
             count += more
         return count
 
-    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
-        """See `KVStore.put`."""
-        self.upper.put(keys, buffers)
+    def _touch(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            there = list(takewhile(self.__contains__, keys))
+            for key in reversed(there):
+                self._slots.move_to_end(key)
+        return len(there)
 
     def get(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> list[bool]:
         """See `KVStore.get`."""
-        found = self.upper.get(keys, buffers)
+        found = self._count_found([self._read(key, buffer) for key, buffer in self._last_first(keys, buffers)])
         missing = [i for i, there in enumerate(found) if not there]
-        if missing:
-            below = self.lower.get([keys[i] for i in missing], [buffers[i] for i in missing])
-            risen = [i for i, there in zip(missing, below, strict=True) if there]
-            self.upper.put([keys[i] for i in risen], [buffers[i] for i in risen])
-            for i in risen:
-                found[i] = True
-        self._count_found(found)
-        return found
+        below = self.lower.get([keys[i] for i in missing], [buffers[i] for i in missing])
+        risen = [i for i, there in zip(missing, below, strict=True) if there]
+        self.put([keys[i] for i in risen], [buffers[i] for i in risen])
+        return [there or i in risen for i, there in enumerate(found)]
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """See `KVStore.remove`."""
-        self.upper.remove(keys)  # an entry that is being evicted arrives below before this returns
-        self.lower.remove(keys)
+    def _read(self, key: bytes, buffer: memoryview) -> bool:
+        with self._lock:
+            if there := key in self:
+                self._slots.move_to_end(key)
+                np.frombuffer(buffer, np.uint8)[:] = self._memory[self._slots[key]]
+        return there
+
+    def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
+        """See `KVStore.put`."""
+        with self._writing:
+            for key, buffer in self._last_first(keys, buffers):
+                if self._touch([key]) or not self._make_room():
+                    continue
+                slot = self._free.pop()
+                self._memory[slot] = np.frombuffer(buffer, np.uint8)  # no other thread knows this slot yet
+                with self._lock:
+                    self._slots[key] = slot
+                self.stats.stored += 1
+
+    def _make_room(self) -> bool:
+        if not self._free:
+            with self._lock:
+                oldest = list(islice((key for key in self._slots if not self.is_in_use(key)), 1))
+            self.evict(oldest)
+        return bool(self._free)
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Evict entries now, if they are here."""
+        with self._writing:
+            for key in filter(self.__contains__, keys):
+                # The store below may be slow: until it has the entry, the entry can still be read here.
+                self.lower.put([key], [memoryview(self._memory[self._slots[key]])])
+                with self._lock:
+                    self._free.append(self._slots.pop(key))
+                self.stats.evicted += 1
 
     def close(self) -> None:
-        """Close both stores."""
-        self.upper.close()
+        """Close the store below."""
         self.lower.close()

@@ -98,7 +98,6 @@ def time_store(
                 raise RuntimeError("a store lacks an entry that has just been put into it")
             times.append(time.perf_counter() - start)
         seconds[count * entry_bytes] = statistics.median(times[1:])
-    store.remove(keys)
     store.close()
     return seconds
 
