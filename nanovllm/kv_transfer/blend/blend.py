@@ -16,7 +16,7 @@ Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,9 +28,6 @@ from nanovllm.attention.base import AttentionBackend, AttentionMetadata, Forward
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.attention import gather_kv
-
-Caches = Sequence[Tensor] | Mapping[int, Tensor]
-
 
 # ---------------------------------------------------------------------------------------------------- rotation
 
@@ -72,31 +69,22 @@ class Chunk:
         kv: `[num_layers, 2, num_tokens, num_kv_heads, head_dim]`: keys, rotated for those positions, and values.
     """
 
-    token_ids: tuple[int, ...]
     start: int
     kv: Tensor
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self.kv.shape[2]
 
 
-def _layers(kv_caches: Caches) -> list[int]:
-    return sorted(kv_caches) if isinstance(kv_caches, Mapping) else list(range(len(kv_caches)))
-
-
-def save_chunk(kv_caches: Caches, block_table: Tensor, token_ids: Sequence[int], start: int) -> Chunk:
-    """Copy the keys and values of `token_ids`, which have the positions from `start` on, out of a sequence's blocks.
+def save_chunk(kv_caches: list[Tensor], block_table: Tensor, start: int, end: int) -> Chunk:
+    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks.
 
     Args:
         kv_caches: by layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
         block_table: `[max_blocks]` int32, the sequence's.
     """
-    end = start + len(token_ids)
-    layers = [
-        torch.stack(gather_kv(kv_caches[layer], block_table, end))[:, :, start:].transpose(1, 2)
-        for layer in _layers(kv_caches)
-    ]
-    return Chunk(tuple(token_ids), start, torch.stack(layers))
+    layers = [torch.stack(gather_kv(cache, block_table, end))[:, :, start:].transpose(1, 2) for cache in kv_caches]
+    return Chunk(start, torch.stack(layers))
 
 
 def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
@@ -105,7 +93,7 @@ def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:
 
 
 def place_chunk(
-    chunk: Chunk, start: int, kv_caches: Caches, block_table: Tensor, cos_sin: Tensor, first: int = 0
+    chunk: Chunk, start: int, kv_caches: list[Tensor], block_table: Tensor, cos_sin: Tensor, first: int = 0
 ) -> None:
     """Write a chunk into a sequence's blocks at the positions from `start` on, to which its keys are rotated. Positions before
     `first` are not written."""
@@ -114,10 +102,9 @@ def place_chunk(
     keys, values = chunk.kv[:, :, skipped:].to(block_table.device).unbind(1)
     if start != chunk.start:
         keys = rotate_keys(keys, positions - start + chunk.start, positions, cos_sin)
-    layers = _layers(kv_caches)
-    slots = slots_of(positions, block_table, kv_caches[layers[0]].shape[3])
-    for i, layer in enumerate(layers):
-        ops.write_kv_cache(keys[i], values[i], kv_caches[layer], slots)
+    slots = slots_of(positions, block_table, kv_caches[0].shape[3])
+    for layer, kv_cache in enumerate(kv_caches):
+        ops.write_kv_cache(keys[layer], values[layer], kv_cache, slots)
 
 
 # ---------------------------------------------------------------------------------------------- scattered rows
@@ -212,14 +199,14 @@ class _Rows:
         pieces = self.positions.split(self.max_rows)
         self._metadata = [scattered_metadata(piece, self.block_table, self.block_size) for piece in pieces]
 
-    def compute(self, layer: nn.Module, backend: AttentionBackend, kv_caches: Caches, cos_sin: Tensor) -> None:
+    def compute(self, layer: nn.Module, backend: AttentionBackend, kv_caches: list[Tensor], cos_sin: Tensor) -> None:
         """Compute one layer, piece by piece: each piece attends to those before it."""
         pieces = zip(
             self._metadata, *(t.split(self.max_rows) for t in (self.x, self.residual, self.positions)), strict=True
         )
         out = []
         for metadata, x, residual, positions in pieces:
-            with forward_context(ForwardContext(backend, kv_caches, metadata)):  # type: ignore[arg-type]
+            with forward_context(ForwardContext(backend, kv_caches, metadata)):
                 out.append(layer(x, residual, Rotary(positions, cos_sin)))
         self.x, self.residual = (torch.cat(parts) for parts in zip(*out, strict=True))
 
@@ -237,20 +224,11 @@ class _Rows:
         self._find_places()
 
 
-def _offsets(token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
-    """Each prompt token's offset in its chunk, or -1 if it is in none; `[num_tokens]` int64.
-
-    Raises:
-        ValueError: chunks that overlap, are not in order, or have other tokens than the prompt.
-    """
-    offsets, end = torch.full((len(token_ids),), -1), 0
+def _offsets(num_tokens: int, chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
+    """Each prompt token's offset in its chunk, or -1 if it is in none; `[num_tokens]` int64."""
+    offsets = torch.full((num_tokens,), -1)
     for start, chunk in chunks:
-        if start < end:
-            raise ValueError(f"a chunk begins at {start}, inside the one before it, which ends at {end}")
-        end = start + len(chunk)
-        if tuple(token_ids[start:end]) != chunk.token_ids:
-            raise ValueError(f"the chunk at {start} has other tokens than the prompt at {start} to {end - 1}")
-        offsets[start:end] = torch.arange(len(chunk))
+        offsets[start : start + len(chunk)] = torch.arange(len(chunk))
     offsets[-1] = -1  # the last token's logits are needed
     return offsets.to(device)
 
@@ -265,58 +243,46 @@ def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
 def blend(
     model: LlamaForCausalLM,
     backend: AttentionBackend,
-    kv_caches: Caches,
+    kv_caches: list[Tensor],
     block_table: Tensor,
     token_ids: Sequence[int],
     chunks: Sequence[tuple[int, Chunk]],
     recompute_ratio: float = 0.15,
     num_computed_tokens: int = 0,
-    check_layers: Sequence[int] = (1,),
+    check_layer: int = 1,
     score: Callable[[BlendRows], Tensor] = kv_deviation,
     max_rows: int | None = None,
 ) -> BlendOutput:
     """Prefill a prompt of which some chunks have been computed before, behind another prefix.
 
-    All tokens that are in no chunk are computed, and of the others those that score highest: each check layer keeps the same
-    share of them, so that `recompute_ratio` is left after the last one. Up to and including the first check layer, all tokens are
-    computed. Attention always runs over the whole sequence. At ratio 0 a chunk's keys are only rotated; at ratio 1 everything
+    All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with the highest scores. Up to and
+    including the check layer, where the score is computed, all tokens are computed. Attention always runs over the whole sequence. At ratio 0 a chunk's keys are only rotated; at ratio 1 everything
     is computed.
 
     Args:
         block_table: `[max_blocks]` int32, with room for all tokens.
         token_ids: of the prompt, at least one.
-        chunks: with the position at which each begins in the prompt, in order.
+        chunks: with the position at which each begins in the prompt, in order; each has the tokens that the prompt has there.
         num_computed_tokens: how many tokens at the beginning are in the blocks already. They are exact, and not written.
         score: rates the tokens; those with the highest values are computed.
         max_rows: tokens per forward pass of a layer, which bounds the memory for activations; None: all.
-
-    Raises:
-        ValueError: a ratio outside of 0 to 1, a layer that the model does not have, or chunks that do not fit the prompt.
     """
-    device, layers = block_table.device, _layers(kv_caches)
-    if not 0 <= recompute_ratio <= 1:
-        raise ValueError(f"recompute_ratio is a share from 0 to 1, got {recompute_ratio}")
-    if not set(check_layers) <= set(layers):
-        raise ValueError(f"check_layers must be among {layers[0]} to {layers[-1]}, got {list(check_layers)}")
-    offsets = _offsets(token_ids, chunks, device)
+    device = block_table.device
+    offsets = _offsets(len(token_ids), chunks, device)
     for start, chunk in chunks:
         place_chunk(chunk, start, kv_caches, block_table, model.model.cos_sin, num_computed_tokens)
     first = min(max(num_computed_tokens, _num_exact(chunks)), len(token_ids) - 1)
     positions = torch.arange(first, len(token_ids), device=device)
     positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions
     x = model.model.embed_tokens(torch.tensor(token_ids, device=device)[positions])
-    block_size = kv_caches[layers[0]].shape[3]
-    rows = _Rows(positions, offsets[positions], x, block_table, block_size, max_rows or len(token_ids))
-    num_reused = int((rows.offsets >= 0).sum())
-    num_rows, checks = [], 0
-    for layer in layers:
-        reused = rows.kv(kv_caches[layer]) if layer in check_layers else None
+    rows = _Rows(positions, offsets[positions], x, block_table, kv_caches[0].shape[3], max_rows or len(token_ids))
+    num_kept = math.ceil(int((rows.offsets >= 0).sum()) * recompute_ratio)
+    num_rows = []
+    for layer, kv_cache in enumerate(kv_caches):
+        reused = rows.kv(kv_cache) if layer == check_layer and 0 < recompute_ratio < 1 else None
         rows.compute(model.model.layers[layer], backend, kv_caches, model.model.cos_sin)
         num_rows.append(len(rows))
-        if reused is not None and num_reused and recompute_ratio < 1:
-            checks += 1
-            count = math.ceil(num_reused * recompute_ratio ** (checks / len(check_layers)))
-            fresh = rows.kv(kv_caches[layer])
-            rows.keep(count, score(BlendRows(rows.positions, rows.offsets, reused, fresh)))
+        if reused is not None:
+            rows.keep(num_kept, score(BlendRows(rows.positions, rows.offsets, reused, rows.kv(kv_cache))))
     hidden = model.model.norm.add(rows.x[-1:], rows.residual[-1:])[0]
     return BlendOutput(hidden, num_rows, rows.positions[rows.offsets >= 0].tolist())

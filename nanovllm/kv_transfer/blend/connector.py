@@ -8,21 +8,21 @@ that another engine provides, and the next step computes the question as usual.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
+from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv.manager import hash_block
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
@@ -53,29 +53,23 @@ class BlendJob:
 
 
 @dataclass
-class SaveJob:
-    """Copy the keys and values of a part: `token_ids`, at `start` in these blocks."""
-
-    key: bytes
-    token_ids: list[int]
-    start: int
-    block_ids: list[int]
-
-
-@dataclass
 class BlendMetadata:
-    """What the ranks do when the step's own tokens are computed, in this order."""
+    """What the ranks do when the step's own tokens are computed, in this order.
 
-    saves: list[SaveJob] = field(default_factory=list)
+    Attributes:
+        saves: parts whose keys and values are copied, each with its prompt's block table.
+        drops: keys of parts that are forgotten.
+    """
+
+    saves: list[tuple[Part, list[int]]] = field(default_factory=list)
     blend: BlendJob | None = None
     drops: list[bytes] = field(default_factory=list)
 
 
 @dataclass
 class _Prompt:
-    """A request, its parts, and those of them that could still be saved from it."""
+    """A request's parts, and those of them that could still be saved from it."""
 
-    request: Request
     parts: list[Part]
     unsaved: list[Part]
 
@@ -110,7 +104,7 @@ class BlendScheduler(KVConnectorScheduler):
         self.separator = self._separator(kv_transfer.extra("blend_special_str", "<file_sep>"))
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
         self._prompts: dict[str, _Prompt] = {}
-        self._jobs: deque[BlendJob] = deque()
+        self._jobs: dict[str, BlendJob] = {}  # by request id, in order
 
     def _separator(self, text: str) -> list[int]:
         given = self.config.tokenizer
@@ -140,7 +134,7 @@ class BlendScheduler(KVConnectorScheduler):
         """The tokens up to the end of the last part that is kept, if enough of them have not been computed."""
         if request.request_id not in self._prompts:
             parts = self._parts(request)
-            self._prompts[request.request_id] = _Prompt(request, parts, list(parts))
+            self._prompts[request.request_id] = _Prompt(parts, list(parts))
         request.num_exact_tokens = None
         reused = self._reusable(request, num_computed_tokens)
         gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
@@ -156,50 +150,40 @@ class BlendScheduler(KVConnectorScheduler):
                 prompt.unsaved.remove(part)
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
-        self._jobs.append(BlendJob(request.request_id, token_ids, list(block_ids), before, reused))
+        self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), before, reused)
         self._in_flight.add(request.request_id)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request, and drop its blend if it is still queued."""
         self._prompts.pop(request.request_id, None)
-        for job in [job for job in self._jobs if job.request_id == request.request_id]:
-            self._jobs.remove(job)
-            self._output.finished_recving.add(request.request_id)
-            self._in_flight.remove(request.request_id)
+        if self._jobs.pop(request.request_id, None) is not None:
+            self.update_connector_output(KVConnectorOutput(finished_recving={request.request_id}))
         return False, None
 
     # ---------------------------------------------------------------- every step
 
     def build_connector_meta(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> BlendMetadata | None:
         """One blend per step, and the parts that are complete after the step."""
-        metadata = BlendMetadata(blend=self._jobs.popleft() if self._jobs else None)
+        metadata = BlendMetadata(blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None)
         for scheduled in schedule.requests:
-            if (prompt := self._prompts.get(scheduled.request_id)) is not None:
-                metadata.saves += self._saves(prompt, scheduled, tables[scheduled.request_id])
+            prompt, computed = self._prompts.get(scheduled.request_id), scheduled.start + scheduled.num_tokens
+            while prompt is not None and prompt.unsaved and prompt.unsaved[0].end <= computed:
+                part = prompt.unsaved.pop(0)
+                if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
+                    self._kept[part.key] = part.end - part.start
+                    metadata.saves.append((part, list(tables[scheduled.request_id])))
         if metadata.saves:
             metadata.drops = self._drop()
         return metadata if metadata.saves or metadata.blend else None
 
-    def _saves(self, prompt: _Prompt, scheduled: ScheduledRequest, table: list[int]) -> list[SaveJob]:
-        """The parts of a prompt that this step completes and that are not kept yet."""
-        saves, computed = [], scheduled.start + scheduled.num_tokens
-        while prompt.unsaved and prompt.unsaved[0].end <= computed:
-            part = prompt.unsaved.pop(0)
-            if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
-                self._kept[part.key] = part.end - part.start
-                token_ids = prompt.request.token_ids[part.start : part.end]
-                saves.append(SaveJob(part.key, token_ids, part.start, list(table)))
-        return saves
-
     def _drop(self) -> list[bytes]:
         """Make room for new parts. Parts that a queued blend needs stay."""
-        needed = {part.key for job in self._jobs for part in job.parts}
-        too_many, drops = sum(self._kept.values()) - self.max_kept_tokens, []
+        needed = {part.key for job in self._jobs.values() for part in job.parts}
+        drops: list[bytes] = []
         for key in [key for key in self._kept if key not in needed]:
-            if too_many <= 0:
-                break
-            too_many -= self._kept.pop(key)
-            drops.append(key)
+            if sum(self._kept.values()) > self.max_kept_tokens:
+                del self._kept[key]
+                drops.append(key)
         return drops
 
     def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
@@ -219,8 +203,6 @@ class BlendWorker(KVConnectorWorker):
         super().__init__(*args)
         self.chunks: dict[bytes, Chunk] = {}
         self._finished: set[str] = set()
-        self._ratio = self.kv_transfer.extra("blend_recompute_ratio", RATIO)
-        self._check_layer = self.kv_transfer.extra("blend_check_layer", 1)
 
     def get_handshake_metadata(self) -> int:
         """Bytes per token on this rank."""
@@ -230,32 +212,27 @@ class BlendWorker(KVConnectorWorker):
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
         metadata = self.metadata
         assert metadata is not None
-        for save in metadata.saves:
-            chunk = save_chunk(self.kv_caches, self._table(save.block_ids), save.token_ids, save.start)
-            self.chunks[save.key] = replace(chunk, kv=chunk.kv.cpu())
-        if metadata.blend is not None:
-            self._blend(metadata.blend)
+        caches = list(self.kv_caches.values())
+        as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
+        for part, block_ids in metadata.saves:
+            chunk = save_chunk(caches, as_table(block_ids), part.start, part.end)
+            self.chunks[part.key] = replace(chunk, kv=chunk.kv.cpu())
+        if (job := metadata.blend) is not None:
+            blend(
+                self.model,
+                self.backend,
+                caches,
+                as_table(job.block_ids),
+                job.token_ids,
+                [(part.start, self.chunks[part.key]) for part in job.parts],
+                self.kv_transfer.extra("blend_recompute_ratio", RATIO),
+                job.num_computed_tokens,
+                self.kv_transfer.extra("blend_check_layer", 1),
+                max_rows=self.config.token_budget,
+            )
+            self._finished.add(job.request_id)
         for key in metadata.drops:
             del self.chunks[key]
-
-    def _blend(self, job: BlendJob) -> None:
-        blend(
-            self.model,
-            self.backend,
-            self.kv_caches,
-            self._table(job.block_ids),
-            job.token_ids,
-            [(part.start, self.chunks[part.key]) for part in job.parts],
-            self._ratio,
-            job.num_computed_tokens,
-            (self._check_layer,),
-            max_rows=self.config.token_budget,
-        )
-        self._finished.add(job.request_id)
-
-    def _table(self, block_ids: list[int]) -> Tensor:
-        device = next(iter(self.kv_caches.values())).device
-        return torch.tensor(block_ids, dtype=torch.int32, device=device)
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See the base class."""
