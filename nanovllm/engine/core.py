@@ -388,8 +388,7 @@ class EngineCore:
         lost = list(self.scheduler.requests)
         abandoned = self.executor.forget_requests()
         self.connector.forget_requests(abandoned)
-        host_pool = self.manager.host_pool
-        self._open_books(self.manager.pool.num_blocks, host_pool.num_blocks if host_pool is not None else 0)
+        self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks
             self.manager.pool.touch(block_ids)
             self.manager.held[transfer_id] = block_ids

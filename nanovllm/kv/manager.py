@@ -45,7 +45,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pool = BlockPool(num_blocks)
-        self.host_pool = BlockPool(num_host_blocks) if num_host_blocks else None
+        self.host_pool = BlockPool(num_host_blocks)
         self.tables: dict[str, list[int]] = {}
         self.host_tables: dict[str, list[int]] = {}
         self.held: dict[str, list[int]] = {}
@@ -120,8 +120,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Free all blocks of the request. Their content can be found until it is overwritten."""
         self.pool.free_blocks(reversed(self.tables.pop(request.request_id, [])))
-        if self.host_pool is not None:
-            self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
+        self.host_pool.free_blocks(self.host_tables.pop(request.request_id, []))
 
     def hold(self, request: Request, name: str) -> None:
         """Take the request's table away, and keep its blocks as they are until `let_go(name)`."""
@@ -138,7 +137,7 @@ class KVCacheManager:
             The copies to make before any step writes to the device blocks; None if host memory is full.
         """
         count = self.blocks_for(request.num_computed_tokens)
-        if self.host_pool is None or count > self.host_pool.num_free:
+        if count > self.host_pool.num_free:
             return None
         host_table = self.host_pool.get_new_blocks(count)
         copies = list(zip(self.tables[request.request_id], host_table, strict=False))
@@ -153,7 +152,6 @@ class KVCacheManager:
         Returns:
             The copies to make before the step runs; None, with nothing changed, if the pool has too few blocks.
         """
-        assert self.host_pool is not None
         host_table = self.host_tables[request.request_id]
         prefix = self.get_computed_blocks(request)[: request.num_computed_tokens // self.block_size]
         if self.allocate_slots(request, num_tokens, prefix) is None:
@@ -173,8 +171,7 @@ class KVCacheManager:
                 write to the same block.
         """
         self.pool.check_invariants([*self.tables.values(), *self.held.values()])
-        if self.host_pool is not None:
-            self.host_pool.check_invariants(self.host_tables.values())
+        self.host_pool.check_invariants(self.host_tables.values())
         live = {request.request_id: request for request in requests}
         orphans = (self.tables.keys() | self.host_tables.keys()) - live.keys()
         if orphans:
