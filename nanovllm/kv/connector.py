@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nanovllm.kv.layout import KVLayout
     from nanovllm.kv.manager import KVCacheManager
 
+Tables = Mapping[str, list[int]]  # request id -> block table
+
 # How long a rank without a batch waits for a transfer to end before it reports that none has.
 IDLE_SECONDS = 0.001
 # How long an engine that only waits for transfers sleeps before it looks for their timeouts, and for the end of one if its
@@ -164,11 +166,11 @@ class KVConnectorScheduler:
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> Any:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> Any:
         """What the ranks have to do with this step, pickled on its way; None if nothing, and if no transfer is in flight.
 
         Args:
-            tables: request id -> block table, of all requests that have blocks.
+            tables: of all requests that have blocks.
         """
         return None
 

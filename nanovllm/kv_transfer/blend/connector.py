@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -23,13 +23,12 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
-from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
+from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker, Tables
 from nanovllm.kv.manager import hash_block
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
 from nanovllm.text.tokenizer import Tokenizer
 
 RATIO = 0.15
-SETTINGS = "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,6 @@ class BlendMetadata:
     drops: list[bytes] = field(default_factory=list)
 
 
-@dataclass
-class _Prompt:
-    """A request's parts, and those of them that could still be saved from it."""
-
-    parts: list[Part]
-    unsaved: list[Part]
-
-
 class BlendScheduler(KVConnectorScheduler):
     """Cuts prompts into parts, and knows which parts are kept.
 
@@ -92,7 +83,9 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
             raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
-        kv_transfer.check_extra(*SETTINGS)
+        kv_transfer.check_extra(
+            "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
+        )
         ratio, check = kv_transfer.extra("blend_recompute_ratio", RATIO), kv_transfer.extra("blend_check_layer", 1)
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             raise ValueError(
@@ -103,7 +96,8 @@ class BlendScheduler(KVConnectorScheduler):
         self.max_kept_tokens = int(kv_transfer.extra("blend_gib", 1.0) * 2**30) // max(ranks)
         self.separator = self._separator(kv_transfer.extra("blend_special_str", "<file_sep>"))
         self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
-        self._prompts: dict[str, _Prompt] = {}
+        # Request id -> its parts, and those of them that could still be saved from it.
+        self._prompts: dict[str, tuple[list[Part], list[Part]]] = {}
         self._jobs: dict[str, BlendJob] = {}  # by request id, in order
 
     def _separator(self, text: str) -> list[int]:
@@ -127,14 +121,14 @@ class BlendScheduler(KVConnectorScheduler):
         ]
 
     def _reusable(self, request: Request, num_computed_tokens: int) -> list[Part]:
-        parts = self._prompts[request.request_id].parts
+        parts, _ = self._prompts[request.request_id]
         return [part for part in parts if part.end > num_computed_tokens and part.key in self._kept]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """The tokens up to the end of the last part that is kept, if enough of them have not been computed."""
         if request.request_id not in self._prompts:
             parts = self._parts(request)
-            self._prompts[request.request_id] = _Prompt(parts, list(parts))
+            self._prompts[request.request_id] = parts, list(parts)
         request.num_exact_tokens = None
         reused = self._reusable(request, num_computed_tokens)
         gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
@@ -142,12 +136,11 @@ class BlendScheduler(KVConnectorScheduler):
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Queue the request. Its KV is approximate from the first reused token on, and must not be found in the prefix cache."""
-        before, prompt = request.num_computed_tokens, self._prompts[request.request_id]
+        before, (parts, unsaved) = request.num_computed_tokens, self._prompts[request.request_id]
         reused = self._reusable(request, before)
         for part in reused:
             self._kept.move_to_end(part.key)
-            if part in prompt.unsaved:
-                prompt.unsaved.remove(part)
+        self._prompts[request.request_id] = parts, [part for part in unsaved if part not in reused]
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
         self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), before, reused)
@@ -162,13 +155,13 @@ class BlendScheduler(KVConnectorScheduler):
 
     # ---------------------------------------------------------------- every step
 
-    def build_connector_meta(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> BlendMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> BlendMetadata | None:
         """One blend per step, and the parts that are complete after the step."""
         metadata = BlendMetadata(blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None)
         for scheduled in schedule.requests:
-            prompt, computed = self._prompts.get(scheduled.request_id), scheduled.start + scheduled.num_tokens
-            while prompt is not None and prompt.unsaved and prompt.unsaved[0].end <= computed:
-                part = prompt.unsaved.pop(0)
+            _, unsaved = self._prompts.get(scheduled.request_id, ([], []))
+            while unsaved and unsaved[0].end <= scheduled.start + scheduled.num_tokens:
+                part = unsaved.pop(0)
                 if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
                     self._kept[part.key] = part.end - part.start
                     metadata.saves.append((part, list(tables[scheduled.request_id])))
@@ -197,12 +190,11 @@ class BlendScheduler(KVConnectorScheduler):
 class BlendWorker(KVConnectorWorker):
     """Keeps the parts' keys and values of this rank's heads in host memory, and blends."""
 
-    metadata: BlendMetadata | None
+    metadata: BlendMetadata
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.chunks: dict[bytes, Chunk] = {}
-        self._finished: set[str] = set()
 
     def get_handshake_metadata(self) -> int:
         """Bytes per token on this rank."""
@@ -211,7 +203,6 @@ class BlendWorker(KVConnectorWorker):
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
         metadata = self.metadata
-        assert metadata is not None
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
         for part, block_ids in metadata.saves:
@@ -230,17 +221,15 @@ class BlendWorker(KVConnectorWorker):
                 self.kv_transfer.extra("blend_check_layer", 1),
                 max_rows=self.config.token_budget,
             )
-            self._finished.add(job.request_id)
         for key in metadata.drops:
             del self.chunks[key]
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
         """See the base class."""
-        finished, self._finished = self._finished, set()
-        return KVConnectorOutput(finished_recving=finished)
+        job = self.metadata.blend
+        return KVConnectorOutput(finished_recving=set() if job is None else {job.request_id})
 
     def forget_requests(self) -> dict[str, list[int]]:
         """See the base class."""
         self.chunks.clear()
-        self._finished.clear()
         return {}

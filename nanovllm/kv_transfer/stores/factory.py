@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.kv_transfer.stores.folder import FolderStore
-from nanovllm.kv_transfer.stores.mooncake import MooncakeStore
-from nanovllm.kv_transfer.stores.redis import RedisStore
+from nanovllm.kv_transfer.stores.servers import MooncakeStore, RedisStore
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 
 GIB = 1 << 30
@@ -36,8 +36,14 @@ def open_store(config: EngineConfig, entry_bytes: int, shared_only: bool = False
         return disk
     if not size:
         raise ValueError("kv_connector 'offloading' needs host memory: set kv_offloading_size, in GiB")
-    pin_memory = config.device != "cpu" and torch.cuda.is_available()
-    return HostStore(int(size * GIB) // config.world_size, entry_bytes, pin_memory, disk)
+    available, num_bytes = psutil.virtual_memory().available, int(size * GIB) // config.world_size
+    if not entry_bytes <= num_bytes <= available:
+        raise ValueError(
+            f"kv_offloading_size gives a rank {num_bytes / GIB:.1f} GiB: raise it to at least one KV block of {entry_bytes} bytes "
+            f"per rank, or lower it to the host memory that is available, {available / GIB:.1f} GiB"
+        )
+    pinned = config.device != "cpu" and torch.cuda.is_available()
+    return HostStore(num_bytes, entry_bytes, pinned, disk)
 
 
 def _open_folder(kv_transfer: KVTransferConfig, path_name: str, gib_name: str) -> KVStore | None:

@@ -68,15 +68,13 @@ class FolderStore(SealedStore):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.stat()
             if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
-                raise ValueError(
-                    f"other users may write to {self.place}: name one that does not exist yet, or one of your own (chmod 700)"
-                )
+                raise PermissionError("other users may write to it")
             (self.path / ".size").touch(0o600)
             with self._alone() as books:
                 self._sweep(books, 0)
         except OSError as error:
             raise ValueError(
-                f"{self.place} cannot keep KV blocks ({error.strerror or error}): name one that this user may write to"
+                f"{self.place} cannot keep KV blocks ({error}): name one that does not exist yet, or that only this user may write to"
             ) from error
 
     def contains(self, keys: Sequence[bytes]) -> int:

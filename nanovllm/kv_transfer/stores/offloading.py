@@ -13,8 +13,9 @@ Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Any
 
 from nanovllm.data.config import EngineConfig
@@ -22,9 +23,11 @@ from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.kv.connector import KVConnectorScheduler
+from nanovllm.kv.connector import KVConnectorScheduler, Tables
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+
+_BYTE = memoryview(b"\0")
 
 
 def block_key(identity: dict[str, str | int], block_hash: bytes) -> bytes:
@@ -108,32 +111,27 @@ class OffloadingScheduler(KVConnectorScheduler):
                 f"use kv_load_failure_policy 'recompute': kv_connector {self.kv_transfer.kv_connector!r} computes blocks that were "
                 f"not kept"
             )
+        self._key = lru_cache(1 << 16)(partial(block_key, identity))
         shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
+        self._is_shared = shared is not None
         self._below = _BelowHost(shared, list(dict.fromkeys(rank["share"] for rank in ranks)))
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
-        self._host: HostStore | None = None
-        if num_slots := min(rank["num_slots"] for rank in ranks):
-            self._host = HostStore(num_slots, 1, lower=self._below)
-            self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
+        self._host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
+        self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
         self._sequences: dict[str, _Sequence] = {}
         self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
         self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
 
     def _keys(self, block_hashes: Sequence[bytes]) -> list[bytes]:
-        return [block_key(self.identity, block_hash) for block_hash in block_hashes]
-
-    def _keep_in_host(self, keys: Sequence[bytes]) -> None:
-        """Give blocks slots in host memory; the first key counts as used last."""
-        if self._host is not None:
-            self._host.put(keys, [memoryview(b"\0")] * len(keys))
+        return [self._key(block_hash) for block_hash in block_hashes]
 
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """See `KVConnectorScheduler.get_num_new_matched_tokens`. The scheduler asks again as long as the request waits for free
-        blocks; its blocks are looked up only once."""
-        if request.request_id not in self._sequences:
-            num_kept = (self._host or self._below).contains(self._keys(request.block_hashes))
+        blocks; a shared store is asked only once."""
+        if request.request_id not in self._sequences or not self._is_shared:
+            num_kept = self._host.contains(self._keys(request.block_hashes))
             self._sequences[request.request_id] = _Sequence(request, num_kept)
         if not self.kv_transfer.is_consumer:
             return 0, True
@@ -150,7 +148,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         blocks = dict(zip(keys, block_ids[first:end], strict=True))
         self._loads[request.request_id] = self._loading[request.request_id] = blocks
         self._in_flight.add(request.request_id)
-        self._keep_in_host(keys)  # blocks from a disk stay in host memory
+        self._host.put(keys, [_BYTE] * len(keys))  # blocks from a disk stay in host memory
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See `KVConnectorScheduler.update_connector_output`. Blocks that could not be loaded no longer count as kept."""
@@ -158,24 +156,21 @@ class OffloadingScheduler(KVConnectorScheduler):
         for request_id in output.finished_recving:
             blocks, invalid = self._loading.pop(request_id), output.invalid_block_ids.get(request_id, set())
             lost = [key for key, block_id in blocks.items() if block_id in invalid]
-            if self._host is not None:
-                self._host.evict(lost)
+            self._host.evict(lost)
             if lost and request_id in self._sequences:
                 self._sequences[request_id].num_saved = 0
 
     # ---------------------------------------------------------------- a request's KV is kept
 
-    def build_connector_meta(
-        self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]
-    ) -> OffloadingMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> OffloadingMetadata | None:
         """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
             if (sequence := self._sequences.get(scheduled.request_id)) is not None:
                 saves |= self._new_blocks(sequence, tables[scheduled.request_id])
-        if self._host is not None:
+        if self._host.num_slots:
             new = [key for key in saves if key not in self._host]
-            self._keep_in_host(new[::-1])
+            self._host.put(new[::-1], [_BYTE] * len(new))
             # A block that got a slot and lost it again in the same step is not copied at all.
             saves = {key: saves[key] for key in new if key in self._host}
         metadata = OffloadingMetadata(self._below.evicted, saves, self._loads)

@@ -15,12 +15,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice, takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import xxhash
 
@@ -60,36 +59,20 @@ def unpack(entry: memoryview, payload: memoryview) -> bytes:
     return bytes(entry[:HEADER_BYTES])
 
 
-@dataclass
-class StoreStats:
-    """Counts of a store's entries, as seen from this process.
-
-    Attributes:
-        hits, misses: entries that were requested, and found or not.
-        stored: entries written.
-        evicted: entries removed to make room.
-        damaged: entries that were found damaged; they are removed, and count as misses too.
-        failed: entries that could not be stored.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    evicted: int = 0
-    damaged: int = 0
-    failed: int = 0
-
-
 class KVStore:
     """Keeps bytes under keys, up to a bound: the least recently used entries are evicted. Any thread may call it. This one keeps
     nothing.
 
     The keys of a call name blocks that follow one another, and a block is useless without those before it. So the first key
     counts as used last: the end of a chain is evicted before its beginning.
+
+    Attributes:
+        stats: counts of entries, as seen from this process: `hits` and `misses` of those that were requested; `stored`; `evicted` to
+            make room; found `damaged`, which are removed, and count as misses too; `failed` to be stored.
     """
 
     def __init__(self) -> None:
-        self.stats = StoreStats()
+        self.stats = SimpleNamespace(hits=0, misses=0, stored=0, evicted=0, damaged=0, failed=0)
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """How many keys are there, up to the first that is not; they count as used now."""
@@ -229,29 +212,18 @@ class HostStore(KVStore):
     Args:
         num_bytes: how much memory to take.
         entry_bytes: length of every entry.
-        pin_memory: for a GPU to copy from and to.
+        pinned: for a GPU to copy from and to.
         lower: the store below.
 
     Attributes:
         is_in_use: whether an entry must not be evicted now. If none may be, a new one is not stored.
         stats: of this store alone.
-
-    Raises:
-        ValueError: not one entry fits, or there is not enough memory.
     """
 
-    def __init__(
-        self, num_bytes: int, entry_bytes: int, pin_memory: bool = False, lower: KVStore | None = None
-    ) -> None:
+    def __init__(self, num_bytes: int, entry_bytes: int, pinned: bool = False, lower: KVStore | None = None) -> None:
         super().__init__()
-        available = psutil.virtual_memory().available
-        if not entry_bytes <= num_bytes <= available:
-            raise ValueError(
-                f"kv_offloading_size is {num_bytes / 2**30:.1f} GiB: raise it to at least one KV block of {entry_bytes} bytes, or "
-                f"lower it to the host memory that is available, {available / 2**30:.1f} GiB"
-            )
         self.num_slots, self.lower = num_bytes // entry_bytes, lower or KVStore()
-        memory = torch.empty(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+        memory = torch.empty(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._memory = memory.zero_().numpy()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(self.num_slots))

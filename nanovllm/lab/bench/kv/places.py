@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.kv_transfer.stores.folder import FolderStore
-from nanovllm.kv_transfer.stores.redis import RedisStore
+from nanovllm.kv_transfer.stores.servers import RedisStore
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 from nanovllm.lab.processes import free_port
 
