@@ -149,20 +149,19 @@ class KVConnectorScheduler:
         """
         behind = running[running.index(request) + 1 :]
         victims = [r for r in behind if not self.is_sending(r)]
+        pool, tables = manager.pool, manager.tables
         # A table that belongs to no running request is being filled by a transfer.
-        transfers_hold_blocks = bool(manager.held) or len(manager.tables) > len(running)
-        if transfers_hold_blocks:
+        if manager.held or len(tables) > len(running):
             # A block that the victims share with another request, or that a peer still reads, stays in use.
-            pool, tables = manager.pool, manager.tables
             holds = Counter(block_id for victim in victims for block_id in tables[victim.request_id])
             num_freed = sum(pool.ref_counts[block_id] == count for block_id, count in holds.items())
             if num_blocks - len(tables[request.request_id]) > pool.num_free + num_freed:
                 return None
         victim = victims[-1] if victims else running[-1]
-        if not self.is_sending(victim):
-            return victim
-        self._output.aborts.append(victim.request_id)  # a peer reads its blocks: they cannot be reused at once
-        return None
+        if self.is_sending(victim):  # a peer reads its blocks: they cannot be reused at once
+            self._output.aborts.append(victim.request_id)
+            return None
+        return victim
 
     # ---------------------------------------------------------------- every step
 

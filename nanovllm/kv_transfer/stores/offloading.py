@@ -84,14 +84,6 @@ class _BelowHost(KVStore):
         self._shared.close()
 
 
-@dataclass
-class _Sequence:
-    """A request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved."""
-
-    request: Request
-    num_saved: int
-
-
 class OffloadingScheduler(KVConnectorScheduler):
     """Knows which blocks are kept, and which requests wait for them.
 
@@ -118,7 +110,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
         self._host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
         self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
-        self._sequences: dict[str, _Sequence] = {}
+        # A request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved.
+        self._saved: dict[str, tuple[Request, int]] = {}
         self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
         self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
 
@@ -130,14 +123,12 @@ class OffloadingScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """See `KVConnectorScheduler.get_num_new_matched_tokens`. The scheduler asks again as long as the request waits for free
         blocks; a shared store is asked only once."""
-        if request.request_id not in self._sequences or not self._is_shared:
-            num_kept = self._host.contains(self._keys(request.block_hashes))
-            self._sequences[request.request_id] = _Sequence(request, num_kept)
+        if request.request_id not in self._saved or not self._is_shared:
+            self._saved[request.request_id] = request, self._host.contains(self._keys(request.block_hashes))
         if not self.kv_transfer.is_consumer:
             return 0, True
-        size = self.config.block_size
-        # The last token's logits are needed.
-        usable = min(self._sequences[request.request_id].num_saved, (request.num_tokens - 1) // size)
+        size, (_, num_saved) = self.config.block_size, self._saved[request.request_id]
+        usable = min(num_saved, (request.num_tokens - 1) // size)  # the last token's logits are needed
         return max(0, usable * size - num_computed_tokens), True
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -157,8 +148,8 @@ class OffloadingScheduler(KVConnectorScheduler):
             blocks, invalid = self._loading.pop(request_id), output.invalid_block_ids.get(request_id, set())
             lost = [key for key, block_id in blocks.items() if block_id in invalid]
             self._host.evict(lost)
-            if lost and request_id in self._sequences:
-                self._sequences[request_id].num_saved = 0
+            if lost and request_id in self._saved:
+                self._saved[request_id] = self._saved[request_id][0], 0
 
     # ---------------------------------------------------------------- a request's KV is kept
 
@@ -166,8 +157,8 @@ class OffloadingScheduler(KVConnectorScheduler):
         """See `KVConnectorScheduler.build_connector_meta`: the blocks that become full in this step, and those to be loaded."""
         saves: dict[bytes, int] = {}
         for scheduled in schedule.requests if self.kv_transfer.is_producer else ():
-            if (sequence := self._sequences.get(scheduled.request_id)) is not None:
-                saves |= self._new_blocks(sequence, tables[scheduled.request_id])
+            if scheduled.request_id in self._saved:
+                saves |= self._new_blocks(scheduled.request_id, tables[scheduled.request_id])
         if self._host.num_slots:
             new = [key for key in saves if key not in self._host]
             self._host.put(new[::-1], [_BYTE] * len(new))
@@ -177,24 +168,24 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._below.evicted, self._loads = [], {}
         return metadata if self._in_flight or saves or metadata.evict else None
 
-    def _new_blocks(self, sequence: _Sequence, table: Sequence[int]) -> dict[bytes, int]:
+    def _new_blocks(self, request_id: str, table: Sequence[int]) -> dict[bytes, int]:
         """Full blocks to be saved: the beginning comes last, and so is evicted last."""
-        request, first = sequence.request, sequence.num_saved
+        request, first = self._saved[request_id]
         # A block that contains an unsampled token has no hash yet; it gets one with the next step.
         end = min(request.num_computed_tokens, request.num_tokens) // self.config.block_size
-        sequence.num_saved = max(first, end)
+        self._saved[request_id] = request, max(first, end)
         keys = self._keys(request.block_hashes[first:end])
         return dict(zip(reversed(keys), reversed(table[first:end]), strict=True))
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """See `KVConnectorScheduler.request_finished`. The blocks can be freed: those to be saved have been copied."""
-        self._sequences.pop(request.request_id, None)
+        self._saved.pop(request.request_id, None)
         return False, None
 
     def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
         """See `KVConnectorScheduler.forget_requests`. The kept blocks stay."""
         KVConnectorScheduler.forget_requests(self)
-        self._sequences.clear()
+        self._saved.clear()
         self._loading.clear()
         self._loads.clear()
 
