@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.attention.base import AttentionBackend, AttentionMetadata, ForwardContext, Rotary, forward_context
@@ -175,53 +175,38 @@ class BlendOutput:
     selected: list[int]
 
 
-class _Rows:
-    """The tokens of a prompt that are still computed, layer by layer.
+@dataclass
+class _Prompt:
+    """The blocks of a prompt, and what computes its tokens, at most `max_rows` at a time."""
 
-    Args:
-        positions, offsets: `[num_rows]` int64: in the prompt, ascending; and in the token's chunk, -1 if it is in none.
-        x: `[num_rows, hidden_size]`, their embeddings.
-        max_rows: how many tokens are computed at a time.
-    """
+    model: LlamaForCausalLM
+    backend: AttentionBackend
+    kv_caches: list[Tensor]
+    block_table: Tensor
+    max_rows: int
 
-    def __init__(
-        self, positions: Tensor, offsets: Tensor, x: Tensor, block_table: Tensor, block_size: int, max_rows: int
-    ) -> None:
-        self.positions, self.offsets = positions, offsets
-        self.x, self.residual = x, torch.zeros_like(x)
-        self.block_table, self.block_size, self.max_rows = block_table, block_size, max_rows
-        self._find_places()
+    def compute(self, layers: range, positions: Tensor, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute some layers for the tokens at these positions, piece by piece: each piece attends to those before it.
 
-    def __len__(self) -> int:
-        return len(self.positions)
+        Args:
+            positions: `[num_rows]` int64, ascending.
+            x, residual: `[num_rows, hidden_size]`, as before the first of the layers.
+        """
+        pieces, cos_sin = positions.split(self.max_rows), self.model.model.cos_sin
+        metadata = [scattered_metadata(piece, self.block_table, self.kv_caches[0].shape[3]) for piece in pieces]
+        for layer in layers:
+            out = []
+            for i, parts in enumerate(zip(x.split(self.max_rows), residual.split(self.max_rows), strict=True)):
+                with forward_context(ForwardContext(self.backend, self.kv_caches, metadata[i])):
+                    out.append(self.model.model.layers[layer](*parts, Rotary(pieces[i], cos_sin)))
+            x, residual = (torch.cat(parts) for parts in zip(*out, strict=True))
+        return x, residual
 
-    def _find_places(self) -> None:
-        pieces = self.positions.split(self.max_rows)
-        self._metadata = [scattered_metadata(piece, self.block_table, self.block_size) for piece in pieces]
-
-    def compute(self, layer: nn.Module, backend: AttentionBackend, kv_caches: list[Tensor], cos_sin: Tensor) -> None:
-        """Compute one layer, piece by piece: each piece attends to those before it."""
-        pieces = zip(
-            self._metadata, *(t.split(self.max_rows) for t in (self.x, self.residual, self.positions)), strict=True
-        )
-        out = []
-        for metadata, x, residual, positions in pieces:
-            with forward_context(ForwardContext(backend, kv_caches, metadata)):
-                out.append(layer(x, residual, Rotary(positions, cos_sin)))
-        self.x, self.residual = (torch.cat(parts) for parts in zip(*out, strict=True))
-
-    def kv(self, kv_cache: Tensor) -> Tensor:
-        """Their keys and values in a layer's cache, `[num_rows, 2, num_kv_heads, head_dim]`."""
-        slots = slots_of(self.positions, self.block_table, self.block_size)
-        return kv_cache[slots // self.block_size, :, :, slots % self.block_size]
-
-    def keep(self, count: int, score: Tensor) -> None:
-        """Keep the tokens that are in no chunk, and of the others the `count` with the highest score (`[num_rows]`)."""
-        kept = self.offsets < 0
-        kept[score.masked_fill(kept, -math.inf).topk(count).indices] = True
-        self.positions, self.offsets = self.positions[kept], self.offsets[kept]
-        self.x, self.residual = self.x[kept], self.residual[kept]
-        self._find_places()
+    def kv(self, layer: int, positions: Tensor) -> Tensor:
+        """Keys and values in a layer's cache, `[num_positions, 2, num_kv_heads, head_dim]`."""
+        kv_cache = self.kv_caches[layer]
+        slots = slots_of(positions, self.block_table, kv_cache.shape[3])
+        return kv_cache[slots // kv_cache.shape[3], :, :, slots % kv_cache.shape[3]]
 
 
 def _offsets(num_tokens: int, chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
@@ -256,8 +241,8 @@ def blend(
     """Prefill a prompt of which some chunks have been computed before, behind another prefix.
 
     All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with the highest scores. Up to and
-    including the check layer, where the score is computed, all tokens are computed. Attention always runs over the whole sequence. At ratio 0 a chunk's keys are only rotated; at ratio 1 everything
-    is computed.
+    including the check layer, where the score is computed, all tokens are computed. Attention always runs over the whole sequence.
+    At ratio 0 a chunk's keys are only rotated; at ratio 1 everything is computed.
 
     Args:
         block_table: `[max_blocks]` int32, with room for all tokens.
@@ -274,15 +259,20 @@ def blend(
     first = min(max(num_computed_tokens, _num_exact(chunks)), len(token_ids) - 1)
     positions = torch.arange(first, len(token_ids), device=device)
     positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions
+    prompt = _Prompt(model, backend, kv_caches, block_table, max_rows or len(token_ids))
     x = model.model.embed_tokens(torch.tensor(token_ids, device=device)[positions])
-    rows = _Rows(positions, offsets[positions], x, block_table, kv_caches[0].shape[3], max_rows or len(token_ids))
-    num_kept = math.ceil(int((rows.offsets >= 0).sum()) * recompute_ratio)
-    num_rows = []
-    for layer, kv_cache in enumerate(kv_caches):
-        reused = rows.kv(kv_cache) if layer == check_layer and 0 < recompute_ratio < 1 else None
-        rows.compute(model.model.layers[layer], backend, kv_caches, model.model.cos_sin)
-        num_rows.append(len(rows))
-        if reused is not None:
-            rows.keep(num_kept, score(BlendRows(rows.positions, rows.offsets, reused, rows.kv(kv_cache))))
-    hidden = model.model.norm.add(rows.x[-1:], rows.residual[-1:])[0]
-    return BlendOutput(hidden, num_rows, rows.positions[rows.offsets >= 0].tolist())
+    residual, layers = torch.zeros_like(x), range(len(kv_caches))
+    num_rows = [len(positions)] * len(layers)
+    if 0 < recompute_ratio < 1:
+        before, layers = layers[: check_layer + 1], layers[check_layer + 1 :]
+        reused = prompt.kv(check_layer, positions)
+        x, residual = prompt.compute(before, positions, x, residual)
+        rows = BlendRows(positions, offsets[positions], reused, prompt.kv(check_layer, positions))
+        kept = rows.offsets < 0
+        num_kept = math.ceil(recompute_ratio * int((~kept).sum()))
+        kept[score(rows).masked_fill(kept, -math.inf).topk(num_kept).indices] = True
+        positions, x, residual = positions[kept], x[kept], residual[kept]
+        num_rows[len(before) :] = [len(positions)] * len(layers)
+    x, residual = prompt.compute(layers, positions, x, residual)
+    hidden = model.model.norm.add(x[-1:], residual[-1:])[0]
+    return BlendOutput(hidden, num_rows, positions[offsets[positions] >= 0].tolist())
