@@ -68,11 +68,14 @@ class RedisStore(SealedStore):
             )
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
-        return self._pipeline([("TOUCH", name) for name in self._names(keys)])  # counts as a use, unlike EXISTS
+        with self._client.pipeline(transaction=False) as pipeline:
+            for name in self._names(keys):
+                pipeline.touch(name)  # counts as a use, unlike EXISTS
+            return pipeline.execute()
 
     def _send(self, pairs: Sequence[Pair]) -> int:
-        entries = ((self._namespace + key, b"".join((seal(key, buffer), buffer))) for key, buffer in pairs)
-        return len(self._pipeline([("SET", *entry) for entry in entries]))
+        self._client.mset({self._namespace + key: b"".join((seal(key, buffer), buffer)) for key, buffer in pairs})
+        return len(pairs)
 
     def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
         values = self._client.mget(self._names([key for key, _ in pairs]))
@@ -88,21 +91,16 @@ class RedisStore(SealedStore):
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [self._namespace + key for key in keys]
 
-    def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The answers to several commands that are sent together."""
-        with self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            return pipeline.execute()
-
 
 class MooncakeStore(SealedStore):
     """Entries of one size in Mooncake's store, which spans the memory of many machines. It needs `pip install 'nanovllm[mooncake]'`,
     and Debian's libibverbs1.
 
     Every engine brings a segment of memory; a master, which holds no entry itself, knows where each entry is. Start it with
-    `mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: without these options it listens on all interfaces. The sum of all segments is the bound; the master evicts what was not used lately. The entries in a machine's segment are lost with
-    its process.
+    `mooncake_master --rpc_address=127.0.0.1 --metrics_host=127.0.0.1`: without these options it listens on all interfaces.
+
+    The sum of all segments is the bound; the master evicts what was not used lately. The entries in a machine's segment are lost
+    with its process.
 
     Args:
         entry_bytes: length of every entry.
