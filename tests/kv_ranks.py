@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.kv_transfer.transport.nixl import NixlTransport

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.request import Request
     from nanovllm.data.schedule import SchedulerOutput
-    from nanovllm.kv.layout import KVLayout
     from nanovllm.kv.manager import KVCacheManager
 
 Tables = Mapping[str, list[int]]  # request id -> block table
@@ -226,7 +225,7 @@ class KVConnectorWorker:
     """The half that lives on a rank; this one moves nothing.
 
     Args:
-        layout: what the rank's caches look like; see `KVLayout`.
+        layout: what the rank's caches look like; see `kv_transfer.layout`.
         kv_caches: the rank's caches, by the layer's number in the model. They never move.
 
     Attributes:
@@ -239,9 +238,7 @@ class KVConnectorWorker:
     model: Any = None
     backend: Any = None
 
-    def __init__(
-        self, config: EngineConfig, layout: KVLayout | None = None, kv_caches: dict[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, layout: Any = None, kv_caches: dict[int, Tensor] | None = None) -> None:
         self.config, self.kv_transfer = config, config.kv_transfer or KVTransferConfig()
         self.layout, self.kv_caches = layout, kv_caches or {}
         self.notify: Callable[[], None] = lambda: None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_tp_group
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.identity import kv_identity
 
 if TYPE_CHECKING:

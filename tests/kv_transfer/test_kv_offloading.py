@@ -16,7 +16,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.life_signs import waiting_for_others
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker

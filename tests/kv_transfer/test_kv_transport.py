@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import connect
 from nanovllm.kv_transfer.transport.messages import Fetch, Finish, Hello, Moved, Push, Refused, encode, receive_answer

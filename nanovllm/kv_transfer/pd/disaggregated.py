@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from nanovllm.data.config import EngineConfig
     from nanovllm.data.schedule import SchedulerOutput
-    from nanovllm.kv.layout import KVLayout
+    from nanovllm.kv_transfer.layout import KVLayout
     from nanovllm.kv_transfer.transport.base import Transport
 
 logger = logging.getLogger(__name__)

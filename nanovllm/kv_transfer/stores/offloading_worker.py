@@ -15,7 +15,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.life_signs import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, share_key
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Listener, connect

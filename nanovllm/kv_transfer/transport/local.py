@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import Segment, SegmentHandle
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.connection import Connection
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Hello, Push, encode, receive_answer

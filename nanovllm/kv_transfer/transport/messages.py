@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
 
 T = TypeVar("T")

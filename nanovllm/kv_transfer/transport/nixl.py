@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
-from nanovllm.kv.layout import KVLayout, Strip
+from nanovllm.kv_transfer.layout import KVLayout, Strip
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.base import Transport, is_address
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nanovllm.kv.layout import KVLayout, Strip
+from nanovllm.kv_transfer.layout import KVLayout, Strip
 
 BlockIds = Sequence[int]
 

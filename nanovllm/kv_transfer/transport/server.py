@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame
 from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Finish, Hello, Moved, Push, Refused, Request

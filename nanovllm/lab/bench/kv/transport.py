@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid, get_world_group
-from nanovllm.kv.layout import KVLayout
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.lab.bench.metrics import alternate, timed
