@@ -179,6 +179,11 @@ class BlendScheduler(KVConnectorScheduler):
                 drops.append(key)
         return drops
 
+    @property
+    def has_news(self) -> bool:
+        """See the base class. The next blend need not wait for anything."""
+        return bool(self._jobs) or super().has_news
+
     def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
         """See the base class. The ranks drop all parts, too."""
         super().forget_requests()
