@@ -98,25 +98,12 @@ class LatentShape(NamedTuple):
         nope = q.shape[2] - rope
         return cls(num_heads, nope, rope, rows - nope, rank)
 
-    def naive_flops(self, query_len: int, seq_len: int) -> int:
-        """Floating-point operations of one sequence's naive attention: expand all of the context, then attend."""
-        expand = seq_len * self.rank * (self.nope + self.v)
-        return 2 * self.num_heads * (expand + _pairs(query_len, seq_len) * (self.nope + self.rope + self.v))
-
-    def absorbed_flops(self, query_len: int, seq_len: int) -> int:
-        """The same for absorbed attention: two products per query, then heads as wide as the latent."""
-        absorb = query_len * self.rank * (self.nope + self.v)
-        return 2 * self.num_heads * (absorb + _pairs(query_len, seq_len) * (2 * self.rank + self.rope))
-
     def prefers_naive(self, query_len: int, seq_len: int) -> bool:
-        """Whether expanding takes fewer operations. A single new token never expands: it would read all keys and values of
-        all heads, which the latent avoids."""
-        return query_len > 1 and self.naive_flops(query_len, seq_len) < self.absorbed_flops(query_len, seq_len)
-
-
-def _pairs(query_len: int, seq_len: int) -> int:
-    """Pairs of a query and a token that it sees, if the queries are the last tokens."""
-    return query_len * seq_len - query_len * (query_len - 1) // 2
+        """Whether expanding all of the context takes fewer operations than two products per query and heads as wide as the
+        latent. A single new token never expands: it would read all keys and values of all heads, which the latent avoids."""
+        pairs = query_len * seq_len - query_len * (query_len - 1) // 2  # of a query and a token that it sees
+        expanded = (seq_len - query_len) * self.rank * (self.nope + self.v)
+        return query_len > 1 and expanded < pairs * (2 * self.rank - self.nope - self.v)
 
 
 def attend_absorbed(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor:
