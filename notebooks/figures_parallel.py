@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from nanovllm.attention.latent import LatentShape
-from nanovllm.distributed.cost_model import Link
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid
+from nanovllm.lab.cost_model import Link
 from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_on, mix, pale, request_color
 from nanovllm.models.config import ModelConfig
 

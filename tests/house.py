@@ -45,8 +45,11 @@ PARTS: dict[str, list[str]] = {
         *(f"executor/{name}.py" for name in ("multiprocess", "remote", "ray", "torchrun", "worker")),
         "engine/group.py",
         "engine/data_rank.py",
+        "engine/pulse.py",
         "scheduler/data_parallel.py",
-        *(f"distributed/{name}" for name in ("shared_memory.*", "shared_collectives.py", "cost_model.py")),
+        *(f"distributed/{name}.py" for name in ("process_groups", "stage_link", "shared_collectives")),
+        *(f"distributed/{name}.py" for name in ("life_signs", "standstill")),
+        "distributed/shared_memory.*",
     ],
     "experts, latent attention, Gemma 2": [
         *(f"models/{name}.py" for name in ("moe", "moe_config", "deepseek", "gemma2")),

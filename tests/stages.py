@@ -15,7 +15,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, SingleStage
+from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.memory import num_blocks_that_fit
@@ -36,8 +37,8 @@ def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
 class Wire(StageLink):
     """A line within this process."""
 
-    def __init__(self, link: StageLink, wires: list[deque[IntermediateTensors]]) -> None:
-        super().__init__(link.hidden_size, link.dtype, link.device, link.group)
+    def __init__(self, link: SingleStage, wires: list[deque[IntermediateTensors]]) -> None:
+        super().__init__(link.hidden_size, link.dtype, link.device)
         self.wires = wires
 
     def receive(self, num_tokens: int) -> IntermediateTensors | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,10 +34,8 @@ class ExpertPlacement:
     slots: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        if len({len(rank) for rank in self.slots}) != 1:
-            raise ValueError("ranks must have equal numbers of slots")
-        if any(len(set(rank)) != len(rank) for rank in self.slots):
-            raise ValueError("a rank holds an expert twice: a second copy helps only on another rank")
+        if any(len(rank) != self.num_slots or len(set(rank)) != len(rank) for rank in self.slots):
+            raise ValueError("ranks must have equal numbers of slots, and a different expert in each")
         if set().union(*self.slots) != set(range(self.num_experts)):
             raise ValueError(f"the slots must hold exactly the experts 0 to {self.num_experts - 1}")
 
@@ -55,10 +54,8 @@ class ExpertPlacement:
                 f"expert at most once on each; num_redundant_experts may be {steps}, ... up to {most}"
             )
         size = total // num_ranks
-        return cls(
-            num_experts,
-            tuple(tuple((rank * size + slot) % num_experts for slot in range(size)) for rank in range(num_ranks)),
-        )
+        firsts = range(0, total, size)
+        return cls(num_experts, tuple(tuple((first + slot) % num_experts for slot in range(size)) for first in firsts))
 
     @property
     def num_slots(self) -> int:
@@ -80,8 +77,7 @@ class ExpertPlacement:
         return [sum(share[expert] for expert in slots) for slots in self.slots]
 
 
-@dataclass(frozen=True)
-class DispatchHandle:
+class DispatchHandle(NamedTuple):
     """What `combine` needs to know about a `dispatch`.
 
     Attributes:
@@ -130,11 +126,7 @@ class ExpertDispatcher:
 
         Returns: physical experts, of the same shape.
         """
-        if self._replicas.device != topk_ids.device:
-            self._replicas, self._num_replicas = (
-                self._replicas.to(topk_ids.device),
-                self._num_replicas.to(topk_ids.device),
-            )
+        self._replicas, self._num_replicas = (t.to(topk_ids.device) for t in (self._replicas, self._num_replicas))
         turn = torch.arange(len(topk_ids), device=topk_ids.device) + self.group.rank_in_group
         return self._replicas[topk_ids, turn[:, None] % self._num_replicas[topk_ids]]
 

@@ -4,16 +4,13 @@ A rank can be lost in three ways. If it has died, its connection is closed. If i
 lock, its heartbeats stop. If its thread waits for something that never comes, it still sends heartbeats, so it must detect its own
 hang: its thread is in the middle of a step, waits for no other process, and uses no processor time.
 
-A rank that loops for ever is found by the length of its step, after STEP_SECONDS. An engine without ranks in lock-step has no such
-limit, because a long step may be due to a slow machine. The parent, which hears all ranks, finds those that wait for one another
-in collectives: see `standstill`.
+A rank that loops for ever is found by the other ranks, whose collectives wait for it in vain. The parent, which hears all ranks,
+finds those that wait for one another in collectives: see `standstill`.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
-import math
+import contextlib
 import os
 import pathlib
 import queue
@@ -26,24 +23,20 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanovllm.distributed.process_status import has_children_since, is_debugged_or_dumps_core
-from nanovllm.distributed.standstill import Activity, StandstillDetector, latest_calls
+import psutil
 
-logger = logging.getLogger(__name__)
+from nanovllm.distributed.activity import LOOK_SECONDS, here
+from nanovllm.distributed.standstill import Activity, StandstillDetector, latest_calls
 
 # Time between two heartbeats.
 HEARTBEAT_SECONDS = 1.0
 # A process hangs that has sent nothing for this long, or whose thread has used no processor time in a step for this long.
 SILENCE_SECONDS = 4.0
-# Time between two looks for hangs.
-LOOK_SECONDS = 0.25
 # A thread that uses no more processor time than this rests, ...
 REST_SECONDS = 0.001
 # ... unless other threads (of OpenMP, for example) compute for it: then the process uses more than this share of a core.
 # (Heartbeats and the threads of gloo use 1 to 2 %.)
 COMPUTING_SHARE = 0.1
-# A rank's step hangs if it lasts this long without waiting for other processes.
-STEP_SECONDS = 300.0
 # Processes that lose a peer report that, too: how long to look for the first failure.
 BLAME_SECONDS = 0.5
 
@@ -78,50 +71,32 @@ class Complaint:
 TRANSFER_ENDED = "a KV transfer has ended"
 
 
+# ---------------------------------------------------------------- what the system tells about processes
+
+
+def is_debugged_or_dumps_core(pid: int) -> bool:
+    """Whether a debugger has stopped a process, or it has crashed and writes its core dump. Only Linux tells."""
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+        return any(line.startswith("State:\tt") or line == "CoreDumping:\t1" for line in lines)
+    return False
+
+
+def has_children_since(seconds: float) -> bool:
+    """Whether this process has a living child that it has started in the last `seconds`."""
+    began = time.time() - seconds - 0.1
+    with contextlib.suppress(psutil.Error):  # a child may end meanwhile
+        children = psutil.Process().children()
+        return any(child.create_time() > began and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    return False
+
+
 # ---------------------------------------------------------------- what a thread does
-
-
-class Block:
-    """A context manager that notes whether a thread is inside (`depth` above 0), and when it last entered."""
-
-    depth, since = 0, 0.0
-
-    def __enter__(self) -> None:
-        self.depth += 1
-        self.since = time.monotonic()
-
-    def __exit__(self, *details: object) -> None:
-        self.depth -= 1
-
-
-class _Here(threading.local):
-    """The blocks of the calling thread."""
-
-    def __init__(self) -> None:
-        self.step, self.wait, self.rest = Block(), Block(), Block()
-
-
-_here = _Here()
-
-
-def in_step() -> Block:
-    """`with in_step():` this thread must make progress; see `HangDetector`. Costs less than a microsecond."""
-    return _here.step
-
-
-def waiting_for_others() -> Block:
-    """`with waiting_for_others():` this thread waits for another process or a disk. Costs less than a microsecond."""
-    return _here.wait
-
-
-def at_rest() -> Block:
-    """`with at_rest():` this thread waits for an order."""
-    return _here.rest
 
 
 def activity_of_this_thread(rank: int) -> Callable[[], dict[int, Activity]]:
     """A function with which any thread can ask what the calling thread, that of a rank, does."""
-    step, rest = _here.step, _here.rest
+    step, rest = here.step, here.rest
     return lambda: {rank: Activity(rest.depth > 0, step.since, latest_calls())}
 
 
@@ -138,14 +113,10 @@ class HangDetector:
     """Detects that the thread that creates it hangs: the thread is in a step, waits for no other process, not even for a compiler
     that it has started in this step, and has used no processor time for SILENCE_SECONDS, and the process's other threads have
     used almost none. Slow computation is no hang. Only Linux reports a thread's time; elsewhere no hang is detected.
-
-    Args:
-        step_seconds: a step that lasts longer counts as a hang, too, even if the thread computes.
     """
 
-    def __init__(self, step_seconds: float = math.inf) -> None:
-        self._step_seconds = step_seconds
-        self._step, self._wait, self._thread = _here.step, _here.wait, threading.get_ident()
+    def __init__(self) -> None:
+        self._step, self._wait, self._thread = here.step, here.wait, threading.get_ident()
         self._clock = time.pthread_getcpuclockid(self._thread) if sys.platform == "linux" else None
         self._state: tuple[float, ...] = ()  # when the thread last made progress
         self._used = self._used_by_all = self._moved = self._looked = 0.0
@@ -164,25 +135,21 @@ class HangDetector:
         was_stopped = now - before > HEARTBEAT_SECONDS
         if state != self._state or used - self._used > REST_SECONDS or is_helped or was_stopped:
             self._state, self._used, self._used_by_all, self._moved = state, used, used_by_all, now
-        if now - self._step.since > self._step_seconds:
-            return f"a step has lasted for {self._step_seconds:g} seconds, and is at {self._place()}"
         if now - self._moved < SILENCE_SECONDS:
             return ""
-        if has_children_since(now - self._step.since):
-            self._moved = now  # after the child's end, the thread has as much time again
+        has_child = has_children_since(now - self._step.since)
+        # If a child for which it has waited ended just now, the thread goes on.
+        if has_child or (self._step.since, self._wait.since) != state or time.clock_gettime(self._clock) > used:
+            self._moved = now
             return ""
-        if (self._step.since, self._wait.since) != state or time.clock_gettime(self._clock) > used:
-            return ""  # it has made progress meanwhile: a child for which it waited has just ended
         return f"for {SILENCE_SECONDS:g} seconds it has been at {self._place()}"
 
     def _place(self) -> str:
-        frame = sys._current_frames().get(self._thread)
+        stack = traceback.walk_stack(sys._current_frames().get(self._thread))
         # The innermost frames: mostly those of a library, and of its caller.
-        stack = itertools.islice(traceback.walk_stack(frame), 4) if frame is not None else ()
-        return ", called from ".join(
-            f"{'/'.join(pathlib.Path(frame.f_code.co_filename).parts[-2:])}:{line} in {frame.f_code.co_name}"
-            for frame, line in stack
-        )
+        calls = traceback.StackSummary.extract(stack, limit=4, lookup_lines=False)
+        places = ["/".join(pathlib.Path(call.filename).parts[-2:]) for call in calls]
+        return ", called from ".join(f"{p}:{c.lineno} in {c.name}" for p, c in zip(places, calls, strict=True))
 
 
 # ---------------------------------------------------------------- the sender
@@ -205,11 +172,9 @@ class Mouth(threading.Thread):
         self._detector: HangDetector | None = None
         self._activities: Callable[[], dict[int, Activity]] = dict
 
-    def watch_this_thread(
-        self, activities: Callable[[], dict[int, Activity]] = dict, step_seconds: float = math.inf
-    ) -> None:
+    def watch_this_thread(self, activities: Callable[[], dict[int, Activity]] = dict) -> None:
         """From now on, report if the calling thread hangs (see `HangDetector`), and what ranks do in every heartbeat."""
-        self._detector, self._activities = HangDetector(step_seconds), activities
+        self._detector, self._activities = HangDetector(), activities
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message; the function waits for it and returns it."""
@@ -249,20 +214,12 @@ class Mouth(threading.Thread):
         """Send heartbeats, in a thread of its own: the next message may take long."""
         beaten, is_heard = time.monotonic(), True
         while is_heard and not self._closed.wait(LOOK_SECONDS):
-            if hang := self._look():
+            if self._detector is not None and (hang := self._detector.look()):
                 self._detector = None  # once is enough
                 when = time.time() - SILENCE_SECONDS
                 is_heard = self._speak(Complaint(False, f"hangs: {hang}", when, is_certain=True))
             elif time.monotonic() - beaten >= HEARTBEAT_SECONDS - LOOK_SECONDS / 2:
                 beaten, is_heard = time.monotonic(), self._speak(self._activities())
-
-    def _look(self) -> str:
-        try:
-            return self._detector.look() if self._detector is not None else ""
-        except Exception:  # a process that cannot watch its thread must still send heartbeats
-            logger.exception("hangs will not be noticed")
-            self._detector = None
-            return ""
 
     def _speak(self, message: Any) -> bool:
         """Send a message; False if the parent is gone."""
@@ -300,6 +257,9 @@ class Peer:
         self.activities: dict[int, Activity] = {}
         self.is_ready = self.is_gone = False
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.where}"
+
     def take(self, message: Any) -> None:
         """Take in a message."""
         self.heard = time.monotonic()
@@ -321,13 +281,6 @@ class Peer:
         """From now on, its silence counts: it is ready. (While it loads, a library may hold the interpreter's lock for long.)"""
         self.is_ready = True
         self.heard = time.monotonic()
-
-    def excuse(self) -> None:
-        """Excuse the silence so far, and forget what its ranks did before."""
-        self.heard = time.monotonic()
-        for rank in self.activities:
-            _heard.pop(rank, None)
-        self.activities = {}
 
     def end(self) -> str:
         """How it ended, in words; "" while it seems to live."""
@@ -368,10 +321,11 @@ class Watch:
             # Until it is ready, a process may hold the interpreter's lock while it imports libraries.
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):
-                    peer.excuse()
+                    for rank in peer.activities:  # they may be outdated
+                        _heard.pop(rank, None)
+                    peer.heard, peer.activities = now, {}
                     continue
-                text = f"hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds"
-                return Complaint(False, f"{peer.name}, {peer.where}, {text}")
+                return Complaint(False, f"{peer}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds")
         # Heartbeats arrive every second, while this is called in every step.
         return self._compare(now) if now - self._compared > LOOK_SECONDS else None
 
@@ -381,38 +335,29 @@ class Watch:
         peers = {rank: peer for peer in self.peers for rank in peer.activities}
         activities = {rank: peer.activities[rank] for rank, peer in peers.items()}
         heard = {rank: peer.heard for rank, peer in peers.items()}
-        waiting = self._standstill.look(activities, heard, SILENCE_SECONDS)
-        if waiting is None:
-            return None
-        names = {rank: _name_of(rank, peer) for rank, peer in peers.items()}
-        return Complaint(False, waiting.describe(names, SILENCE_SECONDS))
+        # An engine may have several ranks.
+        names = {r: str(peer) if len(peer.activities) == 1 else f"rank {r} of {peer}" for r, peer in peers.items()}
+        text = self._standstill.look(activities, heard, names, SILENCE_SECONDS)
+        return Complaint(False, text) if text else None
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
         """Find out which process has failed first: the suspect, or another one that it works with."""
-        deadline = time.monotonic() + BLAME_SECONDS
-        while time.monotonic() < deadline and not (self._fallen() or self._certain()):
+        deadline, is_known = time.monotonic() + BLAME_SECONDS, False
+        complaints: list[tuple[Complaint, Peer]] = []
+        fallen: Peer | None = None
+        while not is_known:
+            # What was sent just before the end arrives with the last look.
+            is_known = time.monotonic() > deadline or fallen is not None or any(c.is_certain for c, _ in complaints)
             listen(0.01)
-        listen(0.01)  # what was sent just before the end
-        complaints = [(peer.complaint, peer) for peer in self.peers if peer.complaint is not None]
+            complaints = [(peer.complaint, peer) for peer in self.peers if peer.complaint is not None]
+            # It has ended without a complaint, as when it was killed: the complaints of others may result from that.
+            fallen = next((peer for peer in self.peers if peer.complaint is None and peer.end()), None)
         for complaint, _ in complaints:
             if complaint.is_users:
                 return complaint
-        if (fallen := self._fallen()) is not None:
-            return Complaint(False, f"{fallen.name}, {fallen.where}, {fallen.end()}")
+        if fallen is not None:
+            return Complaint(False, f"{fallen}, {fallen.end()}")
         if complaints:
             complaint, peer = min(complaints, key=lambda pair: (not pair[0].is_certain, pair[0].time))
-            return Complaint(False, f"{peer.name}, {peer.where}, {complaint.text}")
-        return Complaint(False, f"{suspect.name}, {suspect.where}, has closed its connection")
-
-    def _fallen(self) -> Peer | None:
-        """A process that has ended without a complaint, as when it was killed. The complaints of others may result from that."""
-        return next((peer for peer in self.peers if peer.complaint is None and peer.end()), None)
-
-    def _certain(self) -> bool:
-        return any(peer.complaint is not None and peer.complaint.is_certain for peer in self.peers)
-
-
-def _name_of(rank: int, peer: Peer) -> str:
-    """A rank's name. An engine may have several ranks."""
-    name = f"{peer.name}, {peer.where}"
-    return name if len(peer.activities) == 1 else f"rank {rank} of {name}"
+            return Complaint(False, f"{peer}, {complaint.text}")
+        return Complaint(False, f"{suspect}, has closed its connection")

@@ -8,9 +8,9 @@ Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m n
 
 from __future__ import annotations
 
-import ctypes
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,19 +21,18 @@ from nanovllm.distributed.standstill import CollectiveError
 # In the order of SUMS in shared_memory.cpp.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.float16)
 _OPERATIONS = ("all_reduce", "all_gather")
+# Tensors are processed in parts of this size.
+PART_BYTES = 1 << 17
 
 
-def open_segment(handle: SegmentHandle | None, member: int, num_members: int, part_bytes: int) -> Segment:
+def open_segment(handle: SegmentHandle | None, member: int, num_members: int, part_bytes: int = PART_BYTES) -> Segment:
     """Create the segment of a group, or map the one that the group's first rank has created.
 
     Raises:
         OSError: this rank cannot use shared memory.
     """
-    if load_shared_memory_library() is None:
-        raise OSError("its functions are not compiled")
-    if handle is None:
-        return Segment.create(num_members, 2 * num_members * part_bytes, member)
-    return Segment(handle, member)
+    load_shared_memory_library()
+    return Segment(handle, member) if handle else Segment.create(num_members, 2 * num_members * part_bytes)
 
 
 class SharedCollectives:
@@ -44,23 +43,18 @@ class SharedCollectives:
         ranks: the global ranks of the group, for messages.
         name: of the group, for messages.
         timeout: seconds to wait for a rank.
-        part_bytes: tensors are processed in parts of this size.
+        part_bytes: tensors are processed in parts of this size, a multiple of 64.
     """
 
-    def __init__(self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int) -> None:
+    def __init__(
+        self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int = PART_BYTES
+    ) -> None:
         library = load_shared_memory_library()
-        assert library is not None, "collectives need the compiled functions"
         self.segment, self.ranks, self.name = segment, ranks, name
         self.timeout, self.part_bytes = timeout, part_bytes
         self._kinds = segment.data[: segment.payload].cast("Q")
         self._broken = ""
         self._collective = library.collective
-        self._collective.restype = ctypes.c_int64
-        pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-        self._collective.argtypes = [
-            *(pointer, size, size, number, number, pointer, pointer),
-            *(size, size, number, ctypes.c_uint64, size, ctypes.c_bool),
-        ]
         self._sums = {dtype: index for index, dtype in enumerate(_DTYPES[: library.num_sums()])}
 
     def can_sum(self, dtype: torch.dtype) -> bool:
@@ -68,18 +62,13 @@ class SharedCollectives:
         return dtype in self._sums
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace x by the sum over the group, in float32 for 16-bit numbers; all ranks get the same bits."""
-        part = x.contiguous()
-        self._run("all_reduce", part, part, row=0)
-        if part is not x:
-            x.copy_(part)
+        """Replace x, which is contiguous, by the sum over the group, in float32 for 16-bit numbers; all ranks get the same bits."""
+        self._run("all_reduce", x, x, row=0)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The ranks' tensors one after another along `dim`."""
-        x, dim = x.contiguous(), dim % max(x.ndim, 1)
-        shape = list(x.shape)
-        shape[dim] *= len(self.ranks)
-        out = x.new_empty(shape)
+        """The ranks' tensors, which are contiguous, one after another along `dim`."""
+        dim %= max(x.ndim, 1)
+        out = x.new_empty(*x.shape[:dim], x.shape[dim] * len(self.ranks), *x.shape[dim + 1 :])
         self._run("all_gather", x, out, row=math.prod(x.shape[dim:]) * x.element_size())
         return out
 
@@ -111,15 +100,15 @@ class SharedCollectives:
             kind = self._kinds[other * 8 + 2 + number % 2]
             theirs = f"{_OPERATIONS[kind & 255]} of {kind >> 16} bytes"
             return f"{what}: rank {self.ranks[other]} is in another collective, {theirs}"
-        absent = [m for m in range(len(self.ranks)) if not self.segment.reached(m, number)]
-        if lost := [f"rank {self.ranks[m]}: {why}" for m in absent if (why := self.segment.why_lost(m))]:
+        absent = [member for member in range(len(self.ranks)) if self.segment.ahead(member) < 0]
+        if lost := self.lost(absent):
             return f"{what}: {'; '.join(lost)}"
         if absent and time.monotonic() >= deadline:
-            names = ", ".join(f"rank {self.ranks[m]}" for m in absent)
+            names = ", ".join(f"rank {self.ranks[member]}" for member in absent)
             return f"{what}: {names} did not come within {self.timeout:g} s"
         return ""
 
-    def lost(self) -> list[str]:
-        """The ranks that have died or left, and why."""
-        reasons = [(rank, self.segment.why_lost(member)) for member, rank in enumerate(self.ranks)]
+    def lost(self, members: Sequence[int]) -> list[str]:
+        """Which of these members have died or left, and why."""
+        reasons = [(self.ranks[member], self.segment.why_lost(member)) for member in members]
         return [f"rank {rank}: {why}" for rank, why in reasons if why]

@@ -1,8 +1,8 @@
-// What processes that share memory need and Python does not have: counters that one can wait for, and sums in place.
+// What processes that share memory need and Python does not have: counters to wait for, a ring of messages, and sums in place.
 //
-// A segment begins with a line of cache for each member; `payload` bytes from its start begin the data. A member writes
-// only its own line. Its counter says how much it has done (messages, or parts of a collective), so nobody needs a lock:
-// who waits for a counter and sees it also sees everything that was written before it (release and acquire).
+// A segment begins with a cache line for each member; the data begin `payload` bytes from its start. A member writes only its
+// own line. Its counter says how much it has done (bytes of messages, or parts of a collective), so no lock is needed: a
+// process that sees a counter also sees everything that was written before it (release and acquire).
 
 #include <sched.h>
 #include <time.h>
@@ -21,7 +21,7 @@ namespace {
 
 struct alignas(64) Member {
     std::atomic<uint32_t> count;
-    std::atomic<uint32_t> sleepers;  // how many sleep in the kernel until `count` changes
+    std::atomic<uint32_t> sleepers;  // processes that sleep in the kernel until `count` changes
     std::atomic<uint32_t> process;   // its id; 0: not here yet
     std::atomic<uint32_t> left;
     uint64_t kinds[2];  // which collective the part in each half of the buffer belongs to
@@ -43,7 +43,7 @@ void pause_briefly() {
 #endif
 }
 
-// Sleeps until somebody wakes the sleepers of this counter, if it still is `seen`.
+// Sleeps until the sleepers of this counter are woken, unless it is no longer `seen`.
 void sleep_on(std::atomic<uint32_t>& counter, uint32_t seen, int64_t nanoseconds) {
     timespec limit = {time_t(nanoseconds / 1000000000), long(nanoseconds % 1000000000)};
 #ifdef __linux__
@@ -66,6 +66,20 @@ void wake_sleepers(std::atomic<uint32_t>& counter) {
 // Counters wrap around, so that only differences mean something.
 bool has_reached(const Member& member, uint32_t target) {
     return int32_t(member.count.load(std::memory_order_acquire) - target) >= 0;
+}
+
+// Bytes of the stream that passes through a ring, from byte number `count` on; they may wrap around the ring's end. The size
+// of a ring is a power of two, as the counters wrap around, too.
+void write_ring(char* ring, int64_t ring_bytes, uint32_t count, const char* data, int64_t size) {
+    int64_t place = count % ring_bytes, fitting = size < ring_bytes - place ? size : ring_bytes - place;
+    memcpy(ring + place, data, fitting);
+    memcpy(ring, data + fitting, size - fitting);
+}
+
+void read_ring(const char* ring, int64_t ring_bytes, uint32_t count, char* data, int64_t size) {
+    int64_t place = count % ring_bytes, fitting = size < ring_bytes - place ? size : ring_bytes - place;
+    memcpy(data, ring + place, fitting);
+    memcpy(data + fitting, ring, size - fitting);
 }
 
 constexpr int SPINS = 100;             // a few microseconds: the other one is in the middle of it
@@ -163,54 +177,54 @@ extern "C" {
 
 int num_sums() { return NUM_SUMS; }
 
-bool wait_for(char* segment, int member, uint32_t target) {
-    return wait_briefly(reinterpret_cast<Member*>(segment)[member], target);
-}
-
-void count_to(char* segment, int member, uint32_t count) {
-    set_count(reinterpret_cast<Member*>(segment)[member], count);
-}
-
-void leave(char* segment, int member) {
-    Member& self = reinterpret_cast<Member*>(segment)[member];
-    self.left.store(1);
-    wake_sleepers(self.count);
-}
-
-// A message that fits into slot number `count`, after its length. False if a reader has not made room, or this end is
-// closed.
-bool put_short(char* segment, int64_t payload, int64_t slot_bytes, int64_t num_slots, int64_t num_readers,
-               int64_t count, const char* message, int64_t length) {
+// Writes a message, from its byte `begin` on; a message begins with its length. Returns how many of its bytes have been
+// written: fewer than `length` if a reader has not made room after a slice.
+int64_t put(char* segment, int64_t payload, int64_t ring_bytes, int num_readers, const char* message, int64_t length,
+            int64_t begin) {
     Member* members = reinterpret_cast<Member*>(segment);
-    if (members[0].left.load()) return false;
-    for (int64_t reader = 1; reader <= num_readers; reader++)
-        if (!has_reached(members[reader], uint32_t(count + 1 - num_slots))) return false;
-    char* slot = segment + payload + count % num_slots * slot_bytes;
-    memcpy(slot, &length, sizeof length);
-    memcpy(slot + sizeof length, message, length);
-    set_count(members[0], uint32_t(count + 1));
-    return true;
+    while (begin < length) {
+        // A long message goes in halves of the ring, so that writer and readers work at the same time.
+        int64_t rest = length - begin, size = rest < ring_bytes / 2 ? rest : ring_bytes / 2;
+        uint32_t count = members[0].count.load();
+        for (int reader = 1; reader <= num_readers; reader++)
+            if (!wait_briefly(members[reader], uint32_t(count + size - ring_bytes))) return begin;
+        write_ring(segment + payload, ring_bytes, count, message + begin, size);
+        set_count(members[0], uint32_t(count + size));
+        begin += size;
+    }
+    return begin;
 }
 
-// Waits briefly for the message in slot number `count`, and takes it out. Returns its length; -1 if none has come or this
-// end is closed, -2 if it is longer than a slot, and still there.
-int64_t get_short(char* segment, int64_t payload, int64_t slot_bytes, int64_t num_slots, int64_t reader, int64_t count,
-                  char* message) {
+// Reads a message into a buffer. Returns its length; -1 if not all of it has come after a slice, or if it is longer than the
+// buffer. `progress` keeps what is known of it between calls: its length (-1: unknown), and how much has been read.
+int64_t get(char* segment, int64_t payload, int64_t ring_bytes, int reader, char* buffer, int64_t size, int64_t* progress) {
     Member* members = reinterpret_cast<Member*>(segment);
-    if (members[reader].left.load() || !wait_briefly(members[0], uint32_t(count + 1))) return -1;
-    const char* slot = segment + payload + count % num_slots * slot_bytes;
-    int64_t length;
-    memcpy(&length, slot, sizeof length);
-    if (length > slot_bytes - int64_t(sizeof length)) return -2;
-    memcpy(message, slot + sizeof length, length);
-    set_count(members[reader], uint32_t(count + 1));
-    return length;
+    Member& self = members[reader];
+    int64_t &length = progress[0], &begin = progress[1];
+    while (begin < length || length < 0) {
+        uint32_t count = self.count.load();
+        if (!wait_briefly(members[0], count + 1)) return -1;
+        int64_t there = uint32_t(members[0].count.load() - count);
+        if (length < 0) {  // which comes as a whole
+            read_ring(segment + payload, ring_bytes, count, reinterpret_cast<char*>(&length), sizeof length);
+            set_count(self, uint32_t(count + sizeof length));
+        } else {
+            int64_t rest = length - begin, part = there < rest ? there : rest;
+            read_ring(segment + payload, ring_bytes, count, buffer + begin, part);
+            set_count(self, uint32_t(count + part));
+            begin += part;
+        }
+        if (length > size) return -1;
+    }
+    int64_t done = length;
+    length = -1, begin = 0;
+    return done;
 }
 
 // All-reduce (row == 0; `sum` says of what) or all-gather (row: bytes that stay together) of `bytes` from x into out.
 //
 // Goes on from byte `begin`, of a part that is in the segment already if `published`. Returns the bytes that are done:
-// fewer than `bytes` when somebody was not there after a slice; call it again, with `published`. Returns -1 - rank if
+// fewer than `bytes` when a rank was missing after a slice; call it again, with `published`. Returns -1 - rank if
 // that rank is in another collective.
 int64_t collective(char* segment, int64_t payload, int64_t part_bytes, int rank, int world, const char* x, char* out,
                    int64_t bytes, int64_t row, int sum, uint64_t kind, int64_t begin, bool published) {
@@ -219,8 +233,8 @@ int64_t collective(char* segment, int64_t payload, int64_t part_bytes, int rank,
     while (begin < bytes) {
         uint32_t number = self.count.load() + !published;
         int64_t size = bytes - begin < part_bytes ? bytes - begin : part_bytes;
-        // Two halves by turns. A half is written again two parts later, and everybody has published the part between
-        // by then, hence has read this one.
+        // Two halves by turns. A half is written again two parts later; by then all ranks have published the part between,
+        // and hence have read this one.
         char* parts = segment + payload + (number & 1) * part_bytes * world;
         if (!published) {
             memcpy(parts + rank * part_bytes, x + begin, size);

@@ -7,8 +7,7 @@ ranks compares them. A rank that computes may still come: `life_signs.HangDetect
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 # Both ends of a transfer count it as one call; each has its own name for it.
@@ -38,8 +37,7 @@ class Call(NamedTuple):
         return f"{self.name} no {self.number} of group {self.group}"
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What a rank does, as of its latest heartbeat.
 
     Attributes:
@@ -51,10 +49,6 @@ class Activity:
     is_idle: bool
     step: float
     calls: tuple[Call, ...]
-
-    def call_of(self, group: str) -> Call:
-        """The latest collective in a group."""
-        return next((call for call in self.calls if call.group == group), Call(group, (), 0, "", False))
 
 
 class CallCounter:
@@ -90,89 +84,66 @@ def latest_calls() -> tuple[Call, ...]:
     return tuple(Call(c.group, c.ranks, c.number, c.name, c.is_inside) for c in counters if c.number)
 
 
-class Waiting(NamedTuple):
-    """A rank waits for another one, `missed`, in a collective. `missed_activity` is None if this process does not watch it."""
-
-    rank: int
-    activity: Activity
-    call: Call
-    missed: int
-    missed_activity: Activity | None
-
-    def describe(self, names: Mapping[int, str], seconds: float) -> str:
-        """Which rank hangs, and why.
-
-        Args:
-            names: of the ranks.
-            seconds: how long it has waited.
-        """
-        rank, missed = names[self.rank], names[self.missed]
-        other = self.missed_activity
-        where = next((call for call in other.calls if call.is_inside), None) if other is not None else None
-        if where is None:
-            return (
-                f"{missed}, hangs: for {seconds:g} seconds it has been idle while {rank}, waits for it in {self.call}"
-            )
-        return (
-            f"{rank}, hangs: for {seconds:g} seconds it has waited in {self.call} for {missed}, which waits in {where}"
-        )
-
-
 class StandstillDetector:
-    """Finds a rank that has waited too long. Use a new one after heartbeats have been missed."""
+    """Finds ranks that have waited for one another for too long. Use a new one after heartbeats have been missed."""
 
     def __init__(self) -> None:
-        self._since: dict[Waiting, float] = {}
+        self._known: dict[int, Activity] = {}
+        self._since = 0.0
 
-    def look(self, activities: Mapping[int, Activity], heard: Mapping[int, float], seconds: float) -> Waiting | None:
+    def look(
+        self, activities: dict[int, Activity], heard: dict[int, float], names: dict[int, str], seconds: float
+    ) -> str:
         """Compare the ranks. Call this whenever heartbeats may have arrived.
 
         Args:
             activities: the latest of each rank.
             heard: when it arrived.
-            seconds: how long the heartbeats of both ranks must have said the same.
+            names: of the ranks.
+            seconds: how long the heartbeats of all ranks must have said the same.
+
+        Returns:
+            Which rank hangs, and why; "" while none does.
         """
-        age = {each: min(heard[each.rank], heard[each.missed]) for each in _in_vain(activities)}
-        self._since = {each: self._since.get(each, last) for each, last in age.items()}
-        return next((each for each, last in age.items() if last - self._since[each] > seconds), None)
+        latest = min(heard.values(), default=0.0)
+        if activities != self._known:
+            self._known, self._since = activities, latest
+        if latest - self._since <= seconds or not (waiting := _waiting_in_vain(activities)):
+            return ""
+        # A rank that waits for an idle one explains more than ranks that wait for one another.
+        rank, call, missed = min(waiting, key=lambda each: not activities[each[2]].is_idle)
+        hangs, where = f"hangs: for {seconds:g} seconds it has", _waits_in(activities[missed])
+        if where is None:
+            return f"{names[missed]}, {hangs} been idle while {names[rank]}, waits for it in {call}"
+        return f"{names[rank]}, {hangs} waited in {call} for {names[missed]}, which waits in {where}"
 
 
-def _in_vain(activities: Mapping[int, Activity]) -> list[Waiting]:
-    """The ranks that wait for a rank that is idle, or that waits for ever itself. Those that wait for an idle rank come first."""
-    waits = {rank: _waits_of(rank, activities) for rank in activities}
-    moving = {rank for rank, activity in activities.items() if not activity.is_idle and not waits[rank]}
-    size = -1
-    while size != len(moving):
-        size = len(moving)
-        moving |= {
-            r for r, missed in waits.items() if any(w.missed in moving or w.missed_activity is None for w in missed)
-        }
-    found = [each for rank, missed in waits.items() if rank not in moving for each in missed]
-    return sorted(found, key=lambda each: not (each.missed_activity and each.missed_activity.is_idle))
+def _waits_in(activity: Activity) -> Call | None:
+    return next((call for call in activity.calls if call.is_inside), None)
 
 
-def _waits_of(rank: int, activities: Mapping[int, Activity]) -> list[Waiting]:
-    """The ranks for which a rank waits."""
-    activity = activities[rank]
+def _waiting_in_vain(activities: dict[int, Activity]) -> list[tuple[int, Call, int]]:
+    """(rank, its call, the rank for which it waits there), if no rank computes, which may end the waiting of all others."""
+    for activity in activities.values():
+        call = _waits_in(activity)
+        if not activity.is_idle and (call is None or not activities.keys() >= set(call.ranks)):
+            return []
     return [
-        Waiting(rank, activity, call, other, activities.get(other))
+        (rank, call, other)
+        for rank, activity in activities.items()
         for call in activity.calls
         for other in call.ranks
-        if other != rank and _misses(activity, call, activities.get(other))
+        if other != rank and other in activities and _misses(activity, call, activities[other])
     ]
 
 
-def _misses(activity: Activity, call: Call, other: Activity | None) -> bool:
+def _misses(activity: Activity, call: Call, other: Activity) -> bool:
     """Whether a rank waits for another one in this collective.
 
     On a GPU a call returns before the collective has finished, so that the rank may be idle. It then waits for a rank that is idle,
     too, and has called fewer collectives.
     """
-    if other is None:
-        return call.is_inside
-    theirs = other.call_of(call.group)
+    number, name = next(((c.number, c.name) for c in other.calls if c.group == call.group), (0, ""))
     if not call.is_inside:
-        is_early = theirs.number < call.number and call.name not in TRANSFER
-        return activity.is_idle and other.is_idle and is_early
-    is_other = theirs.name != call.name and {theirs.name, call.name} != TRANSFER
-    return theirs.number < call.number or (theirs.number == call.number and is_other)
+        return activity.is_idle and other.is_idle and number < call.number and call.name not in TRANSFER
+    return number < call.number or (number == call.number and name != call.name and {name, call.name} != TRANSFER)

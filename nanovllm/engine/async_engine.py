@@ -96,7 +96,10 @@ class AsyncEngine:
             socket.bind(address)
         self.name = config.served_model_name or config.model
         settings = dataclasses.replace(config, model=str(folder), served_model_name=self.name)
-        self._process = EngineProcess(run_engine, settings, *addresses)
+        process_class = EngineProcess
+        with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
+            process_class = load("nanovllm.engine.pulse:WatchedEngineProcess", "several processes")
+        self._process = process_class(run_engine, settings, *addresses)
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
         self._tasks = [asyncio.create_task(self._process.watch(on_hang=self._die))]
 

@@ -19,7 +19,7 @@ from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience

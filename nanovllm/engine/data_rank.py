@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import shutil
 import subprocess
@@ -27,14 +26,7 @@ import zmq
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
-from nanovllm.distributed.life_signs import (
-    STEP_SECONDS,
-    Complaint,
-    Mouth,
-    Peer,
-    activity_of_this_thread,
-    heard_activities,
-)
+from nanovllm.distributed.life_signs import Complaint, Mouth, Peer, activity_of_this_thread, heard_activities
 from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
 from nanovllm.executor.remote import end_processes, how_it_ended, start_process
@@ -207,10 +199,7 @@ def main() -> None:
     config, commands, reports = connection.recv()
     mouth = Mouth(connection.send)
     is_rank = config.world_size == 1  # else its ranks have processes of their own
-    mouth.watch_this_thread(
-        activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities,
-        STEP_SECONDS if config.in_lock_step else math.inf,  # only then do other engines wait for its step
-    )
+    mouth.watch_this_thread(activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities)
     mouth.start()
     code: Any = 0
     try:

@@ -20,7 +20,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.distributed.life_signs import LOOK_SECONDS
+from nanovllm.distributed.activity import LOOK_SECONDS
 from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
 from nanovllm.executor.remote import START_SECONDS, WatchedProcesses, end_processes, uninterrupted

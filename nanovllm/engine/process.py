@@ -24,7 +24,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.distributed.life_signs import LOOK_SECONDS, at_rest, in_step
+from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
 from nanovllm.text.processor import EngineLimits
 
 if TYPE_CHECKING:
@@ -98,11 +98,8 @@ class EngineLoop:
     ) -> None:
         self.core, self.commands, self.reports = core, commands, reports
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._num_taken = 0
-        self._refused: dict[str, str] = {}
-        self._stats = EngineStats()  # as last reported
+        self._report = Report()  # the next one; its statistics are the last reported ones
         self._has_news = False  # a report is due although no sequence has got a token
-        self._steps: dict[int, list[tuple[bytes, bool]]] = {}
         self._sinks: dict[int, RecordSink] = {}  # by engine, while its trace has readers
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
@@ -111,22 +108,21 @@ class EngineLoop:
 
     def run(self) -> None:
         """Take commands, compute a step, report; sleep while there is nothing to compute."""
-        settings = [engine.trace_settings for engine in self.core.engines]
-        self.report(Report(limits=self.core.limits, trace_settings=settings))
+        self._report.limits = self.core.limits
+        self._report.trace_settings = [engine.trace_settings for engine in self.core.engines]
+        self._send_report()
         while self._take_commands(wait=self.core.is_idle):
             # Without requests this step computes nothing, and its report has the blocks that an abort has freed.
             with in_step():
-                report = Report(self.core.step(), self.core.stats)
-            if report.outputs or self._has_news or report.stats != self._stats:
-                self.report(report)
+                self._report.outputs = self.core.step()
+            if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
+                self._send_report()
 
-    def report(self, report: Report) -> None:
-        """Send a report to the front end."""
-        report.stats = self._stats = self.core.stats
-        report.time, report.num_taken, self._has_news = time.monotonic(), self._num_taken, False
-        report.refused, self._refused = self._refused, {}
-        report.steps, self._steps = self._steps, {}
+    def _send_report(self) -> None:
+        report = self._report
+        report.stats, report.time = self.core.stats, time.monotonic()
         self.reports.send(msgspec.msgpack.encode(report))
+        self._report, self._has_news = Report(stats=report.stats, num_taken=report.num_taken), False
 
     def _take_commands(self, wait: bool) -> bool:
         """Obey the commands that have arrived; with `wait`, sleep until something has. False means stop."""
@@ -152,11 +148,11 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> bool:
         for request in command.add:
-            self._num_taken += 1
+            self._report.num_taken += 1
             try:
                 self.core.add_request(request)
             except ValueError as error:
-                self._refused[request.request_id] = str(error)
+                self._report.refused[request.request_id] = str(error)
         for sequence_id, reason in command.abort.items():
             self.core.abort_request(sequence_id, reason)
         if command.order == "reset_prefix_cache":
@@ -179,7 +175,7 @@ class EngineLoop:
         def note(record: StepRecord) -> None:
             self._has_news = True
             line = encoder.encode(record), record.snapshot is not None
-            self._steps.setdefault(engine, []).append(line)
+            self._report.steps.setdefault(engine, []).append(line)
 
         return note
 
@@ -226,6 +222,4 @@ def run_engine(
         gc.unfreeze()  # else libraries complain about objects that are never freed
         if core is not None:
             core.close()
-        commands.close()
-        reports.close()
-        context.term()
+        context.destroy()

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import SILENCE_SECONDS, PeerLost
+from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.remote import (
     ORDER_SECONDS,
@@ -59,8 +59,6 @@ class MultiprocessExecutor(RemoteExecutor):
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
         self._orders: MessageQueue | None = None
         super().__init__(config, model_config, folder)
-        if self._orders is not None:
-            self._orders.wait_until_attached(SILENCE_SECONDS)  # where its memory has a name, it loses that now
         if not self.on_gpu:  # NCCL uses the file when two ranks first talk; gloo has used it
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -27,8 +27,9 @@ import psutil
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
-from nanovllm.distributed.life_signs import LOOK_SECONDS, TRANSFER_ENDED, Peer, Watch, waiting_for_others
+from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv.connector import OutputAggregator

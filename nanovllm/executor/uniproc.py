@@ -13,7 +13,7 @@ import torch
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.distributed.groups import destroy_groups, initialize_groups
+from nanovllm.distributed.groups import get_world_group
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_device
@@ -58,7 +58,7 @@ class Worker:
             torch.set_num_threads(setup.threads)
         if setup.init_method:
             grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
-            initialize_groups(
+            load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")(
                 grid,
                 setup.rank,
                 setup.local_rank,
@@ -92,7 +92,8 @@ class Worker:
     def close(self) -> None:
         """Leave the other ranks, and the engines with which this one shares KV."""
         self.runner.close()
-        destroy_groups()
+        if get_world_group().world_size > 1:
+            load("nanovllm.distributed.process_groups:destroy_groups", "an engine of several processes")()
 
 
 class InProcessExecutor(Executor):

@@ -16,17 +16,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from nanovllm.data.schedule import ModelRunnerOutput
+from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
-from nanovllm.distributed.life_signs import (
-    STEP_SECONDS,
-    TRANSFER_ENDED,
-    Complaint,
-    Mouth,
-    PeerLost,
-    activity_of_this_thread,
-    at_rest,
-    in_step,
-)
+from nanovllm.distributed.life_signs import TRANSFER_ENDED, Complaint, Mouth, PeerLost, activity_of_this_thread
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 
@@ -42,7 +34,7 @@ def run_worker(setup: WorkerSetup, connection: Connection, mouth: Mouth) -> bool
         True if the executor has shut the rank down.
     """
     mouth.start()
-    mouth.watch_this_thread(activity_of_this_thread(setup.rank), STEP_SECONDS)
+    mouth.watch_this_thread(activity_of_this_thread(setup.rank))
     try:
         return _obey(setup, _orders(setup, connection), mouth)
     except EOFError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 
 if TYPE_CHECKING:
     import torch

@@ -131,7 +131,7 @@ def _run_rank(
     os.environ.update(environment)
     import torch
 
-    from nanovllm.distributed.groups import destroy_groups, initialize_groups
+    from nanovllm.distributed.process_groups import destroy_groups, initialize_groups
 
     torch.set_num_threads(threads)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import GroupCoordinator, get_ep_group, get_tp_group
-from nanovllm.distributed.load_balance import BalancedLayer, EPLBConfig, LoadBalancer
+from nanovllm.distributed.load_balance import EPLBConfig, LoadBalancer
 from nanovllm.layers.basic import Layer, Place
 from nanovllm.layers.tensor_parallel import Shard
 from nanovllm.models.config import ModelConfig
@@ -263,4 +263,4 @@ def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
         settings: fields of `EPLBConfig`, as JSON.
     """
     layers = cast(MoEForCausalLM, model).moe_layers().values()
-    return LoadBalancer([cast(BalancedLayer, layer) for layer in layers], EPLBConfig.from_json(settings))
+    return LoadBalancer(list(layers), EPLBConfig.from_json(settings))

@@ -29,7 +29,7 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_tp_group
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, StageLink, layers_here
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, layers_here, stage_link
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import KVConnectorWorker, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
@@ -76,7 +76,7 @@ class ModelRunner:
                 folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
             )
             self.model.pack_weights()
-        self.link = StageLink(model_config.hidden_size, self.dtype, self.device)
+        self.link = stage_link(model_config.hidden_size, self.dtype, self.device)
         self.sampler = Sampler()
         self.kv_caches: list[Tensor] = []
         self.host_caches: list[Tensor] = []

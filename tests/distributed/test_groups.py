@@ -16,13 +16,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.distributed import cost_model, groups, shared_collectives
-from nanovllm.distributed.groups import Grid, GroupCoordinator
+from nanovllm.distributed import groups, process_groups, shared_collectives
+from nanovllm.distributed.groups import Grid
+from nanovllm.distributed.process_groups import ProcessGroupCoordinator
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
 from nanovllm.lab.course.ranks import RankError, run_ranks
 
-needs_library = pytest.mark.skipif(load_shared_memory_library() is None, reason="no compiler here")
+
+def has_library() -> bool:
+    try:
+        return load_shared_memory_library() is not None
+    except OSError:
+        return False
+
+
+needs_library = pytest.mark.skipif(not has_library(), reason="no compiler here")
 
 # ---------------------------------------------------------------------------------------------------- the grid
 
@@ -49,8 +58,6 @@ def test_a_grid_by_hand():
     assert grid.groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert grid.groups("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert grid.groups("ep") == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    with pytest.raises(ValueError, match="at least one rank in each direction"):
-        Grid(tensor=0)
 
 
 def test_a_group_of_one_makes_no_call(monkeypatch):
@@ -61,7 +68,7 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
                  "isend", "irecv", "barrier", "monitored_barrier", "new_group", "init_process_group",
                  "all_gather_object", "broadcast_object_list"):  # fmt: skip
         monkeypatch.setattr(dist, name, forbidden)
-    groups.initialize_groups(Grid(), 0)
+    process_groups.initialize_groups(Grid(), 0)
     for kind in groups.KINDS:
         group = groups._groups[kind]
         x = torch.arange(6.0).view(2, 3)
@@ -69,7 +76,6 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
             group.all_reduce(x),
             group.all_gather(x),
             group.reduce_scatter(x),
-            group.broadcast(x),
             group.all_to_all(x, [2], [2]),
             group.broadcast_object(x),
             group.all_gather_object(x)[0],
@@ -78,11 +84,7 @@ def test_a_group_of_one_makes_no_call(monkeypatch):
         group.barrier()
         assert group.is_first and group.is_last and group.shared is None
         assert group.calls == group.bytes_sent == Counter()
-        with pytest.raises(ValueError, match="rank 0 is the only one of group"):
-            group.send_tensors({"x": x})
-    groups.destroy_groups()
-    with pytest.raises(ValueError, match=r"rank 1 is not in a grid of 1 ranks"):
-        groups.initialize_groups(Grid(), 1)
+    process_groups.destroy_groups()
 
 
 # ------------------------------------------------------------------------------------------------ collectives
@@ -119,7 +121,6 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
                         group.all_gather(inputs[me].transpose(0, 1), 0),
                         torch.cat([x.transpose(0, 1) for x in inputs]),
                     ),
-                    "broadcast": (group.broadcast(inputs[me].clone(), n - 1), inputs[-1]),
                 }
                 tolerance = {torch.bfloat16: 2e-2, torch.float16: 5e-3}.get(dtype, 1e-5)
                 for name, (got, want) in expected.items():
@@ -152,7 +153,7 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
     ids=str,
 )
 def test_collectives_equal_one_process(grid, shared):
-    shared = shared and load_shared_memory_library() is not None
+    shared = shared and has_library()
     results = run_ranks(collectives_of, grid, 7, shared, timeout=300, disable_custom_all_reduce=not shared)
     assert [problems for problems, _ in results] == [[]] * grid.world_size
     for kind in groups.KINDS:  # the same bits on every rank of a group
@@ -162,7 +163,7 @@ def test_collectives_equal_one_process(grid, shared):
 
 
 def other_traffic() -> dict[str, Any]:
-    """On every rank: rows for everybody, named tensors, objects, and what was counted."""
+    """On every rank: rows for every other rank, objects, and what was counted."""
     group = groups.get_tp_group()
     me, n = group.rank_in_group, group.world_size
     counts = [[(sender + 2 * receiver) % 3 * (sender != 1) for receiver in range(n)] for sender in range(n)]
@@ -180,33 +181,12 @@ def other_traffic() -> dict[str, Any]:
         )
     flat = group.all_to_all(rows, counts[me], received)
     result["flat"] = flat.tolist() == [100 * sender + me for sender in range(n) for _ in range(counts[sender][me])]
-    tensors = {
-        "hidden": torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).T,
-        "empty": torch.zeros(0, 7),
-        "scalar": torch.tensor(5),
-        "flags": torch.tensor([True, False]),
-        "eight": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn),
-        **{f"a name that is long {'x' * 60} {i}": torch.full((i,), i, dtype=torch.int16) for i in range(20)},
-    }
-    for payload in (tensors, {}):
-        if me == 0:
-            group.send_tensors(payload)
-            back = group.receive_tensors("cpu", n - 1)
-        else:
-            back = group.receive_tensors("cpu")
-            group.send_tensors(back)
-        result[f"{len(payload)} tensors"] = list(back) == list(payload) and all(
-            back[k].dtype == v.dtype and back[k].shape == v.shape
-            and torch.equal(back[k].contiguous().view(-1).view(torch.uint8), v.contiguous().view(-1).view(torch.uint8))
-            for k, v in payload.items()
-        )  # fmt: skip
     result["objects"] = group.all_gather_object({"rank": me}) == [{"rank": r} for r in range(n)]
     result["object"] = group.broadcast_object(("from", me), n - 1) == ("from", n - 1)
     group.barrier()
     for collective, error in (
         (lambda: group.all_to_all(torch.zeros(n + 1), [1] * n, [1] * n), "do not divide"),
         (lambda: group.reduce_scatter(torch.zeros(4 * n + 1)), "cannot be scattered equally"),
-        (lambda: group.send_tensors({}, me), "is the only one"),
     ):
         with pytest.raises(ValueError, match=error):
             collective()
@@ -219,13 +199,11 @@ def other_traffic() -> dict[str, Any]:
     process = psutil.Process()
     listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
     result["loopback only"] = all(ip in ("127.0.0.1", "::1") for ip in listening)
-    with pytest.raises(RuntimeError, match="exist already"):
-        groups.initialize_groups(Grid(), 0)
     return result
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_rows_tensors_objects_and_counters(size):
+def test_rows_objects_and_counters(size):
     for result in run_ranks(other_traffic, Grid(tensor=size), timeout=200):
         assert all(result.values()), result
     assert not [path for path in pathlib.Path("/dev/shm").iterdir() if "nanovllm" in path.name]
@@ -300,44 +278,6 @@ def test_sums_keep_infinities_and_nans():
         want = (inputs[0].float() + inputs[1].float()).to(dtype)
         for out in outputs:
             torch.testing.assert_close(out, want, rtol=0, atol=0, equal_nan=True)
-
-
-# -------------------------------------------------------------------------------------------------- cost model
-
-
-@settings(deadline=None)
-@given(st.floats(1e-7, 1e-3), st.floats(1e7, 1e12), st.sets(st.integers(1, 10**8), min_size=2, max_size=8))
-def test_a_fit_finds_the_link_behind_exact_times(latency, bandwidth, sizes):
-    link = cost_model.Link("any", latency, bandwidth)
-    times = [link.message(size) for size in sizes]
-    found = cost_model.fit("found", sorted(sizes), [link.message(size) for size in sorted(sizes)])
-    for size, seconds in zip(sizes, times, strict=True):
-        assert found.message(size) == pytest.approx(seconds, rel=1e-3)
-
-
-@settings(deadline=None)
-@given(st.integers(2, 64), st.integers(1, 10**9), st.sampled_from(list(cost_model.LINKS.values())))
-def test_no_all_reduce_beats_the_bytes_it_has_to_send(world_size, num_bytes, link):
-    least = cost_model.wire_bytes("all_reduce", world_size, num_bytes) / link.bandwidth
-    for cost in cost_model.ALL_REDUCES.values():
-        assert cost(link, world_size, num_bytes) > min(least, num_bytes / link.bandwidth)
-    ring = cost_model.ring_all_reduce(link, world_size, num_bytes)
-    steps = 2 * (world_size - 1) * link.latency
-    assert ring == pytest.approx(steps + least)
-    halves = cost_model.ring_all_gather(link, world_size, num_bytes / world_size)
-    assert ring == pytest.approx(2 * halves)  # a reduce-scatter and an all-gather
-    name, best = cost_model.best_all_reduce(link, world_size, num_bytes)
-    assert best == min(cost(link, world_size, num_bytes) for cost in cost_model.ALL_REDUCES.values())
-    assert cost_model.ALL_REDUCES[name](link, world_size, num_bytes) == best
-
-
-def test_alone_nothing_costs_anything():
-    link = cost_model.LINKS["NVLink 4"]
-    costs = [*cost_model.ALL_REDUCES.values(), cost_model.ring_all_gather, cost_model.broadcast, cost_model.all_to_all]
-    assert all(cost(link, 1, 1e6) == 0 for cost in costs)
-    assert all(
-        cost_model.wire_bytes(o, 1, 8) == 0 for o in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ faults
@@ -455,8 +395,14 @@ def share_only_on_rank_0() -> tuple[bool, float]:
     """One rank cannot map the segment: then nobody uses it."""
     from unittest import mock
 
-    group = GroupCoordinator("half", [0, 1], groups.get_tp_group().rank, 0, *[groups.get_tp_group().cpu_group] * 2)
-    with mock.patch.object(shared_collectives, "load_shared_memory_library", lambda: group.rank == 0 or None):
+    tp = groups.get_tp_group()
+    group = ProcessGroupCoordinator("half", [0, 1], tp.rank, 0, *[tp.cpu_group] * 2)
+
+    def load() -> None:
+        if group.rank == 1:
+            raise OSError("no compiler here")
+
+    with mock.patch.object(shared_collectives, "load_shared_memory_library", load):
         group.share_memory(5)
     return group.shared is None, float(group.all_reduce(torch.ones(1)))
 

@@ -32,11 +32,11 @@ def busy(*calls: Call) -> Activity:
 
 def verdict(*activities: Activity) -> str:
     """What is said of ranks that do the same again and again."""
-    detector, known = StandstillDetector(), dict(enumerate(activities))
+    detector, known, found = StandstillDetector(), dict(enumerate(activities)), ""
     for second in range(6):
-        found = detector.look(known, dict.fromkeys(known, float(second)), SECONDS)
-        assert second > SECONDS or found is None, "too early"
-    return found.describe(NAMES, SECONDS) if found is not None else ""
+        found = detector.look(known, dict.fromkeys(known, float(second)), NAMES, SECONDS)
+        assert second > SECONDS or not found, "too early"
+    return found
 
 
 def test_an_idle_rank_is_missed() -> None:
@@ -99,10 +99,10 @@ def test_only_fresh_news_of_both_count() -> None:
     detector = StandstillDetector()
     known = {0: busy(call(17, "all_reduce", True, "tp", 0, 1)), 1: idle()}
     for second in range(10):
-        assert detector.look(known, {0: float(second), 1: 0.0}, SECONDS) is None, "rank 1 is silent"
+        assert not detector.look(known, {0: float(second), 1: 0.0}, NAMES, SECONDS), "rank 1 is silent"
     for second in range(10):
         moved = {0: busy(call(18 + second, "all_reduce", True, "tp", 0, 1)), 1: idle()}
-        assert detector.look(moved, dict.fromkeys(moved, 10.0 + second), SECONDS) is None, "rank 0 moves"
+        assert not detector.look(moved, dict.fromkeys(moved, 10.0 + second), NAMES, SECONDS), "rank 0 moves"
 
 
 def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:

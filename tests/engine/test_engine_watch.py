@@ -14,11 +14,10 @@ from multiprocessing.connection import Connection
 import pytest
 
 from nanovllm.distributed import life_signs
-from nanovllm.distributed.life_signs import in_step
-from nanovllm.distributed.process_status import is_debugged_or_dumps_core
-from nanovllm.engine.watch import EngineProcess
+from nanovllm.distributed.activity import in_step
+from nanovllm.distributed.life_signs import is_debugged_or_dumps_core
+from nanovllm.engine.pulse import WatchedEngineProcess
 
-STEP_LIMIT = 0.2
 SILENCE = 2.0
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what threads do")
@@ -42,9 +41,9 @@ for thread in threads:
 
 
 def compute_for_long() -> None:
-    """An engine with a step that takes longer than the limit for ranks."""
-    life_signs.STEP_SECONDS = STEP_LIMIT
-    end = time.thread_time() + 5 * STEP_LIMIT
+    """An engine with a step that takes longer than a hang."""
+    life_signs.SILENCE_SECONDS = SILENCE / 4
+    end = time.thread_time() + SILENCE
     with in_step():
         while time.thread_time() < end:
             pass
@@ -56,7 +55,7 @@ def rest_until_told(connection: Connection) -> None:
 
 
 async def test_a_step_of_an_engine_may_compute_for_any_time() -> None:
-    process, hangs = EngineProcess(compute_for_long), list[str]()
+    process, hangs = WatchedEngineProcess(compute_for_long), list[str]()
     process.expect_heartbeats()
     async with asyncio.timeout(60):
         await process.watch(hangs.append)
@@ -73,7 +72,7 @@ async def until(condition: Callable[[], object]) -> None:
 async def test_an_engine_that_a_debugger_holds_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
     ours, theirs = multiprocessing.Pipe()
-    process, hangs = EngineProcess(rest_until_told, theirs), list[str]()
+    process, hangs = WatchedEngineProcess(rest_until_told, theirs), list[str]()
     watch = asyncio.create_task(process.watch(hangs.append))
     born = process._peer.heard
     try:

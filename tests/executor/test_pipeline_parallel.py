@@ -24,11 +24,11 @@ from nanovllm.distributed.groups import Grid, get_pp_group
 from nanovllm.distributed.pipeline_parallel import (
     Elsewhere,
     IntermediateTensors,
-    StageLink,
     check_pipeline_parallel,
     layer_range,
     layers_here,
 )
+from nanovllm.distributed.stage_link import StageLink
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz import pool_states

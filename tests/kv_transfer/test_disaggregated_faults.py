@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore
 from nanovllm.kv.connector import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated

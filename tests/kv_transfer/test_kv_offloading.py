@@ -15,7 +15,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key

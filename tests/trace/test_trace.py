@@ -24,7 +24,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import SchedulerOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore, NoRecorder
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect, secret
 
 logger = logging.getLogger(__name__)

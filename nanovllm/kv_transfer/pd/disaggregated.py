@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.parts import load
 from nanovllm.data.request import Request
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.pd.consumer import PREFILL_TIMEOUT, TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.pd.control import Consumer, Introduction

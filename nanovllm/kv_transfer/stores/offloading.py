@@ -22,7 +22,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorScheduler, Tables
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.life_signs import waiting_for_others
+from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store

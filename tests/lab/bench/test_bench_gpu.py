@@ -23,7 +23,6 @@ import torch
 
 from nanovllm.attention.torch import CpuBackend, TorchBackend
 from nanovllm.cli.main import main
-from nanovllm.distributed.cost_model import Link
 from nanovllm.lab.bench import parts
 from nanovllm.lab.bench.gpu import attention, end_to_end, environment, nccl, plan, proofs, trace
 from nanovllm.lab.bench.gpu.trace import kind_of, split_steps
@@ -34,6 +33,7 @@ from nanovllm.lab.bench.report import DRY_RUN, GOALS, PARTS, Report, Row
 from nanovllm.lab.bench.roofline import ModelCost
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.cases import attention_case, oracle, relative_error
+from nanovllm.lab.cost_model import Link
 from nanovllm.models.config import ModelConfig
 from tests.gpu import test_divided, test_kernels, test_sanitizer
 from tests.oracle import reference_tokens

@@ -14,7 +14,6 @@ from functools import partial
 
 import numpy as np
 
-from nanovllm.distributed.cost_model import fit
 from nanovllm.kv.connector import IDLE_SECONDS
 from nanovllm.kv_transfer.stores.store import KEY_BYTES, KVStore
 from nanovllm.lab.bench.kv import transport
@@ -23,6 +22,7 @@ from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, places
 from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
+from nanovllm.lab.cost_model import fit
 
 POOL, AGAIN = "pool of the device", "computed again"
 PLAIN = "no other place"

@@ -9,7 +9,7 @@ Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,7 +47,7 @@ LINKS = {
         Link("InfiniBand NDR", 2.7e-6, 50e9, f"NVIDIA ConnectX-7: 400 Gb/s a port; {_NCCL}"),
         Link("RoCE 100 Gb/s", 2.7e-6, 12.5e9, f"RDMA over 100 Gb/s Ethernet, IEEE 802.3ba; {_NCCL}"),
         Link(
-            "TCP 10 Gb/s", 30e-6, 1.25e9, "IEEE 802.3ae; through two kernels: tens of microseconds, Barroso et al. 2017"
+            "TCP 10 Gb/s", 30e-6, 1.25e9, "IEEE 802.3ae; tens of microseconds through two kernels, Barroso et al. 2017"
         ),
     )
 }
@@ -78,17 +78,7 @@ def ring_all_gather(link: Link, world_size: int, num_bytes: float) -> float:
     return (world_size - 1) * link.message(num_bytes)
 
 
-def broadcast(link: Link, world_size: int, num_bytes: float) -> float:
-    """Every rank that has the data sends it on, so that their number doubles with each step."""
-    return math.ceil(math.log2(world_size)) * link.message(num_bytes)
-
-
-def all_to_all(link: Link, world_size: int, num_bytes: float) -> float:
-    """Each rank sends 1/n of its `num_bytes` to each other rank, one after another."""
-    return (world_size - 1) * link.message(num_bytes / world_size)
-
-
-ALL_REDUCES: dict[str, Callable[[Link, int, float], float]] = {
+ALL_REDUCES = {
     "ring": ring_all_reduce,
     "tree": tree_all_reduce,
     "one-shot": one_shot_all_reduce,
@@ -98,21 +88,19 @@ ALL_REDUCES: dict[str, Callable[[Link, int, float], float]] = {
 
 def best_all_reduce(link: Link, world_size: int, num_bytes: float) -> tuple[str, float]:
     """The name of the fastest algorithm, and its time in seconds."""
-    return min(
-        ((name, cost(link, world_size, num_bytes)) for name, cost in ALL_REDUCES.items()), key=lambda pair: pair[1]
-    )
+    costs = {name: cost(link, world_size, num_bytes) for name, cost in ALL_REDUCES.items()}
+    return min(costs.items(), key=lambda pair: pair[1])
 
 
 def wire_bytes(operation: str, world_size: int, num_bytes: float) -> float:
     """The least number of bytes that a rank must send.
 
     Args:
-        operation: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all".
+        operation: "all_reduce" or "all_gather".
         num_bytes: of the rank's tensor.
     """
-    share = (world_size - 1) / world_size
-    factors = {"all_reduce": 2 * share, "all_gather": world_size - 1.0, "reduce_scatter": share, "all_to_all": share}
-    return factors[operation] * num_bytes
+    others = world_size - 1
+    return num_bytes * {"all_reduce": 2 * others / world_size, "all_gather": others}[operation]
 
 
 def fit(name: str, sizes: Sequence[float], seconds: Sequence[float]) -> Link:

@@ -1,0 +1,82 @@
+"""Sends hidden states from stage to stage of a pipeline.
+
+Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanovllm.distributed.activity import waiting_for_others
+from nanovllm.distributed.groups import get_pp_group
+from nanovllm.distributed.pipeline_parallel import IntermediateTensors, SingleStage
+from nanovllm.distributed.standstill import CallCounter
+
+
+class StageLink(SingleStage):
+    """A rank's connection to the same rank of the stages before and after.
+
+    It sends no shapes: the receiver has the same plan of the step, and therefore knows the number of tokens.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        super().__init__(hidden_size, dtype, device)
+        group = self.group = get_pp_group()
+        rank, number, ranks = group.rank, group.rank_in_group, group.ranks
+        self._connections = getattr(group, "device_group", None)
+        self._previous, self._next = ranks[number - 1], ranks[(number + 1) % len(ranks)]
+        self._received, self._sent = (
+            CallCounter(f"{group.name} from rank {source} to rank {target}", (source, target))
+            for source, target in ((self._previous, rank), (rank, self._next))
+        )
+        self._in_flight: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+        """See `SingleStage`."""
+        if self.group.is_first:
+            return None
+        received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        with waiting_for_others(), self._received.call("receive"):
+            # Post both receives before waiting for the first: sender and receiver synchronise once instead of twice.
+            for work in [dist.irecv(tensor, self._previous, group=self._connections) for tensor in received]:
+                work.wait()  # type: ignore[union-attr]  # both ranks are of the group
+        return IntermediateTensors(*received)
+
+    def send(self, tensors: IntermediateTensors) -> None:
+        """See `SingleStage`."""
+        transfer = self._sent.call("send")
+        for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
+            # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
+            # (gloo marks a send as completed only in `wait`.)
+            with waiting_for_others(), transfer:
+                if len(self._in_flight) >= 2 * self.group.world_size:
+                    self._wait_for_oldest()
+                # NCCL connects two ranks when they first talk.
+                work = dist.isend(tensor, self._next, group=self._connections)
+            self.group.calls["send"] += 1
+            self.group.bytes_sent["send"] += tensor.nbytes
+            self._in_flight.append((work, tensor))
+
+    def _wait_for_oldest(self) -> None:
+        self._in_flight.popleft()[0].wait()  # type: ignore[union-attr]
+
+    def flush(self) -> None:
+        """See `SingleStage`."""
+        while self._in_flight:
+            self._wait_for_oldest()
+
+    def _zeros(self, num_tokens: int) -> IntermediateTensors:
+        return IntermediateTensors(*torch.zeros(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device))
+
+    def blank(self, num_tokens: int) -> IntermediateTensors | None:
+        """See `SingleStage`."""
+        return None if self.group.is_first else self._zeros(num_tokens)
+
+    def blank_output(self, num_tokens: int) -> Tensor | IntermediateTensors:
+        """See `SingleStage`."""
+        blank = self._zeros(num_tokens)
+        return blank.hidden if self.group.is_last else blank
