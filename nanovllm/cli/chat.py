@@ -13,9 +13,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import UsageError
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server.access import api_keys
-from nanovllm.server.commandline import ServerError, UsageError, add_model_argument, engine_config
+from nanovllm.server.commandline import ServerError, add_model_argument, engine_config
 
 Message = dict[str, str]
 # Streams the answer to a chat in pieces of text.
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the chat")
     group.add_argument("--temperature", type=float, help="0: always the likeliest token (default: the model's)")
     group.add_argument("--max-tokens", type=int, help="longest answer (default: what the context leaves)")
-    EngineConfig.add_arguments(parser)
+    EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 
 @asynccontextmanager

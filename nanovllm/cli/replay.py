@@ -7,7 +7,7 @@ import asyncio
 
 from nanovllm.cli.trace import add_file_arguments, mistakes
 from nanovllm.server.access import Access
-from nanovllm.server.commandline import add_address_arguments, listen
+from nanovllm.server.commandline import listen
 from nanovllm.server.listen import url_of
 from nanovllm.trace.format import header_line
 from nanovllm.trace.trace import check_lines
@@ -16,7 +16,7 @@ from nanovllm.trace.trace import check_lines
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_file_arguments(parser)
-    add_address_arguments(parser)
+    Access.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 
-    app = create_replay(header_line(settings | {"live": False}), lines, Access.from_arguments(arguments, listener))
+    app = create_replay(header_line(settings | {"live": False}), lines, Access.on(listener, arguments))
     banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
     server = SignalledServer(app, banner, log_level="warning", timeout_graceful_shutdown=1)
     asyncio.run(server.serve([listener]))

@@ -10,14 +10,15 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import Count, Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server import commandline
 from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, api_keys
 from nanovllm.server.listen import is_loopback
-from nanovllm.server.options import UsageError, add_options, count
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
@@ -32,30 +33,48 @@ API_KEY_HELP = (
     f"{', '.join(sorted(OPEN_PATHS))} and {OPEN_FOLDER}. Of several keys, each has its share of the waiting places: "
     "--max-num-waiting divided by the number of keys"
 )
-SHOW_TEXT_HELP = "let all readers of GET / and /trace see the prompts and answers of all requests"
-EXIT_HELP = (
-    "end at once when standard input is closed, as by the end of the process that has started this one, and when the "
-    "engine is dead (else the server answers 503 until it is ended)"
-)
+
+
+@dataclass
+class ServeFlags(Flags):
+    """Flags of this command alone.
+
+    Attributes:
+        show_text: let all readers of GET / and /trace see the prompts and answers of all requests
+        exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
+            when the engine is dead (else the server answers 503 until it is ended)
+    """
+
+    show_text: bool = False
+    exit_with_stdin: bool = False
+
+
+@dataclass
+class FleetFlags(Flags):
+    """How many servers are started.
+
+    Attributes:
+        prefill: servers that prefill
+        decode: servers that decode
+    """
+
+    prefill: Count = 0
+    decode: Count = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     commandline.add_model_argument(parser)
     group = parser.add_argument_group("server", LIMITS)
-    commandline.add_address_arguments(group)
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
-    commandline.add_shutdown_argument(group)
-    group.add_argument("--show-text", action="store_true", help=SHOW_TEXT_HELP)
-    group.add_argument("--exit-with-stdin", action="store_true", help=EXIT_HELP)
+    for flags in (Access, commandline.Shutdown, ServeFlags):
+        flags.add_arguments(group)
     about = "start several servers on this machine, each for one of the two, and a router"
     group = parser.add_argument_group("prefill and decode", about)
-    for name in ("prefill", "decode"):
-        help = f"servers that {name} (default: no such)"
-        group.add_argument(f"--{name}", type=count, default=0, metavar="N", help=help)
+    FleetFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):
-        add_options(load("nanovllm.router.config:RouterConfig", FLEET), group)
-    EngineConfig.add_arguments(parser)
+        load("nanovllm.router.config:RouterConfig", FLEET).add_arguments(group)
+    EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,7 +121,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, arguments: argpa
     )
     # The process that has started this server starts another one in its place; this one would answer 503 for ever.
     ending = asyncio.create_task(_end_with(engine)) if arguments.exit_with_stdin else None
-    access = Access.from_arguments(arguments, listener, arguments.api_key)
+    access = Access.on(listener, arguments, arguments.api_key)
     try:
         name = config.served_model_name or config.model
         await server.run_server(engine, listener, name, access, arguments.shutdown_timeout)

@@ -9,8 +9,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
-from nanovllm.server.commandline import UsageError
 from nanovllm.trace.format import require_sizes
 from nanovllm.trace.metrics import percentile, request_metrics
 from nanovllm.trace.trace import Trace, TraceError

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
 import re
-import typing
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
+from nanovllm.data.flags import Flags, Tokens
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
 
 
-def token_count(text: str) -> int:
-    """ "8k" -> 8000, "8K" -> 8192, as in vLLM: small letters count in thousands, capitals in 1024s.
-
-    Raises:
-        argparse.ArgumentTypeError: not a number; the message shows what one looks like.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|\d+", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
-    number, unit = match.groups()
-    if unit is None:
-        return int(text)
-    return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
-
-
 @dataclass
-class EngineConfig:
+class EngineConfig(Flags):
     """Settings of one engine. `None` and "auto" are filled in when the engine starts.
 
     Each attribute that is described here is a command-line flag, and the description is its help.
@@ -102,14 +85,14 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     seed: int = 0
-    max_model_len: Positive | None = None
+    max_model_len: Tokens = None
     block_size: Positive = 16
     num_kv_blocks: Positive | None = None
     kv_cache_memory: str | int | None = None
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     swap_space: Amount = 1.0
     max_num_seqs: Positive = 256
-    max_num_batched_tokens: Positive | None = None
+    max_num_batched_tokens: Tokens = None
     long_prefill_token_threshold: Count = 0
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
@@ -236,55 +219,6 @@ class EngineConfig:
     def in_lock_step(self) -> bool:
         """True if this engine makes all its steps together with others, with which it shares experts."""
         return self.data_parallel_address != ""
-
-    @classmethod
-    def flags(cls) -> list[dataclasses.Field[Any]]:
-        """The fields that have a flag: those that the class's docstring describes."""
-        described = _descriptions(cls)
-        return [f for f in dataclasses.fields(cls) if f.name in described]
-
-    @classmethod
-    def choices(cls) -> dict[str, tuple[str, ...]]:
-        """The allowed values of each field that has a closed list of them."""
-        hints = typing.get_type_hints(cls)
-        return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
-
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Give the parser a flag for every field."""
-        hints, choices, descriptions = typing.get_type_hints(cls), cls.choices(), _descriptions(cls)
-        group = parser.add_argument_group("engine")
-        for f in cls.flags():
-            name, hint = f.name, hints[f.name]
-            options: dict[str, Any] = {"dest": name, "default": f.default, "help": descriptions[name]}
-            if hint in (bool, bool | None):
-                options["action"] = argparse.BooleanOptionalAction
-            else:
-                options["help"] += "" if f.default is None else " (default: %(default)s)"
-                if name in choices:
-                    options["choices"] = choices[name]
-                else:
-                    plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
-                    options["type"] = token_count if name in IN_TOKENS else plain[0]
-                    options["metavar"] = name.rsplit("_", 1)[-1].upper()
-            short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
-            group.add_argument("--" + name.replace("_", "-"), *short, **options)
-
-    @classmethod
-    def from_arguments(cls, arguments: argparse.Namespace) -> EngineConfig:
-        """Settings from a parsed command line."""
-        return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
-
-
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
-# The flags that understand 8k and 8K.
-IN_TOKENS = ("max_model_len", "max_num_batched_tokens")
-
-
-def _descriptions(cls: type) -> dict[str, str]:
-    """The attributes in a class's docstring, each with its text on one line."""
-    entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text) for name, text in entries}
 
 
 def parse_bytes(size: str | int, name: str) -> int:

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
 from nanovllm.lab.kernel_compiler import KIB, TARGETS, Launch, compile_launch
-from nanovllm.server.options import UsageError
 
 if TYPE_CHECKING:
     import rich.table

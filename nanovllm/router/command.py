@@ -6,10 +6,10 @@ import argparse
 import asyncio
 import logging
 
+from nanovllm.data.flags import UsageError, positive_seconds
 from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import LIMITS, Access, api_keys
-from nanovllm.server.commandline import UsageError, add_address_arguments, add_shutdown_argument, listen
-from nanovllm.server.options import add_options, options_of, positive_seconds
+from nanovllm.server.commandline import Shutdown, listen
 
 SERVERS = {
     "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
@@ -31,9 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "seconds between two health checks (default: %(default)s)"
     group.add_argument("--health-check-interval", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
     group = parser.add_argument_group("router", LIMITS)
-    add_address_arguments(group)
-    add_shutdown_argument(group)
-    add_options(RouterConfig, group)
+    for flags in (Access, Shutdown, RouterConfig):
+        flags.add_arguments(group)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -54,8 +53,8 @@ def run(arguments: argparse.Namespace) -> None:
         servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    config, key = options_of(RouterConfig, arguments), next(iter(api_keys([arguments.api_key])), None)
+    config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
     backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
     listener = listen(arguments)
-    access = Access.from_arguments(arguments, listener)
+    access = Access.on(listener, arguments)
     asyncio.run(RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route())

@@ -22,13 +22,13 @@ from collections.abc import Sequence
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import UsageError
 from nanovllm.engine.watch import is_stopped, kill_tree
 from nanovllm.router.backends import Backend, Backends
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
-from nanovllm.server.commandline import ServerError, UsageError, listen
-from nanovllm.server.options import options_of
+from nanovllm.server.commandline import ServerError, listen
 from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")
@@ -221,12 +221,12 @@ async def _run(fleet: Fleet, config: EngineConfig, listener: socket.socket, argu
 
 
 async def _route(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
-    urls, routing = [process.url for process in fleet.processes], options_of(RouterConfig, arguments)
+    urls, routing = [process.url for process in fleet.processes], RouterConfig.from_arguments(arguments)
     servers = backends_of(urls[: arguments.prefill], urls[arguments.prefill :])
     backends = Backends(servers, next(iter(arguments.api_key), None), 1.0, routing.request_timeout)
     backends.on_silence = fleet.end_silent
     name = config.served_model_name or config.model
-    access = Access.from_arguments(arguments, listener, arguments.api_key)
+    access = Access.on(listener, arguments, arguments.api_key)
     server = RouterServer(backends, listener, routing, arguments.shutdown_timeout, name, access)
     keepers = [asyncio.create_task(fleet.keep_alive(process)) for process in fleet.processes]
     keeping = asyncio.gather(*keepers)

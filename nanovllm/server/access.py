@@ -9,9 +9,10 @@ import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Annotated
 
+from nanovllm.data.flags import Flags, Port, UsageError, Words, json_words
 from nanovllm.server.listen import is_loopback
-from nanovllm.server.options import UsageError, option, options_of, words
 
 MAX_BODY_BYTES = 10 * 2**20
 # The bodies of all unanswered requests together.
@@ -45,51 +46,46 @@ ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*"
 ORIGIN_FORM = "origins such as https://example.com, in lower case and without a path"
 
 
+HostNames = Annotated[Collection[str], partial(json_words, pattern=HOST_NAME, what="names without scheme and port")]
+Origins = Annotated[Sequence[str], partial(json_words, pattern=ORIGIN, what=ORIGIN_FORM)]
+
+
 @dataclass(frozen=True)
-class Access:
-    """Which clients may use a server. The CORS flags have vLLM's names and form, with a safe default.
+class Access(Flags):
+    """Where a server listens, and which clients may use it. The CORS flags have vLLM's names and form, with a safe default.
 
     Attributes:
-        api_keys: a client must send one of them; without keys, every client may use the server.
-        allowed_hosts: names by which clients may address the server, in lower case and without port; none, or "*": all names.
+        host: address to listen on
+        port: 0: any free one
+        allowed_hosts: names by which clients may address the server, such as '["llm.example.com"]'; '["*"]': all. On a loopback
+            address the server always answers to localhost, 127.0.0.1, [::1] and --host, and refuses other names, since a web
+            page could reach it by a name of its own (DNS rebinding). On other addresses the default is all names
+        allowed_origins: other origins whose web pages may use the server, such as '["https://chat.example.com"]'; '["*"]': all
+            (default: none). The server's own page needs it only behind a reverse proxy that changes the Host header
+        allow_credentials: let pages of --allowed-origins send credentials (CORS)
+        allowed_methods: methods that pages of --allowed-origins may send
+        allowed_headers: headers that pages of --allowed-origins may send
     """
 
+    # A client must send one of them; without keys, every client may use the server.
     api_keys: tuple[str, ...] = ()
-    allowed_hosts: Collection[str] = option(
-        (),
-        """names by which clients may address the server, such as '["llm.example.com"]'; '["*"]': all. On a loopback """
-        "address the server always answers to localhost, 127.0.0.1, [::1] and --host, and refuses other names, since a web page "
-        "could reach it by a name of its own (DNS rebinding). On other addresses the default is all names",
-        type=partial(words, pattern=HOST_NAME, what="names without scheme and port"),
-        metavar="JSON",
-    )
-    allowed_origins: Sequence[str] = option(
-        (),
-        """other origins whose web pages may use the server, such as '["https://chat.example.com"]'; '["*"]': all """
-        "(default: none). The server's own page needs it only behind a reverse proxy that changes the Host header",
-        type=partial(words, pattern=ORIGIN, what=ORIGIN_FORM),
-        metavar="JSON",
-    )
-    allow_credentials: bool = option(
-        False, "let pages of --allowed-origins send credentials (CORS)", action="store_true"
-    )
-    allowed_methods: Sequence[str] = option(
-        (ANY,), """methods that pages of --allowed-origins may send (default: '["*"]')""", type=words, metavar="JSON"
-    )
-    allowed_headers: Sequence[str] = option(
-        (ANY,), """headers that pages of --allowed-origins may send (default: '["*"]')""", type=words, metavar="JSON"
-    )
+    allowed_hosts: HostNames = ()
+    allowed_origins: Origins = ()
+    allow_credentials: bool = False
+    allowed_methods: Words = (ANY,)
+    allowed_headers: Words = (ANY,)
+    host: str = "127.0.0.1"
+    port: Port = 8000
 
     @classmethod
-    def from_arguments(
-        cls, arguments: argparse.Namespace, listener: socket.socket, api_keys: Sequence[str] = ()
-    ) -> Access:
+    def on(cls, listener: socket.socket, arguments: argparse.Namespace, keys: Sequence[str] = ()) -> Access:
         """The settings on a command line, for a server with this listening socket."""
-        hosts = {host.lower() for host in arguments.allowed_hosts}
+        given = cls.from_arguments(arguments)
+        hosts = {host.lower() for host in given.allowed_hosts}
         if is_loopback(listener):
-            bound = listener.getsockname()[0], arguments.host.lower()
+            bound = listener.getsockname()[0], given.host.lower()
             hosts |= {"localhost", "127.0.0.1", "[::1]"} | {f"[{h}]" if ":" in h else h for h in bound}
-        return replace(options_of(cls, arguments), api_keys=tuple(dict.fromkeys(api_keys)), allowed_hosts=hosts)
+        return replace(given, api_keys=tuple(dict.fromkeys(keys)), allowed_hosts=hosts)
 
     def knows_host(self, host: str) -> bool:
         """Whether clients may address the server by this name (the value of a Host header)."""

@@ -7,14 +7,15 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from nanovllm.checkpoint.hub import ModelNotFoundError
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
+from nanovllm.data.flags import Flags, Seconds, UsageError
 from nanovllm.data.parts import MissingPartError
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
-from nanovllm.server.access import Access
 from nanovllm.server.listen import bind
-from nanovllm.server.options import UsageError, add_options, port, seconds
 
 
 class ServerError(RuntimeError):
@@ -32,7 +33,8 @@ class Parser(argparse.ArgumentParser):
 def run_command(
     name: str, help: str, add_arguments: Callable[[Any], None], run: Callable[[Any], int | None], words: Sequence[str]
 ) -> int:
-    """Parse the words of a command and run it; returns the exit code."""
+    """Parse the words of a command and run it; returns the exit code: 2 for what the user can mend, 1 for an engine or a server
+    that has failed."""
     parser = Parser(prog=f"nanovllm {name}", description=help)
     add_arguments(parser)
     arguments = parser.parse_args(words)
@@ -40,20 +42,9 @@ def run_command(
         return run(arguments) or 0
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except Exception as error:
-        if (code := _exit_code(error)) is None:
-            raise  # a bug, whose traceback is needed
+    except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
-        return code
-
-
-def _exit_code(error: Exception) -> int | None:
-    """2 for what the user can mend, 1 for an engine or a server that has failed, None for a bug."""
-    from nanovllm.checkpoint.hub import ModelNotFoundError
-
-    if isinstance(error, EngineStartError | MissingPartError | ModelNotFoundError | UsageError):
-        return 2
-    return 1 if isinstance(error, EngineDeadError | ServerError) else None
+        return 2 if isinstance(error, ValueError) else 1
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -76,17 +67,15 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         raise UsageError(str(error)) from error
 
 
-def add_address_arguments(parser: argparse._ActionsContainer) -> None:
-    """Flags for where a server listens, and for which clients."""
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=port, default=8000, help="0: any free one (default: %(default)s)")
-    add_options(Access, parser)
+@dataclass
+class Shutdown(Flags):
+    """How a server ends.
 
+    Attributes:
+        shutdown_timeout: seconds that running requests may go on after the first signal
+    """
 
-def add_shutdown_argument(parser: argparse._ActionsContainer) -> None:
-    """How long a server waits for running requests."""
-    help = "how long running requests may go on after the first signal (default: %(default)s)"
-    parser.add_argument("--shutdown-timeout", type=seconds, default=30.0, metavar="SECONDS", help=help)
+    shutdown_timeout: Seconds = 30.0
 
 
 def listen(arguments: argparse.Namespace) -> socket.socket:

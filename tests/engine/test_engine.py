@@ -13,7 +13,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import BACKENDS
-from nanovllm.data.config import EngineConfig, parse_bytes, token_count
+from nanovllm.data.config import EngineConfig, parse_bytes
+from nanovllm.data.flags import token_count
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import RequestStatus
 from nanovllm.runner.runner import choose_dtype

@@ -156,7 +156,7 @@ def test_which_hosts_a_command_line_lets_in(words: list[str], accepted: list[str
     for command in ("serve", "router", "replay"):
         arguments = arguments_of(command, *words, *(["trace"] if command == "replay" else []))
         with listen.bind(arguments.host, 0) as listener:
-            access = Access.from_arguments(arguments, listener)
+            access = Access.on(listener, arguments)
         assert all(map(access.knows_host, accepted)) and not any(map(access.knows_host, refused))
         assert access.allowed_origins == () and not access.knows_origin("null")
 

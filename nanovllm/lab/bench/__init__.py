@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", help=only + what + shown, **how)
     group.add_argument("--json", metavar="FILE", help="write all measurements to this file")
     group.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
-    EngineConfig.add_arguments(parser)
+    EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 
 def run(arguments: argparse.Namespace) -> int:

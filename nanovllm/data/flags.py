@@ -1,0 +1,119 @@
+"""Flags of the command line, declared as fields of a dataclass. Imports nothing heavy, so that help and mistakes show at once."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import re
+import typing
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Literal
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be done. The command ends with exit code 2."""
+
+
+class Flags:
+    """Base of dataclasses with flags: the fields that the class's docstring describes as attributes, each with its description
+    as help. A field of type `Annotated[..., parse]` reads its flag's value with `parse`."""
+
+    @classmethod
+    def flags(cls) -> list[dataclasses.Field[Any]]:
+        """The fields that have a flag."""
+        described = cls._descriptions()
+        return [f for f in dataclasses.fields(cls) if f.name in described]  # type: ignore[arg-type]
+
+    @classmethod
+    def choices(cls) -> dict[str, tuple[str, ...]]:
+        """The allowed values of each field that has a closed list of them."""
+        hints = typing.get_type_hints(cls)
+        return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
+
+    @classmethod
+    def _descriptions(cls) -> dict[str, str]:
+        """The attributes in the docstring, each with its text on one line."""
+        entries = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", cls.__doc__ or "", re.MULTILINE)
+        return {name: re.sub(r"\s+", " ", text) for name, text in entries}
+
+    @classmethod
+    def add_arguments(cls, parser: argparse._ActionsContainer) -> None:
+        """Give the parser, or a group of it, a flag for every field."""
+        hints, choices, descriptions = (
+            typing.get_type_hints(cls, include_extras=True),
+            cls.choices(),
+            cls._descriptions(),
+        )
+        for f in cls.flags():
+            name, hint = f.name, hints[f.name]
+            kind = (getattr(hint, "__metadata__", ()) or typing.get_args(hint) or (hint,))[0]  # int of `int | None`
+            options: dict[str, Any] = {"dest": name, "default": f.default, "help": descriptions[name]}
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                options["help"] += "" if f.default in (None, ()) else " (default: %(default)s)"
+                if name in choices:
+                    options["choices"] = choices[name]
+                else:
+                    options |= {"type": kind, "metavar": name.rsplit("_", 1)[-1].upper()}
+            short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
+            parser.add_argument("--" + name.replace("_", "-"), *short, **options)
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> typing.Self:
+        """The values from a parsed command line."""
+        return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
+
+
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+
+
+def token_count(text: str) -> int:
+    """ "8k" -> 8000, "8K" -> 8192, as in vLLM: small letters count in thousands, capitals in 1024s.
+
+    Raises:
+        argparse.ArgumentTypeError: not a number; the message shows what one looks like.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text.strip(), re.IGNORECASE)
+    try:
+        if match is None:
+            return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of tokens such as 8192, 8k (8000) or 8K (8192), got {text!r}"
+        ) from None
+    number, unit = match.groups()
+    return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
+
+
+def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], bool], text: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if is_allowed(value := kind(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+
+
+def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:
+    """The value of a flag that is a JSON list of strings, all of which match a pattern."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), list) and all(isinstance(word, str) for word in found):
+            if wrong := [word for word in found if not re.fullmatch(pattern, word)]:
+                raise argparse.ArgumentTypeError(f"must be {what}, got {wrong[0]!r}")
+            return found
+    raise argparse.ArgumentTypeError(f"""must be a JSON list of strings such as '["*"]', got {text!r}""")
+
+
+positive_seconds = partial(_number, float, "above 0 seconds", lambda value: 0 < value < math.inf)
+# Types of fields that have a flag.
+Tokens = Annotated[int | None, token_count]
+Port = Annotated[int, partial(_number, int, "a number from 0 to 65535", lambda value: 0 <= value <= 65535)]
+Count = Annotated[int, partial(_number, int, "a number, 0 or more", lambda value: value >= 0)]
+Seconds = Annotated[
+    float, partial(_number, float, "a number of seconds, 0 or more", lambda value: 0 <= value < math.inf)
+]
+PositiveSeconds = Annotated[float, positive_seconds]
+Words = Annotated[Sequence[str], json_words]
