@@ -110,8 +110,12 @@ def run(arguments: argparse.Namespace) -> None:
         UsageError: flags that make no sense, or have no effect.
     """
     url, key = arguments.url, arguments.api_key
-    _refuse_idle_flags(arguments)
     config = engine_config(arguments)
+    idle = [word.partition("=")[0] for word in config.words() if not word.startswith("--model=")]
+    if url is None and key is not None:
+        raise UsageError("--api-key has no effect without --url, which names the server it is for")
+    if url is not None and idle:
+        raise UsageError(f"{idle[0]} has no effect with --url: it is a setting of the server's engine; leave it out")
     options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     options = {name: value for name, value in options.items() if value is not None}
     try:
@@ -130,19 +134,6 @@ def run(arguments: argparse.Namespace) -> None:
             Chat(runner, answer, arguments.system_prompt).run()
         finally:
             runner.run(answers.__aexit__(None, None, None))
-
-
-def _refuse_idle_flags(arguments: argparse.Namespace) -> None:
-    """Refuse a flag that would have no effect. A flag that repeats its default passes."""
-    if arguments.url is None:
-        if arguments.api_key is not None:
-            raise UsageError("--api-key has no effect without --url, which names the server it is for")
-        return
-    for f in EngineConfig.flags():
-        value = getattr(arguments, f.name)
-        if f.name != "model" and value != f.default:
-            flag = ("--no-" if value is False else "--") + f.name.replace("_", "-")
-            raise UsageError(f"{flag} has no effect with --url: it is a setting of the server's engine; leave it out")
 
 
 class Chat:

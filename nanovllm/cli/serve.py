@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("prefill and decode", about)
     FleetFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):
-        load("nanovllm.router.config:RouterConfig", FLEET).add_arguments(group)
+        load("nanovllm.router.command:RouterConfig", FLEET).add_arguments(group)
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 

@@ -68,6 +68,15 @@ class Flags:
         """The values from a parsed command line."""
         return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
 
+    def words(self) -> list[str]:
+        """The fields that are not at their default, as words of a command line."""
+        words = []
+        for f in self.flags():
+            value, flag = getattr(self, f.name), f.name.replace("_", "-")
+            if value != f.default:
+                words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+        return words
+
 
 SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 

@@ -12,7 +12,7 @@ import html
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,11 +23,11 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 import nanovllm
-from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backends, Role, describe
+from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backends, describe
 from nanovllm.router.call import NOT_PASSED_ON, Call
-from nanovllm.router.config import RouterConfig
+from nanovllm.router.command import RouterConfig
 from nanovllm.router.metrics import Metrics
-from nanovllm.router.policies import POLICIES, RoundRobin
+from nanovllm.router.policies import choose
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import unless_disconnected
@@ -38,6 +38,8 @@ logger = logging.getLogger("nanovllm.router")
 
 # The router sends a request to at most so many servers of a kind: a request that kills servers must not kill them all.
 MAX_ATTEMPTS = 3
+# The routes whose requests a prefill server may prepare.
+GENERATING = ("/v1/completions", "/v1/chat/completions")
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -51,14 +53,13 @@ class Transfer:
     """Where a request's KV comes from.
 
     Attributes:
-        params: parameters for the decode server; None: it computes everything itself.
-        producer: decode first: the prefill server that will be busy with the request.
-        lease: prefill first: the prefill server that holds the KV until a decode server has read it, and the request's id there.
+        params: parameters for the decode server; empty: it computes everything itself.
+        server: prefill first: the prefill server that holds the KV until a decode server has read it; decode first: the one that
+            will be busy with the request.
     """
 
-    params: dict[str, Any] | None = None
-    producer: Backend | None = None
-    lease: tuple[Backend, str] | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    server: Backend | None = None
 
 
 def with_headers(response: Response, answer: Answer, *own: tuple[bytes, bytes]) -> Response:
@@ -109,35 +110,35 @@ class RouterApp:
         self.prefill = backends.of("prefill")
         # The servers that answer clients.
         self.decode = backends.of("decode") or backends.of("regular")
-        self._policies: dict[Role, RoundRobin] = {
-            servers[0].role: POLICIES[config.policy](len(servers)) for servers in (self.prefill, self.decode) if servers
-        }
-        backends.on_return = lambda backend: self._policies[backend.role].forget(backend.index)
 
     # ---------------------------------------------------------------- generation
 
-    async def generate(self, request: Request) -> Response:
-        """POST /v1/completions and /v1/chat/completions."""
-        arrival, route = time.monotonic(), request.url.path
+    async def answer(self, request: Request) -> Response:
+        """A request that servers answer."""
+        # The path of one model is no label: clients could make up any number, and each is kept for ever.
+        arrival, route = time.monotonic(), "/v1/models" if request.path_params else request.url.path
         self.metrics.requests.labels(route).inc()
-        call = await Call.from_request(request, parse=True)
-        if call.has_kv_params:
+        call = await Call.from_request(request, parse=route in GENERATING)
+        if route in GENERATING and call.has_kv_params:
             message = "kv_transfer_params must be left out: the router fills it in"
             raise APIError(400, message, "kv_transfer_params")
-        response = await unless_disconnected(request, self._generate(call))
-        self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
+        response = await unless_disconnected(request, self._answer(call))
+        if route in GENERATING:
+            self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
         return response
 
-    async def _generate(self, call: Call) -> Response:
+    async def _answer(self, call: Call) -> Response:
         """Prefill and decode. A decode server that fails before its answer has begun is replaced."""
         tried: list[Backend] = []
         transfer: Transfer | Response | None = None
         response: Response | None = None
         try:
             while True:
-                if tried:
-                    self.metrics.retries.inc()
-                backend = self._choose(call, tried)  # before the prefill, which is in vain without a decode server
+                # Chosen before the prefill, which is in vain without a decode server. One that has failed is asked again if there
+                # is no other.
+                candidates = healthy(self.decode, tried) or self._check_some(self.decode)
+                backend = choose(self.config.policy, candidates, call.body)
+                self.metrics.retries.inc(bool(tried))
                 tried.append(backend)
                 transfer = transfer or await self._transfer(call)
                 if isinstance(transfer, Response):
@@ -145,7 +146,7 @@ class RouterApp:
                 is_last = len(tried) == MAX_ATTEMPTS
                 try:
                     response = await self._ask(backend, call, transfer)
-                    if response.status_code != 503 or is_last or not self._candidates(self.decode, tried):
+                    if response.status_code != 503 or is_last or not healthy(self.decode, tried):
                         return response
                     self._note_failure(backend, None)
                 except FAILURES as error:
@@ -165,8 +166,8 @@ class RouterApp:
     def _release(self, transfer: Transfer | Response | None) -> None:
         """Have a prefill server free the KV of a request that no decode server has answered. An engine that has claimed the KV
         may still read it."""
-        if isinstance(transfer, Transfer) and transfer.lease is not None:
-            self.backends.release(*transfer.lease)
+        if isinstance(transfer, Transfer) and transfer.server and "remote_request_id" in transfer.params:
+            self.backends.release(transfer.server, transfer.params["remote_request_id"])
 
     async def _ask(self, backend: Backend, call: Call, transfer: Transfer) -> Response:
         """A decode server's answer, or the beginning of its stream.
@@ -174,7 +175,7 @@ class RouterApp:
         Raises:
             FAILURES: there is no answer.
         """
-        helpers = [transfer.producer] if transfer.producer else []
+        helpers = [transfer.server] if transfer.server and self.config.kv_order == "decode_first" else []
         answer = await self.backends.send(call.with_transfer(transfer.params), backend, *helpers)
         self.metrics.processed.labels(backend.url, backend.role).inc()
         if not answer.is_stream:
@@ -201,10 +202,10 @@ class RouterApp:
 
     def _from_address(self, call: Call) -> Transfer | None:
         """The address of a prefill server, for a decode server to ask."""
-        known = [backend for backend in self._candidates(self.prefill, []) if backend.kv_addresses]
+        known = [backend for backend in healthy(self.prefill) if backend.kv_addresses]
         if not known:
             return None
-        producer = self._policies["prefill"].choose(known, call.body)
+        producer = choose(self.config.policy, known, call.body)
         params: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
         params |= {"prefill_addresses": producer.kv_addresses, "kv_direction": self.config.kv_direction}
         return Transfer(params, producer)
@@ -213,8 +214,8 @@ class RouterApp:
         """Let a prefill server compute the prompt: its KV parameters, or its refusal."""
         tried: list[Backend] = []
         prefill_call = call.for_prefill()
-        while len(tried) < MAX_ATTEMPTS and (candidates := self._candidates(self.prefill, tried)):
-            backend = self._policies["prefill"].choose(candidates, call.body)
+        while len(tried) < MAX_ATTEMPTS and (candidates := healthy(self.prefill, tried)):
+            backend = choose(self.config.policy, candidates, call.body)
             tried.append(backend)
             try:
                 async with asyncio.timeout(self.config.prefill_timeout):
@@ -222,21 +223,13 @@ class RouterApp:
                     content = await answer.read()
                 self.metrics.processed.labels(backend.url, backend.role).inc()
                 if answer.status < 400:
-                    params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
-                    request_id = (params or {}).get("remote_request_id")
-                    return Transfer(params, lease=(backend, request_id) if request_id else None)
+                    return Transfer(msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params or {}, backend)
                 if answer.status < 500:
                     return whole(answer, content)
                 self._note_failure(backend, None)
-            except (*FAILURES, msgspec.DecodeError) as error:
+            except FAILURES as error:
                 self._note_failure(backend, error)
         return None
-
-    # ---------------------------------------------------------------- which servers there are
-
-    @staticmethod
-    def _candidates(servers: Sequence[Backend], tried: Sequence[Backend]) -> list[Backend]:
-        return [backend for backend in servers if backend.is_healthy and backend not in tried]
 
     def _check_some(self, servers: Sequence[Backend]) -> list[Backend]:
         """The healthy servers among these.
@@ -244,31 +237,15 @@ class RouterApp:
         Raises:
             APIError: there are none.
         """
-        if not (candidates := self._candidates(servers, [])):
+        if not (candidates := healthy(servers)):
             raise APIError(503, f"no server can be reached: {problems(servers)}", code="backend_lost")
         return candidates
-
-    def _choose(self, call: Call, tried: Sequence[Backend]) -> Backend:
-        """The decode server that gets the request; one that has failed gets it again if there is no other.
-
-        Raises:
-            APIError: all are down.
-        """
-        candidates = self._candidates(self.decode, tried) or self._check_some(self.decode)
-        return self._policies[candidates[0].role].choose(candidates, call.body)
 
     def _note_failure(self, backend: Backend, error: Exception | None) -> None:
         self.metrics.failures.labels(backend.url, backend.role).inc()
         self.backends.note_failure(backend, error)
 
     # ---------------------------------------------------------------- other routes
-
-    async def forward(self, request: Request) -> Response:
-        """Requests that any server can answer."""
-        # The path of one model is no label: clients could make up any number, and each is kept for ever.
-        self.metrics.requests.labels("/v1/models" if request.path_params else request.url.path).inc()
-        call = await Call.from_request(request, parse=False)
-        return await unless_disconnected(request, self._generate(call))
 
     async def overview(self, request: Request) -> Response:
         """GET /: links to the servers, each of which has a page that shows it at work."""
@@ -294,6 +271,11 @@ class RouterApp:
         return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
+def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
+    """The servers that can get a request, without those that were tried."""
+    return [backend for backend in servers if backend.is_healthy and backend not in tried]
+
+
 def problems(servers: Sequence[Backend]) -> str:
     """Why servers get no requests, for a message."""
     return "; ".join(f"{backend} {backend.problem or 'has failed to answer this'}" for backend in servers)
@@ -306,21 +288,15 @@ def create_app(backends: Backends, config: RouterConfig, access: Access = DEFAUL
         access: which clients may use the router. Without keys, the servers check those of the clients.
     """
     router = RouterApp(backends, config)
-    posts = {
-        "/v1/completions": router.generate,
-        "/v1/chat/completions": router.generate,
-        "/tokenize": router.forward,
-        "/detokenize": router.forward,
-    }
+    routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
     gets = {
-        "/v1/models": router.forward,
-        "/v1/models/{name:path}": router.forward,
+        "/v1/models": router.answer,
+        "/v1/models/{name:path}": router.answer,
         "/": router.overview,
         "/health": router.health,
         "/version": router.version,
         "/metrics": router.render_metrics,
     }
-    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     app = Starlette(routes=routes + [Route(path, endpoint) for path, endpoint in gets.items()])
     install_error_handlers(app)
     protect(app, access)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal
 
@@ -31,7 +32,10 @@ LOOK_SECONDS = 0.1
 # Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to be closed.
 KEEP_ALIVE_SECONDS = 3.0
 # All errors of a request to a server.
-FAILURES = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, TimeoutError, OSError)
+FAILURES = (
+    *(httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException),
+    *(TimeoutError, OSError, msgspec.DecodeError),
+)
 REFUSED = (httpcore.ConnectError, httpcore.ConnectTimeout)
 
 
@@ -61,6 +65,8 @@ class Backend:
         num_running: requests that the router has sent to it and that have not ended.
         problem: why it gets no requests; "" if it does.
         kv_addresses: where decode servers may ask its engines for KV.
+        turn: the number of the last request that it was chosen for.
+        sent: names of the pieces of text that it was sent since it started, the latest last.
 
     Raises:
         ValueError: not such a URL.
@@ -74,7 +80,8 @@ class Backend:
         self.host = origin.host if origin.port is None else b"%s:%d" % (origin.host, origin.port)
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
-        self.num_running = self.silent_checks = 0
+        self.num_running = self.silent_checks = self.turn = 0
+        self.sent: OrderedDict[bytes, None] = OrderedDict()
         self._waiting: set[asyncio.Timeout] = set()
 
     def __str__(self) -> str:
@@ -183,8 +190,6 @@ class Backends:
         )
         self._releases: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
-        # Called with every server that is ready, again or for the first time.
-        self.on_return: Callable[[Backend], None] = lambda backend: None
         # Called after every health check in which the router gives a server up for its silence.
         self.on_silence: Callable[[Backend], None] = lambda backend: None
 
@@ -263,7 +268,7 @@ class Backends:
         elif backend.problem:
             logger.info("%s is ready", backend)
             backend.problem = ""
-            self.on_return(backend)
+            backend.sent.clear()  # it may have been restarted, with an empty cache
         if backend.silent_checks >= MAX_SILENT_CHECKS:
             backend.give_up()
             self.on_silence(backend)
@@ -277,18 +282,15 @@ class Backends:
         status, content = await self.fetch(backend, b"/kv_transfer")
         if status == 404:
             return ""  # vLLM's servers do not have this route, and can transfer KV all the same (prefill first)
-        if status in (401, 403):
-            return f"answers {status} to GET /kv_transfer: name its key with --api-key"
-        try:
-            engines = msgspec.json.decode(content, type=KVInformation).engines
-        except msgspec.DecodeError:
-            return f"answers {status} to GET /kv_transfer, and nothing that makes sense"
+        if status != 200:
+            hint = ": name its key with --api-key" if status in (401, 403) else ""
+            return f"answers {status} to GET /kv_transfer{hint}"
+        engines = msgspec.json.decode(content, type=KVInformation).engines
         wanted = {"prefill": "producer", "decode": "consumer"}[backend.role]
-        for engine in engines:
-            if engine.kv_role not in (f"kv_{wanted}", "kv_both"):
-                return f"runs with --kv-role {engine.kv_role}: a {backend.role} server needs {wanted} or both"
-        if not engines:
-            return f"runs without --kv-role: a {backend.role} server needs {wanted} or both"
+        wrong = [engine.kv_role for engine in engines if engine.kv_role not in (f"kv_{wanted}", "kv_both")]
+        if wrong or not engines:
+            given = f"with --kv-role {wrong[0]}" if wrong else "without --kv-role"
+            return f"runs {given}: a {backend.role} server needs {wanted} or both"
         backend.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
         return ""
 
@@ -334,4 +336,6 @@ def describe(error: Exception) -> str:
         words = "cannot be reached"
     elif isinstance(error, TimeoutError | httpcore.TimeoutException):
         words = "does not answer"
+    elif isinstance(error, msgspec.DecodeError):
+        words = "answers what makes no sense"
     return f"{words} ({error})" if str(error) else words

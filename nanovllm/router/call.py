@@ -84,8 +84,8 @@ class Call:
         headers = [header for header in self.headers if header[0] != b"accept-encoding"]  # the router reads the answer
         return replace(self, headers=headers, content=msgspec.json.encode(body))
 
-    def with_transfer(self, params: dict[str, Any] | None) -> Call:
+    def with_transfer(self, params: dict[str, Any]) -> Call:
         """The request to a decode server: the client's bytes, or with the parameters of a KV transfer."""
-        if params is None:
+        if not params:
             return self
         return replace(self, content=msgspec.json.encode(self.body | {"kv_transfer_params": params}))

@@ -18,14 +18,16 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
 from nanovllm.engine.watch import is_stopped, kill_tree
-from nanovllm.router.backends import Backend, Backends
-from nanovllm.router.config import RouterConfig
+from nanovllm.router.backends import Backends
+from nanovllm.router.command import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
 from nanovllm.server.commandline import ServerError, listen
@@ -58,7 +60,7 @@ class ServerProcess:
         url: its address; "" before it has served for the first time.
     """
 
-    process: asyncio.subprocess.Process  # from `start` on
+    process: asyncio.subprocess.Process | None = None
 
     def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
         self.name, self.words, self.environment, self.url = name, words, environment, ""
@@ -95,26 +97,54 @@ class ServerProcess:
         await process.wait()
         ready.set()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it, so that it can neither serve nor end."""
-        return is_stopped(self.process.pid)
+    async def start_first(self) -> None:
+        """Start it for the first time.
+
+        Raises:
+            UsageError, ServerError: it cannot serve.
+        """
+        if (code := await self.start()) is not None:
+            kind = UsageError if code == 2 else ServerError
+            raise kind(f"{self.name} ends with exit code {code} before it can serve; see above")
+
+    async def keep_alive(self) -> None:
+        """Start it again whenever it dies.
+
+        Raises:
+            ServerError: it cannot serve any more.
+        """
+        assert self.process is not None
+        while code := await self.process.wait():
+            for pause in RESTART_PAUSES:
+                logger.warning("[%s] has ended with exit code %d: it is started again", self.name, code)
+                await asyncio.sleep(pause)
+                if (ended := await self.start()) is None:
+                    break
+                code = ended
+            else:
+                raise ServerError(f"{self.name} ends with exit code {code} whenever it is started; see above")
+        logger.warning("[%s] was told to end", self.name)
+
+    def end_silent(self, num_checks: int) -> None:
+        """Kill it, so that it is started again, if it was stopped, or has not answered so many health checks because it hangs."""
+        assert self.process is not None
+        if is_stopped(self.process.pid) or num_checks >= MAX_SILENT_CHECKS:
+            logger.warning("[%s] was stopped or hangs: it is killed", self.name)
+            self.kill()
 
     def kill(self) -> None:
         """End it and its engine now."""
-        if hasattr(self, "process") and self.process.returncode is None:
+        if self.process is not None and self.process.returncode is None:
             kill_tree(self.process.pid)
 
     async def stop(self, seconds: float) -> None:
-        """End it with a signal, and after so many seconds by force."""
-        if not hasattr(self, "process"):
+        """End it with a signal, and after so many seconds by force. A stopped process could not end."""
+        if self.process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
-        if self.is_stopped:
-            self.kill()
         try:
-            await asyncio.wait_for(self.process.wait(), seconds)
+            await asyncio.wait_for(self.process.wait(), 0 if is_stopped(self.process.pid) else seconds)
         except TimeoutError:
             logger.warning("[%s] does not end: it is killed", self.name)
             self.kill()
@@ -123,70 +153,14 @@ class ServerProcess:
         self._relay.cancel()
 
 
-class Fleet:
-    """The servers.
-
-    Args:
-        processes: those that prefill, then those that decode.
-        shutdown_timeout: seconds that running requests get when the fleet ends.
-    """
-
-    def __init__(self, processes: Sequence[ServerProcess], shutdown_timeout: float) -> None:
-        self.processes, self.shutdown_timeout = processes, shutdown_timeout
-
-    async def start(self) -> None:
-        """Start all servers, and wait until all serve.
-
-        Raises:
-            UsageError, ServerError: one of them cannot serve; all others have ended, too.
-        """
-        names = {asyncio.create_task(process.start()): process.name for process in self.processes}
-        pending = set(names)
-        try:
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    if (code := task.result()) is not None:
-                        kind = UsageError if code == 2 else ServerError
-                        raise kind(f"{names[task]} ends with exit code {code} before it can serve; see above")
-        finally:
-            while pending:
-                await self.stop()
-                _, pending = await asyncio.wait(pending, timeout=0.1)
-
-    async def keep_alive(self, process: ServerProcess) -> None:
-        """Start a server again whenever it dies.
-
-        Raises:
-            ServerError: it cannot serve any more.
-        """
-        while (code := await process.process.wait()) != 0:
-            for pause in RESTART_PAUSES:
-                logger.warning("[%s] has ended with exit code %d: it is started again", process.name, code)
-                await asyncio.sleep(pause)
-                if (ended := await process.start()) is None:
-                    break
-                code = ended
-            else:
-                raise ServerError(f"{process.name} ends with exit code {code} whenever it is started; see above")
-        logger.warning("[%s] was told to end", process.name)
-
-    def end_silent(self, backend: Backend) -> None:
-        """Kill a server that does not answer any more, so that it is started again."""
-        (process,) = (process for process in self.processes if process.url == backend.url)
-        if process.is_stopped or backend.silent_checks >= MAX_SILENT_CHECKS:
-            logger.warning("[%s] was stopped or hangs: it is killed", process.name)
-            process.kill()
-
-    async def stop(self) -> None:
-        """End all servers."""
-        seconds = self.shutdown_timeout + END_SECONDS
-        await asyncio.gather(*(process.stop(seconds) for process in self.processes))
-
-    def kill(self) -> None:
-        """End all servers now."""
-        for process in self.processes:
-            process.kill()
+async def at_once(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Wait for all of them. The first error ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
@@ -201,47 +175,54 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
     listener = listen(arguments)
     try:
-        asyncio.run(_run(Fleet(processes(config, arguments), arguments.shutdown_timeout), config, listener, arguments))
+        asyncio.run(_run(processes(config, arguments), config, listener, arguments))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
+async def _run(
+    fleet: list[ServerProcess], config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
+) -> None:
+    """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
+
+    def kill() -> None:
+        for process in fleet:
+            process.kill()
+
     loop, this_task = asyncio.get_running_loop(), asyncio.current_task()
     assert this_task is not None
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
-        await fleet.start()
-        await _route(fleet, config, listener, arguments)
+        await at_once(process.start_first() for process in fleet)
+        server = router_of(fleet, config, listener, arguments)
+        keeping = asyncio.create_task(at_once(process.keep_alive() for process in fleet))
+        keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
+        try:
+            await server.route()
+        finally:
+            if server.force_exit:
+                kill()
+            keeping.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, fleet.kill)  # a second signal does not wait
-        await fleet.stop()
+            loop.add_signal_handler(number, kill)  # a second signal does not wait
+        await asyncio.gather(*(process.stop(arguments.shutdown_timeout + END_SECONDS) for process in fleet))
 
 
-async def _route(fleet: Fleet, config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
-    urls, routing = [process.url for process in fleet.processes], RouterConfig.from_arguments(arguments)
-    servers = backends_of(urls[: arguments.prefill], urls[arguments.prefill :])
+def router_of(
+    fleet: list[ServerProcess], config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
+) -> RouterServer:
+    """The router in front of servers that serve."""
+    processes, routing = {process.url: process for process in fleet}, RouterConfig.from_arguments(arguments)
+    servers = backends_of(list(processes)[: arguments.prefill], list(processes)[arguments.prefill :])
     backends = Backends(servers, next(iter(arguments.api_key), None), 1.0, routing.request_timeout)
-    backends.on_silence = fleet.end_silent
+    backends.on_silence = lambda backend: processes[backend.url].end_silent(backend.silent_checks)
     name = config.served_model_name or config.model
     access = Access.on(listener, arguments, arguments.api_key)
-    server = RouterServer(backends, listener, routing, arguments.shutdown_timeout, name, access)
-    keepers = [asyncio.create_task(fleet.keep_alive(process)) for process in fleet.processes]
-    keeping = asyncio.gather(*keepers)
-    keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
-    try:
-        await server.route()
-    finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.gather(keeping, *keepers, return_exceptions=True)
-        if server.force_exit:
-            fleet.kill()
-    for keeper in keepers:
-        if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            raise error
+    return RouterServer(backends, listener, routing, arguments.shutdown_timeout, name, access)
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
@@ -249,37 +230,29 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     names = [f"prefill {i}" for i in range(arguments.prefill)] + [f"decode {i}" for i in range(arguments.decode)]
     gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
     words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
-    words += ["--show-text"] * arguments.show_text + config_words(config, arguments.kv_load_failure_policy, shares)
+    words += ["--show-text"] * arguments.show_text
     common = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it
         common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
     found = []
     for i, name in enumerate(names):
-        role = "producer" if i < arguments.prefill else "consumer"
+        role = "kv_producer" if i < arguments.prefill else "kv_consumer"
+        settings = server_config(config, role, arguments.kv_load_failure_policy, shares)
         environment = common | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
-        found.append(ServerProcess(name, [*words, "--kv-role", role], environment))
+        found.append(ServerProcess(name, [*words, *settings.words()], environment))
     return found
 
 
-def config_words(config: EngineConfig, kv_load_failure_policy: str, shares: int = 1) -> list[str]:
-    """An engine's settings as words of a command line.
+def server_config(config: EngineConfig, kv_role: Any, kv_load_failure_policy: str, shares: int = 1) -> EngineConfig:
+    """The settings of one of the servers.
 
     Args:
         kv_load_failure_policy: the policy of its connector for KV that does not come.
         shares: engines that share a GPU's memory.
     """
-    words = []
-    for f in EngineConfig.flags():
-        value, flag = getattr(config, f.name), f.name.replace("_", "-")
-        if f.name == "kv_transfer_config":
-            given = json.loads(value or "{}")
-            value = json.dumps({"kv_load_failure_policy": kv_load_failure_policy} | given)
-        elif f.name == "gpu_memory_utilization":
-            value /= shares
-        if value == f.default:
-            continue
-        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}={value}"]
-    return words
+    transfer = {"kv_load_failure_policy": kv_load_failure_policy} | json.loads(config.kv_transfer_config or "{}")
+    memory = config.gpu_memory_utilization / shares
+    return replace(config, kv_role=kv_role, kv_transfer_config=json.dumps(transfer), gpu_memory_utilization=memory)
 
 
 def visible_gpus(config: EngineConfig) -> list[str]:

@@ -8,7 +8,7 @@ prefix cache names its blocks. `scheduler.data_parallel.Router` does the same fo
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,75 +26,46 @@ CAPACITY = 16384
 MAX_IMBALANCE = 8
 
 
-class RoundRobin:
-    """The servers take turns; servers that are down are skipped.
+def round_robin(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+    """The server whose last request is the oldest."""
+    return min(candidates, key=lambda each: each.turn)
+
+
+def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+    """The server that has been sent the longest part of the request before, unless it is too busy; else the least busy one; among
+    equals they take turns. From now on the request's text counts as cached there."""
+    names = prefix_names(body)
+
+    def num_cached(each: Backend) -> int:
+        return next((i for i, name in enumerate(names) if name not in each.sent), len(names))
+
+    least = min(candidate.num_running for candidate in candidates)
+    chosen = min(
+        (each for each in candidates if each.num_running - least <= MAX_IMBALANCE),
+        key=lambda each: (-num_cached(each), each.num_running, each.turn),
+    )
+    for name in reversed(names):  # the end of a text is dropped before its beginning
+        chosen.sent[name] = None
+        chosen.sent.move_to_end(name)
+    while len(chosen.sent) > CAPACITY:
+        chosen.sent.popitem(last=False)
+    return chosen
+
+
+POLICIES = {"round_robin": round_robin, "prefix_aware": prefix_aware}
+_turns = itertools.count(1)
+
+
+def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
+    """The server that gets a request, by one of POLICIES.
 
     Args:
-        size: number of servers, including those that are down.
+        candidates: the servers that can get it; at least one.
+        body: the request.
     """
-
-    def __init__(self, size: int) -> None:
-        self.size, self._turn = size, 0
-
-    def choose(self, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
-        """The server that gets the request.
-
-        Args:
-            candidates: the servers that can get it; at least one.
-            body: the request.
-        """
-        return self._take_turn(min(candidates, key=self._distance))
-
-    def forget(self, index: int) -> None:
-        """Note that a server has been restarted, and has an empty cache."""
-
-    def _distance(self, candidate: Backend) -> int:
-        return (candidate.index - self._turn) % self.size
-
-    def _take_turn(self, chosen: Backend) -> Backend:
-        self._turn = (chosen.index + 1) % self.size
-        return chosen
-
-
-class PrefixAware(RoundRobin):
-    """Chooses the server that has been sent the longest part of the request before, unless it is too busy; else the least busy
-    one; among equals they take turns.
-
-    Args:
-        capacity: names of pieces to remember per server, the least recently used are dropped first.
-    """
-
-    def __init__(self, size: int, capacity: int = CAPACITY) -> None:
-        super().__init__(size)
-        self.capacity = capacity
-        self._sent: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(size)]
-
-    def choose(self, candidates: Sequence[Backend], body: Mapping[str, Any]) -> Backend:
-        """The server that gets the request; from now on its text counts as cached there."""
-        names = prefix_names(body)
-
-        def num_cached(index: int) -> int:
-            return next((i for i, name in enumerate(names) if name not in self._sent[index]), len(names))
-
-        least = min(candidate.num_running for candidate in candidates)
-        chosen = min(
-            (each for each in candidates if each.num_running - least <= MAX_IMBALANCE),
-            key=lambda each: (-num_cached(each.index), each.num_running, self._distance(each)),
-        )
-        sent = self._sent[chosen.index]
-        for name in reversed(names):  # the end of a text is dropped before its beginning
-            sent[name] = None
-            sent.move_to_end(name)
-        while len(sent) > self.capacity:
-            sent.popitem(last=False)
-        return self._take_turn(chosen)
-
-    def forget(self, index: int) -> None:
-        """Note that a server has been restarted, and has an empty cache."""
-        self._sent[index].clear()
-
-
-POLICIES = {"round_robin": RoundRobin, "prefix_aware": PrefixAware}
+    chosen = POLICIES[policy](candidates, body)
+    chosen.turn = next(_turns)
+    return chosen
 
 
 def prefix_names(body: Mapping[str, Any]) -> list[bytes]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends, Role
-from nanovllm.router.config import RouterConfig
+from nanovllm.router.command import RouterConfig
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.listen import url_of
 from nanovllm.server.signalled import SignalledServer
@@ -69,11 +69,6 @@ class RouterServer(SignalledServer):
             with contextlib.suppress(asyncio.CancelledError):
                 await looking
             await self.backends.aclose()
-
-    def on_signal(self, number: int) -> None:
-        """End when all responses have ended; at a second signal, at once."""
-        self.force_exit = self.should_exit
-        self.should_exit = True
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:

@@ -61,5 +61,6 @@ class SignalledServer(uvicorn.Server):
         yield
 
     def on_signal(self, number: int) -> None:
-        """End when all responses have ended, at a second SIGINT at once."""
-        self.handle_exit(number, None)
+        """End when all responses have ended; at a second signal, at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True

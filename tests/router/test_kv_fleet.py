@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.router.fleet import config_words, divide_gpus, visible_gpus
+from nanovllm.router.fleet import divide_gpus, server_config, visible_gpus
 from tests.kv_fleet import KVFleet, RouterProcess
 from tests.server_process import ServerProcess, wait_until
 
@@ -235,7 +235,9 @@ def test_settings_reach_the_servers() -> None:
     )
     parser = argparse.ArgumentParser()
     EngineConfig.add_arguments(parser)
-    arrived = EngineConfig.from_arguments(parser.parse_args(config_words(config, "fail", shares=2)))
+    arrived = EngineConfig.from_arguments(
+        parser.parse_args(server_config(config, "consumer", "fail", shares=2).words())
+    )
     assert (arrived.model, arrived.max_num_seqs, arrived.gpu_memory_utilization) == ("some where", 8, 0.45)
     assert not arrived.enable_prefix_caching and arrived.check_invariants
     assert arrived.kv_transfer is not None and arrived.kv_transfer.kv_load_failure_policy == "fail"

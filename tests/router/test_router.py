@@ -9,10 +9,12 @@ import re
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -20,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families as metric_families
 
-from nanovllm.router import backends
+from nanovllm.router import backends, policies
 from nanovllm.router.backends import Backends
-from nanovllm.router.config import RouterConfig
-from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, PrefixAware, RoundRobin, prefix_names
+from nanovllm.router.command import RouterConfig
+from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.listen import bind
 
@@ -687,30 +689,31 @@ async def test_a_server_that_has_been_away_has_forgotten() -> None:
 
 
 def candidates(loads: list[int]) -> list[Any]:
-    return [SimpleNamespace(index=i, num_running=load) for i, load in enumerate(loads)]
+    return [SimpleNamespace(index=i, num_running=load, turn=0, sent=OrderedDict()) for i, load in enumerate(loads)]
 
 
 @given(st.integers(1, 8), st.data())
 def test_round_robin_is_fair(size: int, data: st.DataObject) -> None:
-    policy, servers = RoundRobin(size), candidates([0] * size)
+    servers = candidates([0] * size)
     for _ in range(data.draw(st.integers(0, 5))):
         there = data.draw(st.lists(st.sampled_from(servers), min_size=1, unique_by=id))
-        assert policy.choose(there, {}) in there
-    chosen = [policy.choose(servers, {}).index for _ in range(3 * size)]
+        assert choose("round_robin", there, {}) in there
+    chosen = [choose("round_robin", servers, {}).index for _ in range(3 * size)]
     assert all(chosen.count(i) == 3 for i in range(size))
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.lists(st.sampled_from("abc"), max_size=20))
 def test_prefix_aware_weighs_prefixes_against_load(loads: list[int], stories: list[str]) -> None:
-    policy, servers = PrefixAware(len(loads), capacity=10), candidates(loads)
+    servers = candidates(loads)
     for story in stories:
         body = {"prompt": story * 4 * PIECE_BYTES}
-        chosen = policy.choose(servers, body)
+        with mock.patch.object(policies, "CAPACITY", 10):
+            chosen = choose("prefix_aware", servers, body)
         assert chosen.num_running <= min(loads) + MAX_IMBALANCE
-        again = policy.choose(servers, {"prompt": body["prompt"] + " and more"})
+        assert len(chosen.sent) <= 10
+        again = choose("prefix_aware", servers, {"prompt": body["prompt"] + " and more"})
         assert again is chosen, "it has just seen the longest part of this"
-        assert all(len(sent) <= 10 for sent in policy._sent)
-        short = policy.choose(servers, {"prompt": story})
+        short = choose("prefix_aware", servers, {"prompt": story})
         assert short.num_running == min(loads), "without a prefix only the load counts"
 
 

@@ -23,7 +23,7 @@ from nanovllm.router.fleet import processes
 from nanovllm.server import connections, listen
 from nanovllm.server.access import Access, api_keys
 from nanovllm.server.commandline import Parser, engine_config
-from nanovllm.server.middleware import APIKeyMiddleware, BodyLimitMiddleware, OriginMiddleware, protect
+from nanovllm.server.middleware import Guard, protect
 from nanovllm.server.shares import Share, check_room, current_share, place
 from nanovllm.server.signalled import SignalledServer
 from tests.server_process import ServerProcess
@@ -105,7 +105,7 @@ async def test_a_local_server_answers_no_web_page_but_its_own(
 async def test_only_a_program_may_name_no_host(header: bytes | None, status: int) -> None:
     """As HTTP/1.0 allows, and simple health checks do."""
     scope = post_scope("/health") | {"headers": [(header, b"cross-site")] if header else []}
-    exchange = Exchange(OriginMiddleware(PlainTextResponse("ok"), Access(allowed_hosts=frozenset(["a"]))), scope)
+    exchange = Exchange(Guard(PlainTextResponse("ok"), Access(allowed_hosts=frozenset(["a"]))), scope)
     exchange.pieces.put_nowait({"type": "http.request", "body": b"", "more_body": False})
     await exchange.task
     assert exchange.status == status
@@ -184,8 +184,7 @@ async def test_websockets_are_refused() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    app = OriginMiddleware(never_called, Access())
-    await app({"type": "websocket", "path": "/trace", "headers": []}, never_called, send)
+    await guarded_app(Access())({"type": "websocket", "path": "/trace", "headers": []}, never_called, send)
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
@@ -311,15 +310,15 @@ async def test_all_bodies_together_have_a_limit() -> None:
         await over.wait()
         await PlainTextResponse(str(len((await receive())["body"])))(scope, receive, send)
 
-    app = BodyLimitMiddleware(slow, ["/v1/completions"], limit=100, held_limit=250)
+    app = Guard(slow, Access(), ["/v1/completions"], limit=100, held_limit=250)
     first, second, third = (Exchange(app, post_scope()) for _ in range(3))
     for exchange in (first, second):
         await exchange.send(b"x" * 100, more_body=False)
     await third.send(b"x" * 40)
     assert third.status is None
     await third.send(b"x" * 40)
+    await third.send(b"x" * 40, more_body=False)
     assert third.status == 503 and (b"retry-after", b"1") in third.sent[0]["headers"]
-    third.pieces.put_nowait({"type": "http.disconnect"})
     too_large = Exchange(app, post_scope())
     await too_large.send(b"x" * 30)
     too_large.pieces.put_nowait({"type": "http.disconnect"})  # gone in the middle
@@ -507,7 +506,7 @@ async def test_each_key_has_a_share_only_if_there_are_several() -> None:
         seen.append(current_share.get())
 
     for keys in (["a"], ["a", "b"]):
-        guard = APIKeyMiddleware(app, keys)
+        guard = Guard(app, Access(tuple(keys)))
         for key in (*keys, keys[0]):
             scope = post_scope("/x", (b"authorization", b"Bearer " + key.encode()))
             await asyncio.create_task(guard(scope, never_called, never_called))

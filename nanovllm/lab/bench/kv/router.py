@@ -63,7 +63,7 @@ def serve_router(
 ) -> None:
     """Serve as a router, with the settings of `nanovllm router`."""
     from nanovllm.router.backends import Backends
-    from nanovllm.router.config import RouterConfig
+    from nanovllm.router.command import RouterConfig
     from nanovllm.router.run import RouterServer, backends_of
 
     servers = Backends(backends_of(prefill, decode, regular))
