@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from itertools import takewhile
 
@@ -87,10 +88,9 @@ def blaming_client() -> Iterator[None]:
 
 
 def field_named_in(message: str) -> str | None:
-    """ "top_p must be ..." -> "top_p"; "prompt token ids must be ..." -> "prompt"."""
-    subject, must, _ = message.partition(" must ")
-    name = subject.removesuffix(" token ids")
-    return name if must and name.isidentifier() else None
+    """ "top_p must be ...", "top_p: ..." -> "top_p"; "prompt token ids must be ..." -> "prompt"."""
+    found = re.match(r"(\w+)(?: token ids)?(?: must |: )", message)
+    return found and found[1]
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:

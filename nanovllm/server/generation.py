@@ -24,9 +24,8 @@ from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
 from nanovllm.server.errors import APIError, as_api_error
 from nanovllm.server.protocol import ChatBody, SamplingBody
-from nanovllm.server.rendering import RENDERER
 from nanovllm.server.responses import Answer, PromptTokensDetails, TokenLogprob, TopLogprob, Usage
-from nanovllm.server.shares import note_request, place
+from nanovllm.server.shares import RENDERER, current_share
 from nanovllm.server.streams import ClosingStream
 from nanovllm.text.long_texts import TooManyTokensError
 from nanovllm.text.portions import in_portions
@@ -164,42 +163,34 @@ class Endpoint:
         Raises:
             APIError: names the wrong field, the numbers and the limit.
         """
-        limits, wanted = self.engine.limits, max(max_tokens or 0, 0)
-        limit, total = limits.max_request_tokens, num_prompt_tokens + wanted
-        what = "context length" if limit == limits.max_model_len else "KV pool's size"
+        limit, total = self.engine.limits.max_request_tokens, num_prompt_tokens + max(max_tokens or 0, 0)
+        what = "context length" if limit == self.engine.limits.max_model_len else "KV pool's size"
         if num_prompt_tokens >= limit:
-            param = source
-            message = f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer, "
-            message += f"since the {what} is {limit} tokens"
+            param, message = (
+                source,
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer, since",
+            )
         elif total > limit:
-            param = name
-            message = f"{name} is too large: the prompt has {num_prompt_tokens} tokens and {name} is {max_tokens}, "
-            message += f"together {total}, but the {what} is {limit} tokens"
+            param, message = name, f"{name} is too large: the prompt has {num_prompt_tokens} tokens and {name} is "
+            message += f"{max_tokens}, together {total}, but"
         else:
             return
-        raise APIError(400, message, param, "context_length_exceeded")
+        raise APIError(400, f"{message} the {what} is {limit} tokens", param, "context_length_exceeded")
 
-    def check_transfer(self, kv_transfer_params: dict[str, Any] | None, num_sequences: int) -> None:
+    def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
         """Refuse KV parameters from a router if this engine shares no KV, or if there would be several answers.
 
         Raises:
-            APIError: says what is needed.
+            ValueError: says what is needed.
         """
-        if kv_transfer_params is None:
-            return
         roles = [each["kv_role"] for each in self.engine.limits.kv_transfer if "kv_port" in each]
-        message = ""
         if not roles:
-            message = "kv_transfer_params needs a server that runs with --kv-role producer, consumer or both"
-        elif kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
-            message = f"do_remote_decode needs one prompt and n = 1; this would be {num_sequences} sequences"
-        else:
-            try:
-                load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
-            except ValueError as error:
-                message = str(error)
-        if message:
-            raise APIError(400, message, "kv_transfer_params")
+            raise ValueError("kv_transfer_params: needs a server that runs with --kv-role producer, consumer or both")
+        if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
+            raise ValueError(
+                f"kv_transfer_params: do_remote_decode needs one prompt and n = 1; this would be {num_sequences} sequences"
+            )
+        load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
 
     async def submit(
         self, prefix: str, prompts: list[list[int]], params: SamplingParams, body: SamplingBody
@@ -207,20 +198,22 @@ class Endpoint:
         """Queue all prompts, or none of them.
 
         Raises:
-            APIError: too many requests wait already (429), or the request's KV parameters do not fit.
-            ValueError: a bad prompt.
+            APIError: too many requests wait already (429).
+            ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """
-        self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
+        if body.kv_transfer_params is not None:
+            self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
         generation = Generation(f"{prefix}-{uuid.uuid4().hex}", self.model, prompts, params)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
         try:
-            with place(self.engine, len(prompts) * params.n):
+            share = current_share.get()
+            with share.place(self.engine, len(prompts) * params.n):
                 for i, prompt in enumerate(prompts):
                     source = {"prompt_token_ids": prompt, **options}
                     stream = await self.engine.add_request(f"{generation.id}-{i}", source, params, body.priority or 0)
                     generation.streams.append(stream)
-                    note_request(stream, params.n)
+                    share.add(stream, params.n)
         except BaseException:
             generation.close()
             raise

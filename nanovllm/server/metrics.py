@@ -33,14 +33,10 @@ STATS: Table = {
     "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
     "external_prefix_cache_queries": (
         COUNTER,
-        "Prompt tokens whose KV was asked for elsewhere",
+        "Tokens whose KV was asked for elsewhere",
         "num_external_queried_tokens",
     ),
-    "external_prefix_cache_hits": (
-        COUNTER,
-        "Prompt tokens whose KV has come from elsewhere",
-        "num_external_hit_tokens",
-    ),
+    "external_prefix_cache_hits": (COUNTER, "Tokens whose KV has come from elsewhere", "num_external_hit_tokens"),
 }
 REASONS = ("stop", "length", "abort", "error")
 
@@ -89,26 +85,22 @@ class Metrics(MetricSet, EngineObserver):
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
         names = ("model_name", "engine")
-        super().__init__(
-            "nanovllm:", names, STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
-        )
+
+        def sources() -> Iterable[Any]:
+            return zip(labels, engine.stats.engines or [engine.stats], strict=False)
+
+        super().__init__("nanovllm:", names, STATS, sources)
 
         def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
             metric = self.add(kind, name, text, **settings)
             return [metric.labels(*values) for values in labels]
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
-            return each(Histogram, name, text, buckets=buckets)
-
-        self._time_to_first_token = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token_latency = histogram(
-            "inter_token_latency_seconds", "Between two tokens of a completion", TOKEN_BUCKETS
-        )
-        self._request_latency = histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its last token", REQUEST_BUCKETS
-        )
+        about = "From a request's arrival to its first token"
+        self._time_to_first_token = each(Histogram, "time_to_first_token_seconds", about, buckets=FIRST_TOKEN_BUCKETS)
+        about = "Between two tokens of a completion"
+        self._inter_token_latency = each(Histogram, "inter_token_latency_seconds", about, buckets=TOKEN_BUCKETS)
+        about = "From a request's arrival to its last token"
+        self._request_latency = each(Histogram, "e2e_request_latency_seconds", about, buckets=REQUEST_BUCKETS)
         self._prompt_tokens = each(Counter, "prompt_tokens", "Prompt tokens read")
         self._generation_tokens = each(Counter, "generation_tokens", "Tokens generated")
         ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])

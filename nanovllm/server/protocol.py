@@ -39,24 +39,17 @@ def _few_biases(value: Any) -> Any:
     return value
 
 
-# Fields that would change the answer and that this server does not know, with the values that change nothing. Empty values never do.
-# Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep a
-# processor busy for ever.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = dict.fromkeys(
-    names(
-        "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
-        "truncate_prompt_tokens prompt_embeds documents structured_outputs guided_json guided_regex guided_choice "
-        "guided_grammar echo add_special_tokens return_token_ids return_tokens_as_token_ids chat_template"
-    ),
-    (),
-) | {
-    "tool_choice": ("none",),
-    "function_call": ("none",),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "best_of": (1,),
-    "length_penalty": (1.0,),
-}
+# Fields that would change the answer and that this server does not know, and those of their values that change nothing. Empty values
+# never do. Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep
+# a processor busy for ever.
+UNSUPPORTED = names(
+    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
+    "truncate_prompt_tokens prompt_embeds documents structured_outputs guided_json guided_regex guided_choice guided_grammar echo "
+    "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call response_format "
+    "modalities best_of length_penalty"
+)
+NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "response_format": {"type": "text"}}
+NEUTRAL |= {"modalities": ["text"], "best_of": 1, "length_penalty": 1.0}
 # Fields that do not change the answer.
 HARMLESS = names(
     "user metadata store service_tier parallel_tool_calls prediction safety_identifier prompt_cache_key prompt_cache_retention "
@@ -82,7 +75,7 @@ class Body(BaseModel):
         """
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
-                if value and value not in UNSUPPORTED[name]:
+                if value and value != NEUTRAL.get(name):
                     raise APIError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
             elif name not in HARMLESS and name not in _warned and len(_warned) < MAX_WARNINGS:
                 _warned.add(name)
@@ -188,14 +181,11 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[TextPart], AT_FIRST_ERROR]
     name: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "\n".join(part.text for part in content)
+        message = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
         # OpenAI's newer name of the system role, which few templates know.
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+        return message | ({"role": "system"} if self.role == "developer" else {})
 
 
 # Arguments of `apply_chat_template` that are set here or not supported. "self" is one of every method that is called on the way, and

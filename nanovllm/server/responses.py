@@ -31,12 +31,9 @@ class TopLogprob(Struct):
     bytes: list[int]
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(TopLogprob):
     """The chosen token at a position, and the likeliest ones."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

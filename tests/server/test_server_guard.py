@@ -23,8 +23,9 @@ from nanovllm.router.fleet import processes
 from nanovllm.server import connections, listen
 from nanovllm.server.access import Access, api_keys
 from nanovllm.server.commandline import Parser, engine_config
+from nanovllm.server.errors import APIError
 from nanovllm.server.middleware import Guard, protect
-from nanovllm.server.shares import Share, check_room, current_share, place
+from nanovllm.server.shares import ALL_PLACES, Share, current_share
 from nanovllm.server.signalled import SignalledServer
 from tests.server_process import ServerProcess
 
@@ -478,25 +479,28 @@ def test_one_key_cannot_take_the_places_of_another() -> None:
     config = SimpleNamespace(max_num_waiting=9)
     engine: Any = SimpleNamespace(config=config, has_room=lambda count, max_num_waiting=9: False, num_preparing=0)
     one, two = Share(3), Share(3)
+
+    def has_room(share: Share, count: int) -> bool:
+        try:
+            share.check_room(engine, count)
+        except APIError as error:
+            assert "this API key wait already: 3 may" in error.detail and "divided among 3 keys" in error.detail
+            return False
+        return True
+
     requests = [SimpleNamespace(is_waiting=True) for _ in range(3)]
     for request in requests:
-        assert one.has_room(engine, 1)
+        assert has_room(one, 1)
         one.add(request, 1)  # type: ignore[arg-type]
-    assert not one.has_room(engine, 1)
-    assert two.has_room(engine, 3) and not two.has_room(engine, 4)
+    assert not has_room(one, 1)
+    assert has_room(two, 3) and not has_room(two, 4)
     requests[0].is_waiting = False  # it has its first token
-    assert one.has_room(engine, 1) and not one.has_room(engine, 2)
-    token = current_share.set(one)
-    try:
-        with pytest.raises(Exception, match=r"this API key wait already: 3 may .*divided among 3 keys"):
-            check_room(engine, 2)
-        with place(engine, 1):  # which is prepared in a thread, perhaps
-            assert engine.num_preparing == 1 and not one.has_room(engine, 1)
-        assert engine.num_preparing == 0 and one.has_room(engine, 1)
-    finally:
-        current_share.reset(token)
+    assert has_room(one, 1) and not has_room(one, 2)
+    with one.place(engine, 1):  # which is prepared in a thread, perhaps
+        assert engine.num_preparing == 1 and not has_room(one, 1)
+    assert engine.num_preparing == 0 and has_room(one, 1)
     engine.has_room = lambda count, max_num_waiting=9: True
-    assert one.has_room(engine, 100), "what can run at once need not wait"
+    assert has_room(one, 100), "what can run at once need not wait"
 
 
 async def test_each_key_has_a_share_only_if_there_are_several() -> None:
@@ -510,5 +514,5 @@ async def test_each_key_has_a_share_only_if_there_are_several() -> None:
         for key in (*keys, keys[0]):
             scope = post_scope("/x", (b"authorization", b"Bearer " + key.encode()))
             await asyncio.create_task(guard(scope, never_called, never_called))
-    assert seen[:2] == [None, None]
-    assert seen[2] is seen[4] is not None and seen[3] not in (None, seen[2])
+    assert seen[:2] == [ALL_PLACES, ALL_PLACES]
+    assert seen[2] is seen[4] is not ALL_PLACES and seen[3] not in (ALL_PLACES, seen[2])
