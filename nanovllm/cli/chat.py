@@ -94,13 +94,12 @@ def _checked(response: Any) -> Any:
     """The JSON of a server's response."""
     try:
         body = response.json()
-    except ValueError:
-        body = None
-    if response.status_code != 200 or not isinstance(body, dict):
-        error = body.get("error") if isinstance(body, dict) else None
-        reason = error.get("message") if isinstance(error, dict) else "it does not speak OpenAI's API"
-        raise ServerError(f"the server answered with status {response.status_code}: {reason}")
-    return body
+        if response.status_code == 200:
+            return body
+        reason = body["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        reason = "it does not speak OpenAI's API"
+    raise ServerError(f"the server answered with status {response.status_code}: {reason}")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -109,7 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: flags that make no sense, or have no effect.
     """
-    url, key = arguments.url, arguments.api_key
+    url, key, prompt = arguments.url, arguments.api_key, arguments.system_prompt
     config = engine_config(arguments)
     idle = [word.partition("=")[0] for word in config.words() if not word.startswith("--model=")]
     if url is None and key is not None:
@@ -131,56 +130,52 @@ def run(arguments: argparse.Namespace) -> None:
     with asyncio.Runner() as runner:
         answer = runner.run(answers.__aenter__())
         try:
-            Chat(runner, answer, arguments.system_prompt).run()
+            converse(runner, answer, [{"role": "system", "content": prompt}] if prompt else [])
         finally:
             runner.run(answers.__aexit__(None, None, None))
 
 
-class Chat:
-    """A conversation in the terminal, or through a pipe, where only the answers are printed."""
-
-    def __init__(self, runner: asyncio.Runner, answer: Answer, system_prompt: str | None) -> None:
-        self.runner, self.answer = runner, answer
-        self.start: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self.messages = list(self.start)
-        self.interactive = sys.stdin.isatty()
-
-    def run(self) -> None:
-        """Answer line after line."""
-        if self.interactive:
-            importlib.import_module("readline")  # lines can be edited and recalled
-            print("Ctrl-C stops an answer, /reset starts again, /exit or Ctrl-D ends.")
-        while True:
-            try:
-                line = input("\n> " if self.interactive else "").strip()
-                if line == "/exit":
-                    return
-                if line == "/reset":
-                    self.messages = list(self.start)
-                elif line:
-                    self._answer(line)
-            except EOFError:
-                return
-            except KeyboardInterrupt:  # outside an answer
-                print("\n(/exit or Ctrl-D ends)")
-
-    def _answer(self, line: str) -> None:
-        self.messages.append({"role": "user", "content": line})
-        pieces: list[str] = []
+def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> None:
+    """Answer line after line, in the terminal, or through a pipe, where only the answers are printed."""
+    interactive, messages = sys.stdin.isatty(), list(start)
+    if interactive:
+        importlib.import_module("readline")  # lines can be edited and recalled
+        print("Ctrl-C stops an answer, /reset starts again, /exit or Ctrl-D ends.")
+    while True:
         try:
-            self.runner.run(self._print(pieces))
-        except KeyboardInterrupt:
-            print(" [stopped]", end="")
+            line = input("\n> " if interactive else "").strip()
+            if line == "/exit":
+                return
+            if line == "/reset":
+                messages = list(start)
+            elif line:
+                reply(runner, answer, messages, line)
+        except EOFError:
+            return
+        except KeyboardInterrupt:  # outside an answer
+            print("\n(/exit or Ctrl-D ends)")
         except (ServerError, ValueError) as error:
-            if not self.interactive:
+            if not interactive:
                 raise UsageError(str(error)) from error
             print(f"error: {error}", file=sys.stderr)
-            self.messages.pop()
-            return
-        print(flush=True)
-        self.messages.append({"role": "assistant", "content": "".join(pieces)})
 
-    async def _print(self, pieces: list[str]) -> None:
-        async for piece in self.answer(self.messages):
+
+def reply(runner: asyncio.Runner, answer: Answer, messages: list[Message], line: str) -> None:
+    """Print the answer to a line, and add both to the chat."""
+    messages.append({"role": "user", "content": line})
+    pieces: list[str] = []
+
+    async def show() -> None:
+        async for piece in answer(messages):
             pieces.append(piece)
             print(piece, end="", flush=True)
+
+    try:
+        runner.run(show())
+    except KeyboardInterrupt:
+        print(" [stopped]", end="")
+    except (ServerError, ValueError):
+        messages.pop()
+        raise
+    print(flush=True)
+    messages.append({"role": "assistant", "content": "".join(pieces)})

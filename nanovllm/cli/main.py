@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
 import nanovllm
+from nanovllm.checkpoint.hub import ModelNotFoundError
+from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import MissingPartError, load
-from nanovllm.server.commandline import Parser, run_command
+from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
+from nanovllm.server.commandline import Parser, ServerError
 
 # For each command: what it does, and the module whose `add_arguments` declares its flags and whose `run` runs it.
 COMMANDS = {
@@ -27,28 +30,21 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
+    """Run a command line; returns the exit code: 2 for what the user can mend, 1 for an engine or a server that has failed."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] not in COMMANDS:
-        return _no_command(words)
-    name, feature = words[0], f"nanovllm {words[0]}"
-    help, module = COMMANDS[name]
-    try:
-        add_arguments, run = load(f"{module}:add_arguments", feature), load(f"{module}:run", feature)
-    except MissingPartError as error:
-        print(f"nanovllm: error: {error}", file=sys.stderr)
-        return 2
-    return run_command(name, help, add_arguments, run, words[1:])
-
-
-def _no_command(words: list[str]) -> int:
-    parser = Parser(
-        prog="nanovllm",
-        description="An LLM inference engine that you can read.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="commands:\n" + "\n".join(f"  {name:8}{help}" for name, (help, _) in COMMANDS.items()),
-    )
+    parser = Parser(prog="nanovllm", description="An LLM inference engine that you can read.")
     parser.add_argument("--version", action="version", version=nanovllm.__version__)
-    parser.add_argument("command", choices=list(COMMANDS), metavar="command", help="what to do; see below")
-    parser.parse_args(words)
-    raise AssertionError("the parser has refused what is not a command")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    for name, (help, _) in COMMANDS.items():
+        commands.add_parser(name, help=help, description=help)
+    name = words[0] if words and words[0] in COMMANDS else ""
+    try:
+        if name:
+            load(f"{COMMANDS[name][1]}:add_arguments", f"nanovllm {name}")(commands.choices[name])
+        parsed = parser.parse_args(words)
+        return load(f"{COMMANDS[name][1]}:run", f"nanovllm {name}")(parsed) or 0
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
+        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1

@@ -43,21 +43,12 @@ class ServeFlags(Flags):
         show_text: let all readers of GET / and /trace see the prompts and answers of all requests
         exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
             when the engine is dead (else the server answers 503 until it is ended)
+        prefill: start several servers on this machine and a router: so many that prefill
+        decode: and so many that decode
     """
 
     show_text: bool = False
     exit_with_stdin: bool = False
-
-
-@dataclass
-class FleetFlags(Flags):
-    """How many servers are started.
-
-    Attributes:
-        prefill: servers that prefill
-        decode: servers that decode
-    """
-
     prefill: Count = 0
     decode: Count = 0
 
@@ -69,11 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
     for flags in (Access, commandline.Shutdown, ServeFlags):
         flags.add_arguments(group)
-    about = "start several servers on this machine, each for one of the two, and a router"
-    group = parser.add_argument_group("prefill and decode", about)
-    FleetFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):
-        load("nanovllm.router.command:RouterConfig", FLEET).add_arguments(group)
+        flags = load("nanovllm.router.command:RouterConfig", FLEET)
+        flags.add_arguments(parser.add_argument_group("router", "with --prefill and --decode"))
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 

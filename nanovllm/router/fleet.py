@@ -44,6 +44,8 @@ RESTART_PAUSES = (0.0, 1.0, 4.0)
 MAX_SILENT_CHECKS = 12
 # The time that a server gets to end, in addition to the time for running requests.
 END_SECONDS = 10.0
+# The longest line of a server's output, in bytes.
+LONGEST_LINE = 2**24
 # Has an entry for each NVIDIA GPU.
 GPU_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
 
@@ -75,6 +77,7 @@ class ServerProcess:
             stdout=pipe,
             stderr=asyncio.subprocess.STDOUT,
             env=self.environment,
+            limit=LONGEST_LINE,
             start_new_session=True,  # Ctrl-C in the terminal is for this process
         )
         ready = asyncio.Event()
@@ -85,15 +88,13 @@ class ServerProcess:
     async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Show its output, and note the address in it. At the end of its output the process has ended, too."""
         assert process.stdout is not None
-        rest = b""
-        while chunk := await process.stdout.read(2**16):
-            *lines, rest = (rest + chunk).split(b"\n")
-            for text in (line.decode(errors="replace").rstrip() for line in lines):
-                if text and not ROUTINE.search(text):
-                    say(f"[{self.name}] {text}")
-                if found := READY.search(text):
-                    self.url = found[1]
-                    ready.set()
+        async for line in process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if text and not ROUTINE.search(text):
+                say(f"[{self.name}] {text}")
+            if found := READY.search(text):
+                self.url = found[1]
+                ready.set()
         await process.wait()
         ready.set()
 

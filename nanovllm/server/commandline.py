@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import socket
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from nanovllm.checkpoint.hub import ModelNotFoundError
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.flags import Flags, Seconds, UsageError
-from nanovllm.data.parts import MissingPartError
-from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
 from nanovllm.server.listen import bind
 
 
@@ -28,23 +22,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
-
-
-def run_command(
-    name: str, help: str, add_arguments: Callable[[Any], None], run: Callable[[Any], int | None], words: Sequence[str]
-) -> int:
-    """Parse the words of a command and run it; returns the exit code: 2 for what the user can mend, 1 for an engine or a server
-    that has failed."""
-    parser = Parser(prog=f"nanovllm {name}", description=help)
-    add_arguments(parser)
-    arguments = parser.parse_args(words)
-    try:
-        return run(arguments) or 0
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except (EngineStartError, MissingPartError, ModelNotFoundError, UsageError, EngineDeadError, ServerError) as error:
-        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

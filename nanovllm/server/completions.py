@@ -157,10 +157,8 @@ def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list
     """
     several = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
     prompts: list[str | list[int]] = list(prompt) if several else [prompt]  # type: ignore[arg-type, list-item]
-    if not prompts:
-        raise APIError(400, "prompt is empty: it must have at least one token", "prompt")
-    for i, one in enumerate(prompts):
-        if not one:
-            which = f"prompt[{i}]" if several else "prompt"
-            raise APIError(400, f"{which} is empty: it must have at least one token", "prompt")
+    empty = [i for i, each in enumerate(prompts) if not each]
+    if empty or not prompts:
+        which = f"prompt[{empty[0]}]" if several and empty else "prompt"
+        raise APIError(400, f"{which} is empty: it must have at least one token", "prompt")
     return prompts
