@@ -7,7 +7,6 @@ import asyncio
 
 from nanovllm.cli.trace import add_file_arguments, mistakes
 from nanovllm.server.access import Access
-from nanovllm.server.commandline import listen
 from nanovllm.server.listen import url_of
 from nanovllm.trace.format import header_line
 from nanovllm.trace.trace import check_lines
@@ -27,11 +26,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     with mistakes(arguments.trace):
         settings, lines = check_lines(arguments.trace, arguments.partial)
-    listener = listen(arguments)
+    listener, access = Access.from_arguments(arguments).listen()
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 
-    app = create_replay(header_line(settings | {"live": False}), lines, Access.on(listener, arguments))
+    app = create_replay(header_line(settings | {"live": False}), lines, access)
     banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
-    server = SignalledServer(app, banner, log_level="warning", timeout_graceful_shutdown=1)
+    server = SignalledServer(app, banner, log_level="warning", shutdown_timeout=1)
     asyncio.run(server.serve([listener]))

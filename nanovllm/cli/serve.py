@@ -13,8 +13,9 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nanovllm.data.checks import Count
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Count, Flags, UsageError
+from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server import commandline
 from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, api_keys
@@ -58,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     commandline.add_model_argument(parser)
     group = parser.add_argument_group("server", LIMITS)
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
-    for flags in (Access, commandline.Shutdown, ServeFlags):
-        flags.add_arguments(group)
+    Access.add_arguments(group)
+    ServeFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):
         flags = load("nanovllm.router.command:RouterConfig", FLEET)
         flags.add_arguments(parser.add_argument_group("router", "with --prefill and --decode"))
@@ -77,46 +78,41 @@ def run(arguments: argparse.Namespace) -> int:
             follow(config)
         except ValueError as error:
             raise UsageError(str(error)) from error
-    arguments.api_key = api_keys(arguments.api_key)
-    if arguments.prefill or arguments.decode:
+    arguments.api_key, flags = api_keys(arguments.api_key), ServeFlags.from_arguments(arguments)
+    if flags.prefill or flags.decode:
         return load("nanovllm.router.fleet:run_fleet", FLEET)(config, arguments)
-    listener = commandline.listen(arguments)
-    if arguments.show_text and not arguments.api_key and not is_loopback(listener):
+    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
+    if flags.show_text and not access.api_keys and not is_loopback(listener):
         host = listener.getsockname()[0]
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
     try:
-        asyncio.run(_serve(config, listener, arguments))
+        asyncio.run(_serve(config, listener, access, flags))
     except asyncio.CancelledError:  # a signal came while the engine was starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _serve(config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace) -> None:
+async def _serve(config: EngineConfig, listener: socket.socket, access: Access, flags: ServeFlags) -> None:
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.text.chat_template import PROCESS
 
     this_task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert this_task is not None
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
-    if arguments.exit_with_stdin:  # the engine's process notices that its parent has ended
+    if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
     # that renders templates starts.
     server, _, engine = await asyncio.gather(
         asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
         asyncio.to_thread(PROCESS.start),
-        AsyncEngine.start(config, arguments.show_text),
+        AsyncEngine.start(config, flags.show_text),
     )
-    # The process that has started this server starts another one in its place; this one would answer 503 for ever.
-    ending = asyncio.create_task(_end_with(engine)) if arguments.exit_with_stdin else None
-    access = Access.on(listener, arguments, arguments.api_key)
-    try:
-        name = config.served_model_name or config.model
-        await server.run_server(engine, listener, name, access, arguments.shutdown_timeout)
-    finally:
-        if ending is not None:
-            ending.cancel()
+    if flags.exit_with_stdin:
+        # The process that has started this server starts another one in its place; this one would answer 503 for ever.
+        _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
+    await server.run_server(engine, listener, config.served_model_name or config.model, access)
 
 
 async def _end_with(engine: AsyncEngine) -> None:

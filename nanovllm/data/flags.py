@@ -6,12 +6,17 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import math
 import re
+import sys
 import typing
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from nanovllm.data.checks import Positive, check_fields
+
+SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 
 
 class UsageError(ValueError):
@@ -21,6 +26,9 @@ class UsageError(ValueError):
 class Flags:
     """Base of dataclasses with flags: the fields that the class's docstring describes as attributes, each with its description
     as help. A field of type `Annotated[..., parse]` reads its flag's value with `parse`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def flags(cls) -> list[dataclasses.Field[Any]]:
@@ -43,30 +51,35 @@ class Flags:
     @classmethod
     def add_arguments(cls, parser: argparse._ActionsContainer) -> None:
         """Give the parser, or a group of it, a flag for every field."""
-        hints, choices, descriptions = (
-            typing.get_type_hints(cls, include_extras=True),
-            cls.choices(),
-            cls._descriptions(),
-        )
+        annotated, hints = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
+        choices, descriptions = cls.choices(), cls._descriptions()
         for f in cls.flags():
             name, hint = f.name, hints[f.name]
-            kind = (getattr(hint, "__metadata__", ()) or typing.get_args(hint) or (hint,))[0]  # int of `int | None`
             options: dict[str, Any] = {"dest": name, "default": f.default, "help": descriptions[name]}
-            if kind is bool:
+            if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:
                 options["help"] += "" if f.default in (None, ()) else " (default: %(default)s)"
                 if name in choices:
                     options["choices"] = choices[name]
                 else:
-                    options |= {"type": kind, "metavar": name.rsplit("_", 1)[-1].upper()}
+                    parse = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)]
+                    plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
+                    options |= {"type": (parse + plain)[0], "metavar": name.rsplit("_", 1)[-1].upper()}
             short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
             parser.add_argument("--" + name.replace("_", "-"), *short, **options)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> typing.Self:
-        """The values from a parsed command line."""
-        return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
+        """The values from a parsed command line.
+
+        Raises:
+            UsageError: a value that makes no sense, alone or with another.
+        """
+        try:
+            return cls(**{f.name: getattr(arguments, f.name) for f in cls.flags()})
+        except ValueError as error:
+            raise UsageError(str(error)) from error
 
     def words(self) -> list[str]:
         """The fields that are not at their default, as words of a command line."""
@@ -76,9 +89,6 @@ class Flags:
             if value != f.default:
                 words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
         return words
-
-
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 
 
 def token_count(text: str) -> int:
@@ -99,13 +109,6 @@ def token_count(text: str) -> int:
     return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
 
 
-def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], bool], text: str) -> Any:
-    with contextlib.suppress(ValueError):
-        if is_allowed(value := kind(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-
-
 def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:
     """The value of a flag that is a JSON list of strings, all of which match a pattern."""
     with contextlib.suppress(ValueError):
@@ -116,13 +119,7 @@ def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:
     raise argparse.ArgumentTypeError(f"""must be a JSON list of strings such as '["*"]', got {text!r}""")
 
 
-positive_seconds = partial(_number, float, "above 0 seconds", lambda value: 0 < value < math.inf)
 # Types of fields that have a flag.
-Tokens = Annotated[int | None, token_count]
-Port = Annotated[int, partial(_number, int, "a number from 0 to 65535", lambda value: 0 <= value <= 65535)]
-Count = Annotated[int, partial(_number, int, "a number, 0 or more", lambda value: value >= 0)]
-Seconds = Annotated[
-    float, partial(_number, float, "a number of seconds, 0 or more", lambda value: 0 <= value < math.inf)
-]
-PositiveSeconds = Annotated[float, positive_seconds]
+Seconds = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+Tokens = Annotated[Positive | None, token_count]
 Words = Annotated[Sequence[str], json_words]

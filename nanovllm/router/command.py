@@ -8,9 +8,8 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from nanovllm.data.flags import Flags, PositiveSeconds, UsageError, positive_seconds
+from nanovllm.data.flags import Flags, Seconds, UsageError
 from nanovllm.server.access import LIMITS, Access, api_keys
-from nanovllm.server.commandline import Shutdown, listen
 
 SERVERS = {
     "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
@@ -37,14 +36,16 @@ class RouterConfig(Flags):
             or the router answers 503
         prefill_timeout: seconds after which a prefill server is too late
         request_timeout: seconds that a server may be silent in the middle of a request
+        health_check_interval: seconds between two health checks of a server
     """
 
     policy: Literal["round_robin", "prefix_aware"] = "round_robin"
     kv_order: Literal["prefill_first", "decode_first"] = "prefill_first"
     kv_direction: Literal["push", "pull"] = "push"
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    prefill_timeout: PositiveSeconds = 600.0
-    request_timeout: PositiveSeconds = 1800.0
+    prefill_timeout: Seconds = 600.0
+    request_timeout: Seconds = 1800.0
+    health_check_interval: Seconds = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,11 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, help in SERVERS.items():
         group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
     group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
-    help = "seconds between two health checks (default: %(default)s)"
-    group.add_argument("--health-check-interval", type=positive_seconds, default=5.0, metavar="SECONDS", help=help)
     group = parser.add_argument_group("router", LIMITS)
-    for flags in (Access, Shutdown, RouterConfig):
-        flags.add_arguments(group)
+    Access.add_arguments(group)
+    RouterConfig.add_arguments(group)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -79,7 +78,6 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
-    backends = Backends(servers, key, arguments.health_check_interval, config.request_timeout)
-    listener = listen(arguments)
-    access = Access.on(listener, arguments)
-    asyncio.run(RouterServer(backends, listener, config, arguments.shutdown_timeout, access=access).route())
+    backends = Backends(servers, key, config.health_check_interval, config.request_timeout)
+    listener, access = Access.from_arguments(arguments).listen()
+    asyncio.run(RouterServer(backends, listener, config, access).route())

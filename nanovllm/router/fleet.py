@@ -18,8 +18,9 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nanovllm.checkpoint.hub import resolve_model
@@ -30,7 +31,7 @@ from nanovllm.router.backends import Backends
 from nanovllm.router.command import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
-from nanovllm.server.commandline import ServerError, listen
+from nanovllm.server.commandline import ServerError
 from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")
@@ -40,6 +41,8 @@ READY = re.compile(r"(http://\S+)/v1, described")
 ROUTINE = re.compile('"GET /(health|kv_transfer) HTTP|^Chat with it|^Or try:|^  curl |^    -d ')
 # Pauses in seconds before the attempts to start a dead server again. If all of them fail, the whole fleet ends.
 RESTART_PAUSES = (0.0, 1.0, 4.0)
+# Seconds: what runs on this machine is soon up again.
+MAX_HEALTH_CHECK_INTERVAL = 1.0
 # A server that does not answer so many health checks in a row hangs, even if it was not stopped.
 MAX_SILENT_CHECKS = 12
 # The time that a server gets to end, in addition to the time for running requests.
@@ -174,17 +177,17 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
-    listener = listen(arguments)
+    routing = RouterConfig.from_arguments(arguments)
+    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
+    fleet, name = processes(config, arguments), config.served_model_name or config.model
     try:
-        asyncio.run(_run(processes(config, arguments), config, listener, arguments))
+        asyncio.run(_run(fleet, access, partial(router_of, fleet, routing, listener, access, name)))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(
-    fleet: list[ServerProcess], config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
-) -> None:
+async def _run(fleet: list[ServerProcess], access: Access, make_router: Callable[[], RouterServer]) -> None:
     """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
 
     def kill() -> None:
@@ -196,34 +199,31 @@ async def _run(
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
         await at_once(process.start_first() for process in fleet)
-        server = router_of(fleet, config, listener, arguments)
+        server = make_router()
         keeping = asyncio.create_task(at_once(process.keep_alive() for process in fleet))
         keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
         try:
             await server.route()
         finally:
-            if server.force_exit:
-                kill()
             keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, kill)  # a second signal does not wait
-        await asyncio.gather(*(process.stop(arguments.shutdown_timeout + END_SECONDS) for process in fleet))
+        await asyncio.gather(*(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet))
 
 
 def router_of(
-    fleet: list[ServerProcess], config: EngineConfig, listener: socket.socket, arguments: argparse.Namespace
+    fleet: list[ServerProcess], routing: RouterConfig, listener: socket.socket, access: Access, name: str
 ) -> RouterServer:
     """The router in front of servers that serve."""
-    processes, routing = {process.url: process for process in fleet}, RouterConfig.from_arguments(arguments)
-    servers = backends_of(list(processes)[: arguments.prefill], list(processes)[arguments.prefill :])
-    backends = Backends(servers, next(iter(arguments.api_key), None), 1.0, routing.request_timeout)
+    processes = {process.url: process for process in fleet}
+    urls = [[url for url, each in processes.items() if each.name.startswith(role)] for role in ("prefill", "decode")]
+    interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
+    backends = Backends(backends_of(*urls), next(iter(access.api_keys), None), interval, routing.request_timeout)
     backends.on_silence = lambda backend: processes[backend.url].end_silent(backend.silent_checks)
-    name = config.served_model_name or config.model
-    access = Access.on(listener, arguments, arguments.api_key)
-    return RouterServer(backends, listener, routing, arguments.shutdown_timeout, name, access)
+    return RouterServer(backends, listener, routing, access, name)
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:

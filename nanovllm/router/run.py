@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends, Role
@@ -30,15 +31,14 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
 
 
 class RouterServer(SignalledServer):
-    """The router's server: the first signal lets running requests finish, a second one ends them.
+    """The router's server.
 
     Args:
         backends: the servers behind it.
         listener: a bound socket.
         config: how requests are routed.
-        shutdown_timeout: seconds that running requests get after the first signal.
+        access: which clients may use the router, and the seconds that running requests get after the first signal.
         name: the served model, for the banner.
-        access: which clients may use the router.
     """
 
     def __init__(
@@ -46,13 +46,12 @@ class RouterServer(SignalledServer):
         backends: Backends,
         listener: socket.socket,
         config: RouterConfig,
-        shutdown_timeout: float,
-        name: str = "nanovllm",
         access: Access = DEFAULT_ACCESS,
+        name: str = "nanovllm",
     ) -> None:
         # The servers write access logs of their own.
-        settings = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
-        app, grace = create_app(backends, config, access), int(shutdown_timeout) + 1
+        settings: dict[str, Any] = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
+        app, grace = create_app(backends, config, access), int(access.shutdown_timeout) + 1
         super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
         self.backends, self.listener, self.name = backends, listener, name
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import socket
@@ -11,8 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated
 
-from nanovllm.data.flags import Flags, Port, UsageError, Words, json_words
-from nanovllm.server.listen import is_loopback
+from msgspec import Meta
+
+from nanovllm.data.checks import Amount
+from nanovllm.data.flags import Flags, UsageError, Words, json_words
+from nanovllm.server.listen import bind, is_loopback
 
 MAX_BODY_BYTES = 10 * 2**20
 # The bodies of all unanswered requests together.
@@ -57,6 +59,7 @@ class Access(Flags):
     Attributes:
         host: address to listen on
         port: 0: any free one
+        shutdown_timeout: seconds that running requests may go on after the first signal
         allowed_hosts: names by which clients may address the server, such as '["llm.example.com"]'; '["*"]': all. On a loopback
             address the server always answers to localhost, 127.0.0.1, [::1] and --host, and refuses other names, since a web
             page could reach it by a name of its own (DNS rebinding). On other addresses the default is all names
@@ -68,24 +71,31 @@ class Access(Flags):
     """
 
     # A client must send one of them; without keys, every client may use the server.
-    api_keys: tuple[str, ...] = ()
+    api_keys: Sequence[str] = ()
     allowed_hosts: HostNames = ()
     allowed_origins: Origins = ()
     allow_credentials: bool = False
     allowed_methods: Words = (ANY,)
     allowed_headers: Words = (ANY,)
     host: str = "127.0.0.1"
-    port: Port = 8000
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    shutdown_timeout: Amount = 30.0
 
-    @classmethod
-    def on(cls, listener: socket.socket, arguments: argparse.Namespace, keys: Sequence[str] = ()) -> Access:
-        """The settings on a command line, for a server with this listening socket."""
-        given = cls.from_arguments(arguments)
-        hosts = {host.lower() for host in given.allowed_hosts}
+    def listen(self, keys: Sequence[str] = ()) -> tuple[socket.socket, Access]:
+        """A bound socket, and these settings for a server that listens there, and lets in clients with these keys.
+
+        Raises:
+            UsageError: the address is taken, or not an address of this machine.
+        """
+        try:
+            listener = bind(self.host, self.port)
+        except OSError as error:
+            raise UsageError(f"cannot listen on {self.host}:{self.port}: {error}") from error
+        hosts = {host.lower() for host in self.allowed_hosts}
         if is_loopback(listener):
-            bound = listener.getsockname()[0], given.host.lower()
+            bound = listener.getsockname()[0], self.host.lower()
             hosts |= {"localhost", "127.0.0.1", "[::1]"} | {f"[{h}]" if ":" in h else h for h in bound}
-        return replace(given, api_keys=tuple(dict.fromkeys(keys)), allowed_hosts=hosts)
+        return listener, replace(self, api_keys=list(dict.fromkeys(keys)), allowed_hosts=hosts)
 
     def knows_host(self, host: str) -> bool:
         """Whether clients may address the server by this name (the value of a Host header)."""

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import socket
-from dataclasses import dataclass
 from typing import NoReturn
 
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
-from nanovllm.data.flags import Flags, Seconds, UsageError
-from nanovllm.server.listen import bind
 
 
 class ServerError(RuntimeError):
@@ -38,30 +34,4 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """
     if arguments.model_argument is not None:
         arguments.model = arguments.model_argument
-    try:
-        return EngineConfig.from_arguments(arguments)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-@dataclass
-class Shutdown(Flags):
-    """How a server ends.
-
-    Attributes:
-        shutdown_timeout: seconds that running requests may go on after the first signal
-    """
-
-    shutdown_timeout: Seconds = 30.0
-
-
-def listen(arguments: argparse.Namespace) -> socket.socket:
-    """A socket that is bound to the address on a command line.
-
-    Raises:
-        UsageError: the address is taken, or not an address of this machine.
-    """
-    try:
-        return bind(arguments.host, arguments.port)
-    except OSError as error:
-        raise UsageError(f"cannot listen on {arguments.host}:{arguments.port}: {error}") from error
+    return EngineConfig.from_arguments(arguments)

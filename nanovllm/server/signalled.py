@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -32,20 +32,21 @@ def say(text: str) -> None:
 
 
 class SignalledServer(uvicorn.Server):
-    """Uvicorn for HTTP/1.1 without WebSockets, in which `on_signal` decides the effect of a signal.
+    """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second one does not wait.
 
     Args:
         app: the application.
         banner: printed when the server answers.
+        drain: called with the first signal.
         **settings: further settings of uvicorn.
     """
 
-    def __init__(self, app: ASGIApp, banner: str, **settings: Any) -> None:
+    def __init__(self, app: ASGIApp, banner: str, drain: Callable[[], Any] = lambda: None, **settings: Any) -> None:
         # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client).
         # A server that closed it at the same moment would lose a request in flight.
         settings |= {"http": GuardedProtocol, "ws": "none", "timeout_keep_alive": round(HEADER_SECONDS)}
         super().__init__(uvicorn.Config(app, lifespan="off", **settings))
-        self.banner = banner
+        self.banner, self.drain = banner, drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen, and print the banner."""
@@ -61,6 +62,8 @@ class SignalledServer(uvicorn.Server):
         yield
 
     def on_signal(self, number: int) -> None:
-        """End when all responses have ended; at a second signal, at once."""
-        self.force_exit = self.should_exit
+        """Let running requests end; at a second signal, end the process at once. Processes that it has started notice that."""
+        if self.should_exit:
+            os._exit(128 + number)
         self.should_exit = True
+        self.drain()

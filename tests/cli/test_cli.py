@@ -72,7 +72,7 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--block-size", "x"], "--block-size"),
         (["serve", "--dtype", "int3"], "--dtype"),
         (["serve", "--kv-cache-memory", "lots"], "512MiB"),
-        (["serve", "--shutdown-timeout", "-1"], "--shutdown-timeout"),
+        (["serve", "--shutdown-timeout", "-1"], "shutdown_timeout must be a finite number of at least 0"),
         (["serve", "--api-key", ""], "--api-key"),
         (["serve", "--no-such-flag"], "--no-such-flag"),
         (["chat", "--temperature", "nan"], "temperature"),

@@ -325,7 +325,7 @@ async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: p
         counts.append(gc.get_freeze_count())
 
     monkeypatch.setattr(run, "create_app", lambda *_: FastAPI())
-    monkeypatch.setattr(run.Server, "serve", serve)
+    monkeypatch.setattr(run.SignalledServer, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         await run.run_server(AsyncMock(), listener, "tiny")
     assert counts[0] > 10_000 and gc.get_freeze_count() == 0

@@ -212,7 +212,7 @@ def test_an_engine_that_cannot_start_ends_all(tiny_model: pathlib.Path, tmp_path
         (["--prefill", "1"], "--prefill and --decode go together"),
         (["--prefill", "1", "--decode", "1", "--kv-role", "both"], "--kv-role is given by"),
         (["--prefill", "1", "--decode", "1", "--trace", "x"], "--trace is one engine's"),
-        (["--prefill", "http://127.0.0.1:1", "--decode", "1"], "must be a number, 0 or more"),
+        (["--prefill", "http://127.0.0.1:1", "--decode", "1"], "--prefill: invalid int value"),
     ],
 )
 def test_mistakes_on_the_command_line(words: list[str], message: str, capsys: Any) -> None:

@@ -27,6 +27,7 @@ from nanovllm.router.backends import Backends
 from nanovllm.router.command import RouterConfig
 from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
+from nanovllm.server.access import Access
 from nanovllm.server.listen import bind
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [3, 1], "remote_port": 7}
@@ -186,7 +187,7 @@ async def fleet_of(
     urls = [[server.url for server in servers] for servers in (prefill, decode)]
     found = Backends(backends_of(*urls) if prefill else backends_of([], [], urls[1]), "own-key", health_check_interval)
     listener = bind("127.0.0.1", 0)
-    router = RouterServer(found, listener, RouterConfig(**config), 1)
+    router = RouterServer(found, listener, RouterConfig(**config), Access(shutdown_timeout=1))
     router.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     running = asyncio.create_task(router.route())
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=30)
@@ -746,7 +747,7 @@ def test_long_prompts_are_looked_at_only_in_their_beginning() -> None:
         (["--worker-urls", "a:1"], "'a:1' is not the address of a server"),
         (["--worker-urls", "http://a:1/v1"], "is not the address of a server"),
         (["--prefill", "http://a:1", "--decode", "http://a:1/"], "named twice"),
-        (["--worker-urls", "http://a:1", "--prefill-timeout", "0"], "must be above 0"),
+        (["--worker-urls", "http://a:1", "--prefill-timeout", "0"], "prefill_timeout must be a finite number above 0"),
         (["--worker-urls", "http://a:1", "--policy", "best"], "invalid choice"),
     ],
 )

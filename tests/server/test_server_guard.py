@@ -155,11 +155,11 @@ async def test_pages_of_allowed_origins_get_what_cors_needs() -> None:
 )
 def test_which_hosts_a_command_line_lets_in(words: list[str], accepted: list[str], refused: list[str]) -> None:
     for command in ("serve", "router", "replay"):
-        arguments = arguments_of(command, *words, *(["trace"] if command == "replay" else []))
-        with listen.bind(arguments.host, 0) as listener:
-            access = Access.on(listener, arguments)
+        arguments = arguments_of(command, *words, "--port", "0", *(["trace"] if command == "replay" else []))
+        listener, access = Access.from_arguments(arguments).listen()
+        listener.close()
         assert all(map(access.knows_host, accepted)) and not any(map(access.knows_host, refused))
-        assert access.allowed_origins == () and not access.knows_origin("null")
+        assert not access.allowed_origins and not access.knows_origin("null")
 
 
 @pytest.mark.parametrize(

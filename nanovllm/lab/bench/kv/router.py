@@ -65,10 +65,11 @@ def serve_router(
     from nanovllm.router.backends import Backends
     from nanovllm.router.command import RouterConfig
     from nanovllm.router.run import RouterServer, backends_of
+    from nanovllm.server.access import Access
 
     servers = Backends(backends_of(prefill, decode, regular))
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # without its banner
-        asyncio.run(RouterServer(servers, listener, RouterConfig(), shutdown_timeout=1.0).route())
+        asyncio.run(RouterServer(servers, listener, RouterConfig(), Access(shutdown_timeout=1.0)).route())
 
 
 @contextmanager
