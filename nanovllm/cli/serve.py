@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.server import commandline
-from nanovllm.server.access import LIMITS, OPEN_FOLDER, OPEN_PATHS, Access, api_keys
+from nanovllm.server.access import LIMITS, Access, api_keys
 from nanovllm.server.listen import is_loopback
 
 if TYPE_CHECKING:
@@ -28,19 +29,16 @@ if TYPE_CHECKING:
 LAST_ANSWER_SECONDS = 0.5
 FLEET = "nanovllm serve --prefill"
 
-API_KEY_HELP = (
-    "a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable "
-    "NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, unseen by ps. No key is needed for "
-    f"{', '.join(sorted(OPEN_PATHS))} and {OPEN_FOLDER}. Of several keys, each has its share of the waiting places: "
-    "--max-num-waiting divided by the number of keys"
-)
-
 
 @dataclass
 class ServeFlags(Flags):
     """Flags of this command alone.
 
     Attributes:
+        api_key: a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable
+            NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, unseen by ps. No key is needed for
+            /, /web/, /docs, /openapi.json, /health, /metrics and /version. Of several keys, each has its share of the waiting
+            places: --max-num-waiting divided by the number of keys
         show_text: let all readers of GET / and /trace see the prompts and answers of all requests
         exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
             when the engine is dead (else the server answers 503 until it is ended)
@@ -48,6 +46,7 @@ class ServeFlags(Flags):
         decode: and so many that decode
     """
 
+    api_key: Sequence[str] = ()
     show_text: bool = False
     exit_with_stdin: bool = False
     prefill: Count = 0
@@ -58,7 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     commandline.add_model_argument(parser)
     group = parser.add_argument_group("server", LIMITS)
-    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=API_KEY_HELP)
     Access.add_arguments(group)
     ServeFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):

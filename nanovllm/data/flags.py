@@ -56,6 +56,8 @@ class Flags:
         for f in cls.flags():
             name, hint = f.name, hints[f.name]
             options: dict[str, Any] = {"dest": name, "default": f.default, "help": descriptions[name]}
+            plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
+            kinds = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)] + plain
             if hint in (bool, bool | None):
                 options["action"] = argparse.BooleanOptionalAction
             else:
@@ -63,9 +65,9 @@ class Flags:
                 if name in choices:
                     options["choices"] = choices[name]
                 else:
-                    parse = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)]
-                    plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
-                    options |= {"type": (parse + plain)[0], "metavar": name.rsplit("_", 1)[-1].upper()}
+                    options |= {"type": kinds[0], "metavar": name.rsplit("_", 1)[-1].upper()}
+                if hint == Sequence[str] and kinds[0] is str:  # the flag may be repeated
+                    options |= {"action": "append", "default": []}
             short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
             parser.add_argument("--" + name.replace("_", "-"), *short, **options)
 

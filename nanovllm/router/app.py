@@ -148,9 +148,9 @@ class RouterApp:
                     response = await self._ask(backend, call, transfer)
                     if response.status_code != 503 or is_last or not healthy(self.decode, tried):
                         return response
-                    self._note_failure(backend, None)
+                    self.backends.note_failure(backend, None)
                 except FAILURES as error:
-                    self._note_failure(backend, error)
+                    self.backends.note_failure(backend, error)
                     if is_last:
                         message = f"{backend} {describe(error)}, and so did {MAX_ATTEMPTS - 1} before it"
                         raise APIError(503, message, code="backend_lost") from error
@@ -177,7 +177,7 @@ class RouterApp:
         """
         helpers = [transfer.server] if transfer.server and self.config.kv_order == "decode_first" else []
         answer = await self.backends.send(call.with_transfer(transfer.params), backend, *helpers)
-        self.metrics.processed.labels(backend.url, backend.role).inc()
+        backend.num_answered += 1
         if not answer.is_stream:
             return whole(answer, await answer.read())
         try:
@@ -221,14 +221,14 @@ class RouterApp:
                 async with asyncio.timeout(self.config.prefill_timeout):
                     answer = await self.backends.send(prefill_call, backend)
                     content = await answer.read()
-                self.metrics.processed.labels(backend.url, backend.role).inc()
+                backend.num_answered += 1
                 if answer.status < 400:
                     return Transfer(msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params or {}, backend)
                 if answer.status < 500:
                     return whole(answer, content)
-                self._note_failure(backend, None)
+                self.backends.note_failure(backend, None)
             except FAILURES as error:
-                self._note_failure(backend, error)
+                self.backends.note_failure(backend, error)
         return None
 
     def _check_some(self, servers: Sequence[Backend]) -> list[Backend]:
@@ -240,10 +240,6 @@ class RouterApp:
         if not (candidates := healthy(servers)):
             raise APIError(503, f"no server can be reached: {problems(servers)}", code="backend_lost")
         return candidates
-
-    def _note_failure(self, backend: Backend, error: Exception | None) -> None:
-        self.metrics.failures.labels(backend.url, backend.role).inc()
-        self.backends.note_failure(backend, error)
 
     # ---------------------------------------------------------------- other routes
 

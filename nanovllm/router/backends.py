@@ -62,7 +62,8 @@ class Backend:
         index: its position among the servers of this role.
 
     Attributes:
-        num_running: requests that the router has sent to it and that have not ended.
+        num_running, num_answered, num_failures: requests that the router has sent to it and that have not ended, that it has
+            answered, and that it has failed to answer.
         problem: why it gets no requests; "" if it does.
         kv_addresses: where decode servers may ask its engines for KV.
         turn: the number of the last request that it was chosen for.
@@ -80,7 +81,7 @@ class Backend:
         self.host = origin.host if origin.port is None else b"%s:%d" % (origin.host, origin.port)
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
-        self.num_running = self.silent_checks = self.turn = 0
+        self.num_running = self.num_answered = self.num_failures = self.silent_checks = self.turn = 0
         self.sent: OrderedDict[bytes, None] = OrderedDict()
         self._waiting: set[asyncio.Timeout] = set()
 
@@ -227,6 +228,7 @@ class Backends:
         Args:
             error: one of FAILURES; None if the server has answered with an error.
         """
+        backend.num_failures += 1
         if isinstance(error, REFUSED):
             self._put_down(backend, describe(error))
         self._look.set()

@@ -70,8 +70,12 @@ class ServerProcess:
     def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
         self.name, self.words, self.environment, self.url = name, words, environment, ""
 
-    async def start(self) -> int | None:
-        """Start it, and wait until it serves: None; or until it has ended: its exit code."""
+    async def start(self) -> None:
+        """Start it, and wait until it serves.
+
+        Raises:
+            UsageError, ServerError: it cannot serve.
+        """
         port = self.url.rpartition(":")[2] or "0"
         pipe = asyncio.subprocess.PIPE
         self.process = await asyncio.create_subprocess_exec(
@@ -86,7 +90,9 @@ class ServerProcess:
         ready = asyncio.Event()
         self._relay = asyncio.create_task(self._relay_output(self.process, ready))
         await ready.wait()
-        return self.process.returncode
+        if (code := self.process.returncode) is not None:
+            kind = UsageError if code == 2 else ServerError
+            raise kind(f"{self.name} ends with exit code {code} before it can serve; see above")
 
     async def _relay_output(self, process: asyncio.subprocess.Process, ready: asyncio.Event) -> None:
         """Show its output, and note the address in it. At the end of its output the process has ended, too."""
@@ -101,16 +107,6 @@ class ServerProcess:
         await process.wait()
         ready.set()
 
-    async def start_first(self) -> None:
-        """Start it for the first time.
-
-        Raises:
-            UsageError, ServerError: it cannot serve.
-        """
-        if (code := await self.start()) is not None:
-            kind = UsageError if code == 2 else ServerError
-            raise kind(f"{self.name} ends with exit code {code} before it can serve; see above")
-
     async def keep_alive(self) -> None:
         """Start it again whenever it dies.
 
@@ -119,14 +115,14 @@ class ServerProcess:
         """
         assert self.process is not None
         while code := await self.process.wait():
+            logger.warning("[%s] has ended with exit code %d: it is started again", self.name, code)
             for pause in RESTART_PAUSES:
-                logger.warning("[%s] has ended with exit code %d: it is started again", self.name, code)
                 await asyncio.sleep(pause)
-                if (ended := await self.start()) is None:
+                with contextlib.suppress(UsageError, ServerError):
+                    await self.start()
                     break
-                code = ended
             else:
-                raise ServerError(f"{self.name} ends with exit code {code} whenever it is started; see above")
+                raise ServerError(f"{self.name} ends whenever it is started; see above")
         logger.warning("[%s] was told to end", self.name)
 
     def end_silent(self, num_checks: int) -> None:
@@ -198,7 +194,7 @@ async def _run(fleet: list[ServerProcess], access: Access, make_router: Callable
     assert this_task is not None
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
-        await at_once(process.start_first() for process in fleet)
+        await at_once(process.start() for process in fleet)
         server = make_router()
         keeping = asyncio.create_task(at_once(process.keep_alive() for process in fleet))
         keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))

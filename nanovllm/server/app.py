@@ -32,7 +32,7 @@ def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS)
         model: the model's name in the API.
         access: which clients may use it.
     """
-    app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None)
+    app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS)
     install_error_handlers(app)
     add_generation_routes(app, ChatEndpoint(engine, model), CompletionEndpoint(engine, model))
     add_token_routes(app, Endpoint(engine, model))
@@ -58,11 +58,11 @@ def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS)
 def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: CompletionEndpoint) -> None:
     """Chats and completions."""
 
-    @app.post("/v1/chat/completions", responses=responses.documented(responses.ChatCompletion))
+    @app.post("/v1/chat/completions", responses=responses.documented(200, responses.ChatCompletion))
     async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
         return await answer(body, request, await chat.submit_request(body))
 
-    @app.post("/v1/completions", responses=responses.documented(responses.Completion))
+    @app.post("/v1/completions", responses=responses.documented(200, responses.Completion))
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
         return await answer(body, request, await completion.submit_request(body))
 
@@ -81,7 +81,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
     """Text to token ids and back, in vLLM's shapes."""
     tokenizer, limits = endpoint.engine.tokenizer, endpoint.engine.limits
 
-    @app.post("/tokenize", responses=responses.documented(responses.Tokens))
+    @app.post("/tokenize", responses=responses.documented(200, responses.Tokens))
     async def tokenize(body: protocol.TokenizeRequest) -> Response:
         endpoint.check(body)
         if (body.prompt is None) == (not body.messages):
@@ -96,50 +96,52 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
             strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, token_ids)
         return json_response(responses.Tokens(len(token_ids), limits.max_model_len, token_ids, strings))
 
-    @app.post("/detokenize", responses=responses.documented(responses.Text))
-    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
+    @app.post("/detokenize")
+    async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, str]:
         endpoint.check(body)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
         # A million ids take a while, so a thread decodes them. Unlike `decode`, `decode_batch` releases the interpreter lock.
         (text,) = await asyncio.to_thread(tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False)
-        return json_response(responses.Text(text))
+        return {"prompt": text}
 
 
 def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
     """The model, the KV that others can fetch, and the version."""
-    entry = responses.Model(model, int(time.time()), engine.config.model, engine.limits.max_model_len)
+    entry = {"id": model, "created": int(time.time()), "root": engine.config.model, "object": "model", "parent": None}
+    entry |= {"max_model_len": engine.limits.max_model_len, "owned_by": "nanovllm"}
 
-    @app.get("/v1/models", responses=responses.documented(responses.ModelList))
-    async def models() -> Response:
-        return json_response(responses.ModelList([entry]))
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
 
-    @app.get("/v1/models/{name:path}", responses=responses.documented(responses.Model))
-    async def one_model(name: str) -> Response:
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
         if name != model:
             message = f"the model {name!r} does not exist; this server has {model!r}"
             raise APIError(404, message, "model", "model_not_found")
-        return json_response(entry)
+        return entry
 
-    @app.get("/kv_transfer", responses=responses.documented(responses.KVTransfer))
-    async def kv_transfer() -> Response:
-        return json_response(responses.KVTransfer(engine.limits.kv_transfer))
+    @app.get("/kv_transfer")
+    async def kv_transfer() -> dict[str, Any]:
+        """For each engine that shares KV, its id, its role, and its address for other engines."""
+        return {"engines": engine.limits.kv_transfer}
 
-    @app.post("/kv_transfer/release", status_code=204, responses=responses.documented(None))
+    @app.post("/kv_transfer/release", status_code=204)
     async def release_kv(body: protocol.KVReleaseRequest) -> Response:
         """Free the KV blocks of a prefilled prompt that no decode server will read."""
         engine.release_kv(body.remote_request_id)
         return Response(status_code=204)
 
-    @app.get("/version", responses=responses.documented(responses.Version))
-    async def version() -> Response:
-        return json_response(responses.Version(nanovllm.__version__))
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": nanovllm.__version__}
 
 
 def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
     """Health and metrics."""
 
-    @app.get("/health", response_class=PlainTextResponse, responses=responses.documented(None))
+    @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         engine.check_alive()
         return PlainTextResponse("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from collections.abc import Iterable
 from typing import Any
 
 import h11
@@ -40,7 +41,8 @@ class GuardedProtocol(H11Protocol):
         for longest; if it waits for no client, it refuses the new connection."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            slow = [each for each in self.connections if isinstance(each, GuardedProtocol) and each._waits]
+            connections: Iterable[Any] = self.connections
+            slow = [each for each in connections if each._awaited and not each.transport.is_closing()]
             if not slow:
                 busy = "the server has no room for another connection"
                 return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))
@@ -61,10 +63,6 @@ class GuardedProtocol(H11Protocol):
         """Drop the deadline of a connection that has ended."""
         self._set_deadline(None)
         super().connection_lost(exc)
-
-    @property
-    def _waits(self) -> bool:
-        return self._awaited != "" and not self.transport.is_closing()
 
     def _watch(self) -> None:
         awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")

@@ -105,9 +105,8 @@ def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     top = path[0]
     about = [e for e in error.errors()[:20] if str(e["loc"][1]) == top]
     reasons = dict.fromkeys(e["msg"] for e in about)
-    paths = [e["loc"][1:] for e in about]
-    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    where = ".".join(str(parts[0]) for parts in shared)
+    levels = zip(*(e["loc"][1:] for e in about), strict=False)
+    where = ".".join(str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
     return f"{where}: {'; or: '.join(reasons)}", top
 
 

@@ -15,7 +15,6 @@ from starlette.staticfiles import StaticFiles
 from nanovllm.server.access import DEFAULT_ACCESS, Access
 from nanovllm.server.errors import blaming_client
 from nanovllm.server.middleware import protect
-from nanovllm.server.responses import documented
 from nanovllm.server.streams import ClosingStream
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
     """The page on a running engine, and the trace that it draws."""
     app.router.routes += page_routes()
 
-    @app.get("/trace", response_class=Response, responses=documented(None) | TRACE_RESPONSES)
+    @app.get("/trace", response_class=Response, responses=TRACE_RESPONSES)
     async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
         engine.check_alive()
         with blaming_client():

@@ -131,25 +131,6 @@ class Completion(Answer, kw_only=True):
     choices: list[CompletionChoice]
 
 
-class Model(Struct):
-    """A model that is served."""
-
-    id: str
-    created: int
-    root: str
-    max_model_len: int
-    object: str = "model"
-    owned_by: str = "nanovllm"
-    parent: None = None
-
-
-class ModelList(Struct):
-    """Answer of /v1/models."""
-
-    data: list[Model]
-    object: str = "list"
-
-
 class Tokens(Struct):
     """Answer of /tokenize."""
 
@@ -157,24 +138,6 @@ class Tokens(Struct):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str | None] | None = None
-
-
-class Text(Struct):
-    """Answer of /detokenize."""
-
-    prompt: str
-
-
-class Version(Struct):
-    """Answer of /version."""
-
-    version: str
-
-
-class KVTransfer(Struct):
-    """Answer of /kv_transfer: for each engine that shares KV, its id, its role, and its address for other engines."""
-
-    engines: list[dict[str, Any]]
 
 
 class ErrorDetails(Struct):
@@ -192,24 +155,22 @@ class Error(Struct):
     error: ErrorDetails
 
 
-ANSWERS = (ChatCompletion, Completion, Model, ModelList, Tokens, Text, Version, Error)
+ANSWERS = (ChatCompletion, Completion, Tokens, Error)
 
 
 def schemas() -> dict[str, Any]:
-    """JSON schemas of all answers, by name, for the OpenAPI description."""
+    """JSON schemas of the answers, by name, for the OpenAPI description."""
     _, components = msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")
     return components
 
 
-def documented(answer: type[Struct] | None) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route, for the OpenAPI description; without an answer, only the errors."""
+def documented(status: int | str, answer: type[Struct], about: str = "OK") -> dict[int | str, dict[str, Any]]:
+    """An entry in the `responses` of a route, for the OpenAPI description."""
+    schema = {"$ref": f"#/components/schemas/{answer.__name__}"}
+    return {status: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
-    def reference(name: str) -> dict[str, Any]:
-        return {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}}
 
-    error = reference("Error")
-    return {
-        **({200: {"description": "OK", **reference(answer.__name__)}} if answer else {}),
-        "4XX": {"description": "The request is wrong, or not allowed, or too much at the moment", **error},
-        "503": {"description": "The engine has ended", **error},
-    }
+ERRORS = {
+    **documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment"),
+    **documented("503", Error, "The engine has ended"),
+}
