@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Access.add_arguments(group)
     ServeFlags.add_arguments(group)
     with contextlib.suppress(MissingPartError):
-        flags = load("nanovllm.router.command:RouterConfig", FLEET)
+        flags = load("nanovllm.router.config:RouterConfig", FLEET)
         flags.add_arguments(parser.add_argument_group("router", "with --prefill and --decode"))
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
 

@@ -25,10 +25,9 @@ from starlette.routing import Route
 import nanovllm
 from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backends, describe
 from nanovllm.router.call import NOT_PASSED_ON, Call
-from nanovllm.router.command import RouterConfig
 from nanovllm.router.metrics import Metrics
 from nanovllm.router.policies import choose
-from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import unless_disconnected
 from nanovllm.server.middleware import protect
@@ -101,11 +100,10 @@ class RouterApp:
 
     Args:
         backends: the servers: prefill and decode, or all of them regular.
-        config: how requests are routed.
     """
 
-    def __init__(self, backends: Backends, config: RouterConfig) -> None:
-        self.backends, self.config = backends, config
+    def __init__(self, backends: Backends) -> None:
+        self.backends, self.config = backends, backends.config
         self.metrics = Metrics(backends.all)
         self.prefill = backends.of("prefill")
         # The servers that answer clients.
@@ -277,13 +275,13 @@ def problems(servers: Sequence[Backend]) -> str:
     return "; ".join(f"{backend} {backend.problem or 'has failed to answer this'}" for backend in servers)
 
 
-def create_app(backends: Backends, config: RouterConfig, access: Access = DEFAULT_ACCESS) -> Starlette:
+def create_app(backends: Backends, access: Access) -> Starlette:
     """The application. It answers while `backends.look_after()` runs.
 
     Args:
         access: which clients may use the router. Without keys, the servers check those of the clients.
     """
-    router = RouterApp(backends, config)
+    router = RouterApp(backends)
     routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
     gets = {
         "/v1/models": router.answer,

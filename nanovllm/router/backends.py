@@ -16,6 +16,7 @@ import httpcore
 import msgspec
 
 from nanovllm.router.call import Call, Headers
+from nanovllm.router.config import RouterConfig
 
 logger = logging.getLogger("nanovllm.router")
 
@@ -170,21 +171,14 @@ class Backends:
 
     Args:
         backends: the servers.
+        config: how requests are routed.
         api_key: the router's own key, for its own questions.
-        health_check_interval: seconds between two checks.
-        request_timeout: seconds that a server may be silent in the middle of a request.
     """
 
-    def __init__(
-        self,
-        backends: Sequence[Backend],
-        api_key: str | None = None,
-        health_check_interval: float = 5.0,
-        request_timeout: float = 1800.0,
-    ) -> None:
-        self.all, self.health_check_interval = list(backends), health_check_interval
+    def __init__(self, backends: Sequence[Backend], config: RouterConfig, api_key: str | None = None) -> None:
+        self.all, self.config = list(backends), config
         self._timeouts = {"connect": CONNECT_SECONDS, "pool": CONNECT_SECONDS}
-        self._timeouts |= {"read": request_timeout, "write": request_timeout}
+        self._timeouts |= {"read": config.request_timeout, "write": config.request_timeout}
         self._own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
         self._pool = httpcore.AsyncConnectionPool(
             max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
@@ -244,7 +238,7 @@ class Backends:
         """Check the health of all servers, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), self.health_check_interval)
+                await asyncio.wait_for(self._look.wait(), self.config.health_check_interval)
                 await asyncio.sleep(LOOK_SECONDS)  # many failures at once have one cause
             self._look.clear()
             await self.check_all()

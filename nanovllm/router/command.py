@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from dataclasses import dataclass
-from typing import Literal
 
-from nanovllm.data.flags import Flags, Seconds, UsageError
+from nanovllm.data.flags import UsageError
+from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import LIMITS, Access, api_keys
 
 SERVERS = {
@@ -20,32 +19,6 @@ KEY_HELP = (
     "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
     "clients' keys on, and the servers check them"
 )
-
-
-@dataclass
-class RouterConfig(Flags):
-    """How requests are routed: flags of `router` and of `serve --prefill N --decode M`.
-
-    Attributes:
-        policy: which server gets a request: each in turn, or the one that has seen its beginning before
-        kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a decode
-            server asks a prefill server for the blocks that it has not cached itself
-        kv_direction: with decode_first: the prefill server writes KV into the decode server's blocks while it computes (push), or
-            the decode server reads it afterwards (pull); prefill_first always pulls
-        kv_load_failure_policy: what becomes of a request when no prefill server is available: a decode server computes its prompt,
-            or the router answers 503
-        prefill_timeout: seconds after which a prefill server is too late
-        request_timeout: seconds that a server may be silent in the middle of a request
-        health_check_interval: seconds between two health checks of a server
-    """
-
-    policy: Literal["round_robin", "prefix_aware"] = "round_robin"
-    kv_order: Literal["prefill_first", "decode_first"] = "prefill_first"
-    kv_direction: Literal["push", "pull"] = "push"
-    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    prefill_timeout: Seconds = 600.0
-    request_timeout: Seconds = 1800.0
-    health_check_interval: Seconds = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +51,5 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
-    backends = Backends(servers, key, config.health_check_interval, config.request_timeout)
     listener, access = Access.from_arguments(arguments).listen()
-    asyncio.run(RouterServer(backends, listener, config, access).route())
+    asyncio.run(RouterServer(Backends(servers, config, key), listener, access).route())

@@ -28,7 +28,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
 from nanovllm.engine.watch import is_stopped, kill_tree
 from nanovllm.router.backends import Backends
-from nanovllm.router.command import RouterConfig
+from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
 from nanovllm.server.commandline import ServerError
@@ -217,9 +217,10 @@ def router_of(
     processes = {process.url: process for process in fleet}
     urls = [[url for url, each in processes.items() if each.name.startswith(role)] for role in ("prefill", "decode")]
     interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
-    backends = Backends(backends_of(*urls), next(iter(access.api_keys), None), interval, routing.request_timeout)
+    routing = replace(routing, health_check_interval=interval)
+    backends = Backends(backends_of(*urls), routing, next(iter(access.api_keys), None))
     backends.on_silence = lambda backend: processes[backend.url].end_silent(backend.silent_checks)
-    return RouterServer(backends, listener, routing, access, name)
+    return RouterServer(backends, listener, access, name)
 
 
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends, Role
-from nanovllm.router.command import RouterConfig
-from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.access import Access
 from nanovllm.server.listen import url_of
 from nanovllm.server.signalled import SignalledServer
 
@@ -36,22 +35,14 @@ class RouterServer(SignalledServer):
     Args:
         backends: the servers behind it.
         listener: a bound socket.
-        config: how requests are routed.
         access: which clients may use the router, and the seconds that running requests get after the first signal.
         name: the served model, for the banner.
     """
 
-    def __init__(
-        self,
-        backends: Backends,
-        listener: socket.socket,
-        config: RouterConfig,
-        access: Access = DEFAULT_ACCESS,
-        name: str = "nanovllm",
-    ) -> None:
+    def __init__(self, backends: Backends, listener: socket.socket, access: Access, name: str = "nanovllm") -> None:
         # The servers write access logs of their own.
         settings: dict[str, Any] = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
-        app, grace = create_app(backends, config, access), int(access.shutdown_timeout) + 1
+        app, grace = create_app(backends, access), int(access.shutdown_timeout) + 1
         super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
         self.backends, self.listener, self.name = backends, listener, name
 

@@ -71,19 +71,10 @@ class Guard:
         app: the application behind this.
         access: the names, origins and keys that may be used.
         paths: the routes that take a body.
-        limit: the largest body in bytes.
-        held_limit: the most bytes of all unanswered requests together.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        access: Access,
-        paths: Collection[str] = (),
-        limit: int = MAX_BODY_BYTES,
-        held_limit: int = MAX_HELD_BYTES,
-    ) -> None:
-        self.app, self.access, self.paths, self.limit, self.held_limit = app, access, paths, limit, held_limit
+    def __init__(self, app: ASGIApp, access: Access, paths: Collection[str] = ()) -> None:
+        self.app, self.access, self.paths = app, access, paths
         self._digests = [hashlib.sha256(key.encode()).digest() for key in access.api_keys]
         self._shares = [Share(len(self._digests)) for _ in self._digests]
         self._num_held = 0
@@ -159,9 +150,11 @@ class Guard:
             APIError: the request is refused already, or the body is too large, or all bodies together are.
             ClientDisconnect: the client has gone.
         """
-        too_large = APIError(413, f"the body is larger than the limit of {self.limit} bytes", code="request_too_large")
+        too_large = APIError(
+            413, f"the body is larger than the limit of {MAX_BODY_BYTES} bytes", code="request_too_large"
+        )
         announced = dict(scope["headers"]).get(b"content-length", b"")
-        if refusal is None and announced.isdigit() and int(announced) > self.limit:
+        if refusal is None and announced.isdigit() and int(announced) > MAX_BODY_BYTES:
             refusal = too_large
         size, is_whole = 0, False
         while not is_whole and size < MAX_DISCARDED_BYTES:
@@ -173,10 +166,10 @@ class Guard:
             if refusal is None:
                 chunks.append(chunk)
                 self._num_held += len(chunk)
-                if size > self.limit:
+                if size > MAX_BODY_BYTES:
                     refusal = too_large
-                elif self._num_held > self.held_limit:
-                    full = f"the bodies of all requests at this moment have over {self.held_limit} bytes"
+                elif self._num_held > MAX_HELD_BYTES:
+                    full = f"the bodies of all requests at this moment have over {MAX_HELD_BYTES} bytes"
                     refusal = APIError(503, full, code="server_overloaded", headers={"Retry-After": "1"})
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families as metric_fa
 
 from nanovllm.router import backends, policies
 from nanovllm.router.backends import Backends
-from nanovllm.router.command import RouterConfig
+from nanovllm.router.config import RouterConfig
 from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
@@ -185,9 +185,10 @@ async def fleet_of(
     for server in prefill + decode:
         await server.start()
     urls = [[server.url for server in servers] for servers in (prefill, decode)]
-    found = Backends(backends_of(*urls) if prefill else backends_of([], [], urls[1]), "own-key", health_check_interval)
+    settings = RouterConfig(health_check_interval=health_check_interval, **config)
+    found = Backends(backends_of(*urls) if prefill else backends_of([], [], urls[1]), settings, "own-key")
     listener = bind("127.0.0.1", 0)
-    router = RouterServer(found, listener, RouterConfig(**config), Access(shutdown_timeout=1))
+    router = RouterServer(found, listener, Access(shutdown_timeout=1))
     router.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
     running = asyncio.create_task(router.route())
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=30)

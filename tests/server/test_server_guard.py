@@ -20,7 +20,7 @@ from starlette.routing import Route
 from nanovllm.cli.main import COMMANDS, main
 from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
-from nanovllm.server import connections, listen
+from nanovllm.server import connections, listen, middleware
 from nanovllm.server.access import Access, api_keys
 from nanovllm.server.commandline import Parser, engine_config
 from nanovllm.server.errors import APIError
@@ -304,14 +304,16 @@ async def test_without_a_key_a_body_is_discarded_before_the_refusal(path: str, i
         assert exchange.status == 401
 
 
-async def test_all_bodies_together_have_a_limit() -> None:
+async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 250)
     over = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await over.wait()
         await PlainTextResponse(str(len((await receive())["body"])))(scope, receive, send)
 
-    app = Guard(slow, Access(), ["/v1/completions"], limit=100, held_limit=250)
+    app = Guard(slow, Access(), ["/v1/completions"])
     first, second, third = (Exchange(app, post_scope()) for _ in range(3))
     for exchange in (first, second):
         await exchange.send(b"x" * 100, more_body=False)

@@ -63,13 +63,13 @@ def serve_router(
 ) -> None:
     """Serve as a router, with the settings of `nanovllm router`."""
     from nanovllm.router.backends import Backends
-    from nanovllm.router.command import RouterConfig
+    from nanovllm.router.config import RouterConfig
     from nanovllm.router.run import RouterServer, backends_of
     from nanovllm.server.access import Access
 
-    servers = Backends(backends_of(prefill, decode, regular))
+    servers = Backends(backends_of(prefill, decode, regular), RouterConfig())
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # without its banner
-        asyncio.run(RouterServer(servers, listener, RouterConfig(), Access(shutdown_timeout=1.0)).route())
+        asyncio.run(RouterServer(servers, listener, Access(shutdown_timeout=1.0)).route())
 
 
 @contextmanager
