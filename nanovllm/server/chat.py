@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from msgspec import UNSET
-
 from nanovllm.data.outputs import CompletionOutput
 from nanovllm.server import responses
 from nanovllm.server.errors import APIError, blaming_client
@@ -50,6 +48,7 @@ class ChatWriter(Writer):
     """Writes the answer to one chat request; see `Writer`."""
 
     body: ChatCompletionRequest
+    chunk_kind = responses.ChatChunk
 
     async def complete(self) -> responses.ChatCompletion:
         """The whole answer."""
@@ -58,32 +57,22 @@ class ChatWriter(Writer):
         for piece in output.outputs:
             message, logprobs = responses.AssistantMessage(piece.text), await self._logprobs(piece)
             choices.append(responses.ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
-        answer = self.generation.answer(responses.ChatCompletion, choices, self.generation.usage())
+        answer = self.generation.answer(responses.ChatCompletion, choices, self.usage())
         answer.prompt_logprobs = await self.prompt_logprobs(output)
         return answer
 
-    async def chunks(self) -> AsyncIterator[responses.ChatChunk]:
-        """The answer as it comes: first the role of each choice, then text, then why it ended."""
+    async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
+        """First the role of each choice, then text, then why it ended."""
         for index in range(self.generation.params.n):
-            yield self._chunk(responses.ChatChunkChoice(index, responses.Delta(role="assistant", content="")))
+            yield responses.ChatChunkChoice(index, responses.Delta(role="assistant", content=""))
         async for _, output in self.generation.outputs():
             for piece in output.outputs:
                 logprobs = await self._logprobs(piece)
                 if piece.text or (logprobs and logprobs.content):
-                    yield self._chunk(
-                        responses.ChatChunkChoice(piece.index, responses.Delta(content=piece.text), logprobs)
-                    )
+                    yield responses.ChatChunkChoice(piece.index, responses.Delta(content=piece.text), logprobs)
                 if piece.finish_reason:
                     reasons = piece.finish_reason, piece.stop_reason
-                    yield self._chunk(responses.ChatChunkChoice(piece.index, responses.Delta(), None, *reasons))
-        if self.body.include_usage:
-            yield self.generation.answer(responses.ChatChunk, [], self.generation.usage())
-
-    def _chunk(self, choice: responses.ChatChunkChoice) -> responses.ChatChunk:
-        """A chunk with the new part of one choice. If the client wants the numbers of tokens at the end only, they are null here."""
-        without = None if self.body.include_usage else UNSET
-        usage = self.generation.usage() if self.body.continuous_usage else without
-        return self.generation.answer(responses.ChatChunk, [choice], usage)
+                    yield responses.ChatChunkChoice(piece.index, responses.Delta(), None, *reasons)
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from msgspec import UNSET
-
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
@@ -54,23 +52,17 @@ class CompletionEndpoint(Endpoint):
                 prompts.append(source)
                 await asyncio.sleep(0)  # a thousand prompts must not block the event loop
             generation = await self.submit("cmpl", prompts, params, body)
-        return CompletionWriter(self.engine, body, generation, sources)
+        return CompletionWriter(self.engine, body, generation)
 
 
 class CompletionWriter(Writer):
-    """Writes the answer to one completion request; see `Writer`.
-
-    Args:
-        sources: the prompts of the request, as they came.
-    """
+    """Writes the answer to one completion request; see `Writer`."""
 
     body: CompletionRequest
+    chunk_kind = Completion
 
-    def __init__(
-        self, engine: AsyncEngine, body: CompletionRequest, generation: Generation, sources: list[str | list[int]]
-    ) -> None:
+    def __init__(self, engine: AsyncEngine, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(engine, body, generation)
-        self.sources = sources
         # Characters of each choice whose log-probabilities have been sent; a choice without an entry has not begun.
         self._offsets: dict[int, int] = {}
 
@@ -83,23 +75,20 @@ class CompletionWriter(Writer):
                 choice = await self._choice(i, output, piece)
                 choice.prompt_logprobs = prompt_logprobs
                 choices.append(choice)
-        return self.generation.answer(Completion, choices, self._usage())
+        return self.generation.answer(Completion, choices, self.usage())
 
-    async def chunks(self) -> AsyncIterator[Completion]:
-        """The answer as it comes; the choices of all prompts are mixed."""
-        without = None if self.body.include_usage else UNSET
+    async def choices(self) -> AsyncIterator[CompletionChoice]:
+        """The choices of all prompts, mixed."""
         async for i, output in self.generation.outputs():
             for piece in output.outputs:
                 if not piece.token_ids and piece.finish_reason is None:
                     continue  # the prompt is still being read, and the output has only its log-probabilities so far
                 choice = await self._choice(i, output, piece)
                 if choice.text or choice.logprobs or choice.finish_reason:
-                    usage = self._usage() if self.body.continuous_usage else without
-                    yield self.generation.answer(Completion, [choice], usage)
-        if self.body.include_usage:
-            yield self.generation.answer(Completion, [], self._usage())
+                    yield choice
 
-    def _usage(self) -> Usage:
+    def usage(self) -> Usage:
+        """Numbers of tokens so far, without those that the client does not get."""
         num_sequences = len(self.generation.prompts) * self.generation.params.n
         return self.generation.usage(num_sequences if self.body.max_tokens == 0 else 0)
 
@@ -125,7 +114,7 @@ class CompletionWriter(Writer):
         return choice
 
     def _echo(self, prompt_index: int) -> str:
-        source = self.sources[prompt_index]
+        source = split_prompts(self.body.prompt)[prompt_index]
         return source if isinstance(source, str) else self.engine.tokenizer.decode(source, skip_special_tokens=False)
 
     async def _logprobs(

@@ -247,8 +247,27 @@ class Writer:
         generation: its engine requests.
     """
 
+    chunk_kind: type[Answer]
+
     def __init__(self, engine: AsyncEngine, body: SamplingBody, generation: Generation) -> None:
         self.engine, self.body, self.generation = engine, body, generation
+
+    def choices(self) -> AsyncIterator[Any]:
+        """The new parts of the answer's choices, as they come."""
+        raise NotImplementedError
+
+    def usage(self) -> Usage:
+        """Numbers of tokens so far."""
+        return self.generation.usage()
+
+    async def chunks(self) -> AsyncIterator[Answer]:
+        """The answer as it comes. If the client wants the numbers of tokens at the end only, they are null before."""
+        without = None if self.body.include_usage else UNSET
+        async for choice in self.choices():
+            usage = self.usage() if self.body.continuous_usage else without
+            yield self.generation.answer(self.chunk_kind, [choice], usage)
+        if self.body.include_usage:
+            yield self.generation.answer(self.chunk_kind, [], self.usage())
 
     async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType | None:
         """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""

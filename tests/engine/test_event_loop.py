@@ -281,7 +281,7 @@ async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokeni
     else:
         body = CompletionRequest(prompt=token_ids, **options[kind])
         piece.token_ids = []
-        work = CompletionWriter(engine, body, generation, [token_ids]).complete()
+        work = CompletionWriter(engine, body, generation).complete()
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
         start = time.thread_time()
