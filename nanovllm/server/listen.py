@@ -13,16 +13,10 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address is taken, or not one of this machine.
     """
-    (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    listener = socket.socket(family, kind, protocol)
+    (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
+    listener.bind(address)
     return listener
 
 

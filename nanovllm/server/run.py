@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import socket
+from functools import partial
 
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import DEFAULT_ACCESS, Access
@@ -24,15 +24,12 @@ async def run_server(engine: AsyncEngine, listener: socket.socket, model: str, a
         model: the model's name in the API.
         access: which clients may use the server, and the seconds after which requests that still run are aborted.
     """
-    draining: list[asyncio.Task[None]] = []
-
-    def drain() -> None:
-        draining.append(asyncio.create_task(engine.drain(access.shutdown_timeout)))
-
     try:
         app, grace = create_app(engine, model, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
         banner = ready_message(listener, model, access.api_keys)
-        server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
+        server = SignalledServer(
+            app, banner, partial(engine.drain, access.shutdown_timeout), timeout_graceful_shutdown=grace
+        )
         # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
         gc.freeze()
         await server.serve([listener])

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -31,6 +31,10 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+async def no_drain() -> None:
+    """For servers in which nothing has to end."""
+
+
 class SignalledServer(uvicorn.Server):
     """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second one does not wait.
 
@@ -41,7 +45,9 @@ class SignalledServer(uvicorn.Server):
         **settings: further settings of uvicorn.
     """
 
-    def __init__(self, app: ASGIApp, banner: str, drain: Callable[[], Any] = lambda: None, **settings: Any) -> None:
+    def __init__(
+        self, app: ASGIApp, banner: str, drain: Callable[[], Awaitable[Any]] = no_drain, **settings: Any
+    ) -> None:
         # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client).
         # A server that closed it at the same moment would lose a request in flight.
         settings |= {"http": GuardedProtocol, "ws": "none", "timeout_keep_alive": round(HEADER_SECONDS)}
@@ -66,4 +72,4 @@ class SignalledServer(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + number)
         self.should_exit = True
-        self.drain()
+        self._draining = asyncio.ensure_future(self.drain())
