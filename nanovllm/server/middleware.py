@@ -94,7 +94,7 @@ class Guard:
         chunks: list[bytes] = []
         try:
             await self._read(scope, receive, chunks, refusal)
-            body = b"".join(chunks)
+            chunks[:] = [body := b"".join(chunks)]
             check_contents(body)
             unread.append({"type": "http.request", "body": body, "more_body": False})
             await self.app(scope, receive_again, send)
