@@ -26,6 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanovllm import LLM, ops
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import groups
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
 from nanovllm.distributed.groups import Grid, GroupCoordinator, get_dp_group, get_ep_group
@@ -39,7 +40,7 @@ from nanovllm.distributed.load_balance import (
     plan_moves,
     settle,
 )
-from nanovllm.executor.base import _check_model
+from nanovllm.executor.base import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.models.config import ModelConfig
@@ -601,7 +602,8 @@ def test_grids_that_do_not_fit_are_refused_before_loading() -> None:
     parallel = MoEConfig(8, 2, 12, (True,), enable_expert_parallel=True)
 
     def check(moe: MoEConfig, tensor: int, data: int = 1) -> None:
-        _check_model(dataclasses.replace(config, moe=moe), tensor, 1, data)
+        settings = EngineConfig("a model", tensor_parallel_size=tensor, data_parallel_size=data, device="cpu")
+        check_grid(settings, dataclasses.replace(config, moe=moe))
 
     check(parallel, 8)
     check(dataclasses.replace(parallel, num_redundant_experts=4), 3, 2)
