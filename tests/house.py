@@ -40,7 +40,7 @@ ROOMS = [
 
 # What can be deleted, as patterns below the package: the rest still generates and serves.
 PARTS: dict[str, list[str]] = {
-    "KV on the move": ["kv_transfer/**/*", "router/**/*"],
+    "KV on the move": ["kv_transfer/**/*", "router/**/*", "data/kv_transfer_config.py"],
     "many processes": [
         *(f"executor/{name}.py" for name in ("multiprocess", "remote", "ray", "torchrun", "worker")),
         "engine/group.py",

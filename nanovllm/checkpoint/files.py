@@ -57,9 +57,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"'{path}' has more than {LARGEST_FILE >> 20} MiB")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ModelFileError(f"'{path}' is not valid JSON: it is nested too deeply") from error
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise ModelFileError(f"'{path}' is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelFileError(f"'{path}' must hold a JSON object, got {reprlib.repr(values)}")
@@ -67,9 +65,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _integral(value: Any) -> Any:
-    """The value, with integers for floating-point numbers such as 131072.0, in lists too."""
+    """The value, with integers for floating-point numbers such as 131072.0, in lists and objects too."""
     if isinstance(value, list):
         return list(map(_integral, value))
+    if isinstance(value, dict):
+        return {name: _integral(entry) for name, entry in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -93,13 +93,14 @@ class Description(BaseModel):
         Raises:
             ModelFileError: a value that is of another type or out of its range; names the file and the field.
         """
-        values = {name: _integral(value) for name, value in values.items()}
+        values = _integral(values)
         try:
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
             details = error.errors()[0]
             field = ".".join(map(str, details["loc"]))
             reason = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
+            reason = reason.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
             if details["type"] == "missing":
                 raise ModelFileError(f"{file}: {field} is missing") from error
             message = f"{file}: {field} {reason}, got {reprlib.repr(details['input'])}"
@@ -118,15 +119,9 @@ def described(name: str, fields: Mapping[Any, str], optional: Set[str] = frozens
     return model
 
 
-def between(low: float, high: float) -> AfterValidator:
+def between(low: float, high: float) -> Any:
     """A check of a range, both ends included; NaN is out of every range."""
-
-    def check(value: float) -> float:
-        if not low <= value <= high:
-            raise ValueError(f"must be from {low} to {high}")
-        return value
-
-    return AfterValidator(check)
+    return Field(ge=low, le=high)
 
 
 def _as_list(value: Any) -> Any:
@@ -161,20 +156,16 @@ NEEDED_BY_ROPE_TYPE = {
 }
 
 
-def _check_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Check the parameters; the value stays as it is in the file."""
-    try:
-        found = RopeScaling.read(values, "")
-        for name in NEEDED_BY_ROPE_TYPE.get(found.get("rope_type") or found.get("type") or "default", ()):
-            found[name]
-    except ModelFileError as error:
-        raise ValueError(f"cannot be used: {str(error).removeprefix(': ')}") from error
-    if found.get("low_freq_factor", 0) >= found.get("high_freq_factor", 1e9):
+def _check_rope(found: Any) -> Any:
+    needed = NEEDED_BY_ROPE_TYPE.get(found.rope_type or found.type or "default", ())
+    if missing := [name for name in needed if getattr(found, name) is None]:
+        raise ValueError(f"must have {missing[0]}")
+    if (found.low_freq_factor or 0) >= (found.high_freq_factor or 1e9):
         raise ValueError("must have a low_freq_factor below its high_freq_factor")
-    return values
+    return found
 
 
-Rope = Annotated[dict[str, Any], AfterValidator(_check_rope)]
+Rope = Annotated[RopeScaling, AfterValidator(_check_rope)]  # type: ignore[valid-type]
 
 
 # config.json, of all supported architectures: type and range of each field. Any field may be absent or null.
@@ -184,7 +175,7 @@ CONFIG_FIELDS: dict[Any, str] = {
     list[str]: "architectures layer_types",
     list[int]: "mlp_only_layers",
     dict[str, Any]: "quantization_config",
-    TokenIds: "bos_token_id eos_token_id",
+    TokenIds: "eos_token_id",
     Rope: "rope_parameters rope_scaling",
     Count: "max_window_layers q_lora_rank first_k_dense_replace n_shared_experts n_group topk_group",
     Size: "hidden_size intermediate_size kv_lora_rank qk_nope_head_dim v_head_dim num_experts_per_tok "
@@ -201,23 +192,15 @@ CONFIG_FIELDS: dict[Any, str] = {
     Annotated[float, between(0, 1)]: "rms_norm_eps",
     Annotated[float, between(0, 1e6)]: "attn_logit_softcapping final_logit_softcapping",
 }
-ConfigFile = described("ConfigFile", CONFIG_FIELDS, optional={"bos_token_id"})
+ConfigFile = described("ConfigFile", CONFIG_FIELDS)
 
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-# generation_config.json. `SamplingParams` checks the ranges.
-GenerationConfigFile = described(
-    "GenerationConfigFile",
-    {TokenIds: "bos_token_id eos_token_id", float: "temperature top_p min_p repetition_penalty", int: "top_k"},
-    optional={"bos_token_id", *SAMPLING_DEFAULTS},
-)
-
-
-class IndexFile(Description):
-    """model.safetensors.index.json: which file each tensor is in."""
-
-    weight_map: dict[str, str]
+# generation_config.json. `SamplingParams` checks the defaults.
+GenerationConfigFile = described("GenerationConfigFile", {TokenIds: "eos_token_id", Any: " ".join(SAMPLING_DEFAULTS)})
+# model.safetensors.index.json: which file each tensor is in.
+IndexFile = described("IndexFile", {dict[str, str]: "weight_map"})
 
 
 def _content(token: Any) -> Any:
@@ -275,7 +258,7 @@ def shard_names(index: Path) -> list[str]:
     Raises:
         ModelFileError: the index is damaged, or names a file that is not beside it.
     """
-    names = sorted(set(IndexFile.check(read_json(index), str(index))["weight_map"].values()))
+    names = sorted(set(IndexFile.read(read_json(index), str(index))["weight_map"].values()))
     if not names:
         raise ModelFileError(f"{index}: weight_map must name at least one file")
     for name in names:
@@ -287,16 +270,12 @@ def shard_names(index: Path) -> list[str]:
 
 
 def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:
-    """Check that the ids in a file are in the vocabulary. For bos_token_id, which the engine does not use, only warn.
+    """Check that the ids in a file are in the vocabulary.
 
     Raises:
         ModelFileError: an eos_token_id is not; names the file and the field.
     """
-    for name in ("bos_token_id", "eos_token_id"):
-        for token_id in values.get(name) or ():
-            if 0 <= token_id < vocab_size:
-                continue
-            message = f"{file}: {name} must be from 0 to {vocab_size - 1}, the size of the vocabulary, got {token_id}"
-            if name == "eos_token_id":
-                raise ModelFileError(message)
-            logger.warning("%s; %s is ignored", message, name)
+    for token_id in values.get("eos_token_id") or ():
+        if not 0 <= token_id < vocab_size:
+            limits = f"from 0 to {vocab_size - 1}, the size of the vocabulary"
+            raise ModelFileError(f"{file}: eos_token_id must be {limits}, got {token_id}")

@@ -48,23 +48,18 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 def _download_from_hub(name: str, revision: str | None) -> Path:
     """Download a snapshot of the hub's repository `name` into Hugging Face's own cache."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         folder = snapshot_download(
             name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES
         )
-    except GatedRepoError as error:
-        fix = f"accept its licence at https://huggingface.co/{name}, then log in with `hf auth login`"
-        raise ModelNotFoundError(f"access to the model {name!r} is restricted; {fix}") from error
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        fix = f"give {COURSE_MODEL!r}, a local folder or an id from https://huggingface.co/models"
-        raise ModelNotFoundError(f"there is no model {name!r}; {fix} (private ones need `hf auth login`)") from error
-    except RevisionNotFoundError as error:
-        raise ModelNotFoundError(f"the model {name!r} has no revision {revision!r}") from error
-    except OSError as error:  # no network, the hub's errors, a full disk
-        fix = f"check the network (and HF_HUB_OFFLINE), or use a local folder or {COURSE_MODEL!r}"
-        raise ModelNotFoundError(f"the model {name!r} could not be downloaded: {error}; {fix}") from error
+    except (HFValidationError, OSError) as error:  # no such model or revision, no access, no network, a full disk
+        raise ModelNotFoundError(
+            f"the model {name!r} could not be downloaded: {error}; check the name (https://huggingface.co/models), the network "
+            f"and HF_HUB_OFFLINE, or use {COURSE_MODEL!r} or a local folder. A model with restricted access needs its licence "
+            "to be accepted there, and `hf auth login`"
+        ) from error
     return _checked_folder(Path(folder))
 
 

@@ -8,8 +8,8 @@ import asyncio
 from nanovllm.cli.trace import add_file_arguments, mistakes
 from nanovllm.server.access import Access
 from nanovllm.server.listen import url_of
-from nanovllm.trace.format import header_line
-from nanovllm.trace.trace import check_lines
+from nanovllm.trace.format import header_line, require_sizes
+from nanovllm.trace.trace import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,10 @@ def run(arguments: argparse.Namespace) -> None:
         UsageError: a file that cannot be used.
     """
     with mistakes(arguments.trace):
-        settings, lines = check_lines(arguments.trace, arguments.partial)
+        settings, lines, records = read_trace(arguments.trace, arguments.partial)
+        require_sizes(settings, arguments.trace)
+        for _ in records:  # every line is checked, but no record is kept in memory
+            pass
     listener, access = Access.from_arguments(arguments).listen()
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer

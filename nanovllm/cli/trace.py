@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import pathlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -54,17 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=step_range, metavar="A:B", help=steps)
 
 
-def step_range(text: str) -> tuple[int, int | None]:
-    """ "10:20" -> (10, 20); either number may be missing.
+def step_range(text: str) -> range:
+    """ "10:20" -> range(10, 20); either number may be missing.
 
     Raises:
         argparse.ArgumentTypeError: not a range, or an empty one.
     """
     match = re.fullmatch(r"([0-9]*):([0-9]*)", text)
-    begin, end = (int(match[1] or 0), int(match[2]) if match[2] else None) if match else (0, 0)
-    if end is not None and begin >= end:
+    steps = range(int(match[1] or 0), int(match[2] or sys.maxsize)) if match else range(0)
+    if not steps:
         raise argparse.ArgumentTypeError(f"must be two step numbers such as 10:20, 10: or :20, got {text!r}")
-    return begin, end
+    return steps
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -92,16 +93,13 @@ def run(arguments: argparse.Namespace) -> None:
         print_summary(trace, str(arguments.trace))
 
 
-def animation(trace: Trace, view: str, steps: tuple[int, int | None] | None) -> bytes:
+def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     """A GIF.
 
     Raises:
         UsageError: a package or Chromium is missing, or there are no such steps.
     """
-    chosen = None
-    if steps is not None:
-        begin, end = steps
-        chosen = [record.step for record in trace if record.step >= begin and (end is None or record.step < end)]
+    chosen = None if steps is None else [record.step for record in trace if record.step in steps]
     try:
         return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen)
     except ModuleNotFoundError as error:
@@ -115,13 +113,11 @@ def animation(trace: Trace, view: str, steps: tuple[int, int | None] | None) -> 
 def print_summary(trace: Trace, title: str) -> None:
     """Print a trace in numbers, one row for each."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=title, show_header=False)
-    table.add_column("what", style="bold")
-    table.add_column("value", justify="right")
-    for name, value in summary(trace).items():
-        table.add_row(name, value)
+    table = Table(Column(style="bold"), Column(justify="right"), title=title, show_header=False)
+    for row in summary(trace).items():
+        table.add_row(*row)
     Console().print(table)
 
 
@@ -164,8 +160,6 @@ def _prefix_hits(trace: Trace) -> tuple[int, int]:
     queried = hit = 0
     num_outputs: Counter[str] = Counter()
     for record in trace:
-        for request_id in record.arrived:
-            num_outputs[request_id] = 0
         for share in record.requests:
             if share.request_id in record.admitted:
                 known = share.num_prompt_tokens + num_outputs[share.request_id]

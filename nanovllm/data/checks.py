@@ -17,22 +17,14 @@ Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 # What msgspec expects, in words.
-WORDS = {
-    r"Expected |, got .*|`": "",
-    "Number out of range": "a finite number",
-    r"\bint\b": "an integer",
-    r"\bfloat\b": "a finite number",
-    r"\bbool\b": "True or False",
-    r"\bstr\b": "a string",
-    r"\barray\b": "a list",
-    r"\bobject\b": "a dictionary",
-    r"\bnull\b": "None",
-    r" \| ": " or ",
-    " <= ": " of at most ",
-    " >= ": " of at least ",
-    " > ": " above ",
-    "length of": "length",
-    r"\.0$": "",
+TYPES = {"int": "an integer", "float": "a finite number", "bool": "True or False", "str": "a string", "null": "None"}
+WORDS = TYPES | {
+    "array": "a list",
+    "object": "a dictionary",
+    "|": "or",
+    "<=": "of at most",
+    ">=": "of at least",
+    ">": "above",
 }
 
 
@@ -52,8 +44,8 @@ def check_fields(settings: Any) -> None:
         if typing.get_origin(hint) is Literal:
             expected = f"one of {', '.join(typing.get_args(hint))}"
         else:
-            for pattern, words in WORDS.items():
-                expected = re.sub(pattern, words, expected)
+            found = re.sub(r"Expected |, got .*|`|\.0\b", "", expected.replace("Number out of range", "float"))
+            expected = " ".join(WORDS.get(word, word) for word in found.replace("of length", "with a length").split())
         if "[" in place or "key" in place:
             expected = f"valid: each entry {expected}"
         raise ValueError(f"{name} must be {expected}, got {reprlib.repr(getattr(settings, name))}") from None

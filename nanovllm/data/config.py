@@ -6,13 +6,16 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.flags import Flags, Tokens
-from nanovllm.data.kv_transfer_config import KVTransferConfig
+from nanovllm.data.parts import load
+
+if TYPE_CHECKING:
+    from nanovllm.data.kv_transfer_config import KVTransferConfig
 
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
@@ -165,15 +168,15 @@ class EngineConfig(Flags):
             )
 
     def _kv_transfer(self) -> KVTransferConfig | None:
-        given = KVTransferConfig.values_from_json(self.kv_transfer_config or "{}")
-        for name in ("kv_role", "kv_connector"):
-            if getattr(self, name) not in (None, "none"):
-                given[name] = getattr(self, name)
+        flags = {"kv_role": self.kv_role, "kv_connector": self.kv_connector}
+        given = {name: value for name, value in flags.items() if value not in (None, "none")}
+        if not (given or self.kv_transfer_config or self.kv_offloading_size):
+            return None
+        config_class = load("nanovllm.data.kv_transfer_config:KVTransferConfig", "KV transfer")
+        given = config_class.values_from_json(self.kv_transfer_config or "{}") | given
         if self.kv_offloading_size:
             given.setdefault("kv_connector", "offloading")
-        if not given:
-            return None
-        kv_transfer = KVTransferConfig(**given)
+        kv_transfer: KVTransferConfig = config_class(**given)
         if self.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
             if "engine_id" in given:
                 kv_transfer.engine_id += f"-{self.data_parallel_rank}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import check_fields
@@ -81,15 +81,12 @@ class KVTransferConfig:
         Raises:
             ValueError: not a JSON object, or an unknown name; the message lists the known ones.
         """
-        try:
-            values = json.loads(text)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
-            raise ValueError(
-                f'kv_transfer_config must be a JSON object such as {{"kv_connector": "local"}}, got {text}'
-            )
         names = [f.name for f in dataclasses.fields(cls)]
+        try:
+            values = msgspec.json.decode(text, type=dict[str, Any])
+        except ValueError as error:
+            example = '{"kv_connector": "local"}'
+            raise ValueError(f"kv_transfer_config must be a JSON object such as {example}, got {text}") from error
         if unknown := sorted(values.keys() - set(names)):
             raise ValueError(f"kv_transfer_config: {unknown[0]!r} is unknown; there are {', '.join(names)}")
         return values

@@ -79,12 +79,12 @@ class RequestOutput:
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:
     """One completion from the pieces of its stream."""
-    with_logprobs = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
     return replace(
         pieces[-1],
         text="".join(piece.text for piece in pieces),
         token_ids=[token for piece in pieces for token in piece.token_ids],
-        logprobs=[entry for part in with_logprobs for entry in part] if with_logprobs else None,
+        logprobs=None if all(piece.logprobs is None for piece in pieces) else logprobs,
     )
 
 

@@ -75,9 +75,6 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        if trace is None and config.trace is not None:
-            trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace)
-        self.trace = trace
         self._open_books(num_blocks, num_host_blocks)
         self.waves: Any = (
             load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if config.in_lock_step else None
@@ -85,10 +82,14 @@ class EngineCore:
         self._in_flight: deque[StepInFlight] = deque()
         # The number of steps that may be in flight when `step` returns: the next step is planned without their results.
         self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
+        settings = {"model": config.served_model_name or config.model} | self.trace_settings
+        if trace is None and config.trace is not None:
+            trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
+        self.trace = trace
         self._recorder: Any = NoRecorder()
         if trace is not None:
+            trace.settings |= settings
             self._recorder = self._record_to(trace)
-            trace.settings |= {"model": config.served_model_name or config.model} | self.trace_settings
         self.num_steps = 0
         self._num_idle_steps = 0  # since the last step that computed something
         self._num_added = 0

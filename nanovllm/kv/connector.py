@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.data.config import EngineConfig
+    from nanovllm.data.kv_transfer_config import KVTransferConfig
     from nanovllm.data.request import Request
     from nanovllm.data.schedule import SchedulerOutput
     from nanovllm.kv.manager import KVCacheManager
@@ -81,7 +81,7 @@ class KVConnectorScheduler:
     def __init__(
         self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
     ) -> None:
-        self.config, self.kv_transfer = config, config.kv_transfer or KVTransferConfig()
+        self.config, self.kv_transfer = config, cast("KVTransferConfig", config.kv_transfer)  # None: it shares no KV
         self.identity, self.ranks = identity or {}, list(ranks)
         self._output = KVConnectorOutput()  # for the scheduler
         self._in_flight: set[str] = set()  # transfers, by the ids under which the ranks report their ends
@@ -180,7 +180,7 @@ class KVConnectorScheduler:
     def take_output(self) -> KVConnectorOutput:
         """What has become final since the last call. Requests that `reasons` names have to fail."""
         output, self._output = self._output, KVConnectorOutput()
-        if self.kv_transfer.kv_load_failure_policy == "recompute":
+        if output.reasons and self.kv_transfer.kv_load_failure_policy == "recompute":
             output.reasons.clear()
         return output
 
@@ -239,7 +239,7 @@ class KVConnectorWorker:
     backend: Any = None
 
     def __init__(self, config: EngineConfig, layout: Any = None, kv_caches: dict[int, Tensor] | None = None) -> None:
-        self.config, self.kv_transfer = config, config.kv_transfer or KVTransferConfig()
+        self.config, self.kv_transfer = config, cast("KVTransferConfig", config.kv_transfer)  # None: it shares no KV
         self.layout, self.kv_caches = layout, kv_caches or {}
         self.notify: Callable[[], None] = lambda: None
 

@@ -34,36 +34,24 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped = frozenset(tokenizer.all_special_ids if skip_special_tokens else ())
-        self._pieces: list[str] = []
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if tokenizer.is_byte_level else None
         self._pending: list[int] = []  # SentencePiece: a run of byte tokens that has not ended
         # Any token in front keeps the space; a special token is never a byte.
         self._context = tokenizer.all_special_ids[:1] if keep_leading_space else []
 
-    @property
-    def text(self) -> str:
-        """Everything returned so far. Joins all pieces, so do not call it per token."""
-        return "".join(self._pieces)
-
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become final, which may be empty."""
         if self._utf8 is not None:
             kept = (index for index in token_ids if index not in self._skipped)
-            piece = self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
-        else:
-            piece = self._append_characters(token_ids)
-        self._pieces.append(piece)
-        return piece
+            return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
+        return self._append_characters(token_ids)
 
     def flush(self) -> str:
         """Return the text that is held back; to be called once, after the last token."""
         if self._utf8 is not None:
-            piece = self._utf8.decode(b"", final=True)
-        else:
-            piece = self._decode_in_context(self._pending)
-            self._pending = []
-        self._pieces.append(piece)
-        return piece
+            return self._utf8.decode(b"", final=True)
+        pending, self._pending = self._pending, []
+        return self._decode_in_context(pending)
 
     def _append_characters(self, token_ids: Sequence[int]) -> str:
         """`append` for SentencePiece: decode up to the last token that is not a byte token."""
@@ -108,16 +96,11 @@ class StopChecker:
     work is linear in the text, however long and repetitive a client's stop strings are.
 
     Args:
-        stop: the strings to look for.
+        stop: the strings to look for, none of them empty.
         include_stop_str_in_output: keep the string that was found in the text.
-
-    Raises:
-        ValueError: a stop string is empty.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
-        if "" in stop:
-            raise ValueError("a stop string must not be empty")
         self._stop = tuple(stop)
         self._fallbacks = [border_lengths(string) for string in stop]
         self._matched_lengths = [0] * len(stop)

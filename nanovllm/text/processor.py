@@ -60,23 +60,6 @@ class InputProcessor:
         if eos is not None and eos < limits.vocab_size and eos not in limits.eos_token_ids:
             self._tokenizer_eos = [eos]
 
-    def _prompt_tokens(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        salt = None
-        if isinstance(prompt, dict):
-            salt = prompt.get("cache_salt")
-            if "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
-            elif "prompt" in prompt:
-                prompt = prompt["prompt"]
-            else:
-                raise ValueError('a prompt dictionary needs "prompt" (text) or "prompt_token_ids"')
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt), salt
-        token_ids = list(prompt) if isinstance(prompt, Sequence) else [None]
-        if not all(type(token) is int for token in token_ids):
-            raise ValueError("a prompt must be text or a list of token ids")
-        return None, token_ids, salt  # type: ignore[return-value]
-
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         limits = self.limits
         if not token_ids:
@@ -107,8 +90,13 @@ class InputProcessor:
         """
         if priority and self.limits.scheduling_policy != "priority":
             raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
-        text, token_ids, cache_salt = self._prompt_tokens(prompt)
-        kv_transfer_params = prompt.get("kv_transfer_params") if isinstance(prompt, dict) else None
+        fields: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+        content = fields.get("prompt_token_ids", fields.get("prompt"))
+        text = content if isinstance(content, str) else None
+        token_ids = self.tokenizer.encode(text) if text is not None else content
+        if not isinstance(token_ids, Sequence) or not all(type(token) is int for token in token_ids):
+            raise ValueError('a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"')
+        token_ids = list(token_ids)
         self._check(token_ids, params)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -121,7 +109,7 @@ class InputProcessor:
         for index in range(params.n):
             own_params = params.clone(**own, seed=_wrap(seed + index), stop_token_ids=stop_token_ids)
             sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
-            rest = time.time(), priority, cache_salt, kv_transfer_params
+            rest = time.time(), priority, fields.get("cache_salt"), fields.get("kv_transfer_params")
             requests.append(EngineRequest(sequence_id, token_ids, own_params, eos_token_ids, *rest))
         return text, requests
 
@@ -180,8 +168,7 @@ def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, 
     position: dict[int, Logprob] = {}
     for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
         rank = entry.rank if i == 0 else i
-        if token_id not in position:
-            position[token_id] = Logprob(logprob, rank, tokenizer.decode_token(token_id))
+        position.setdefault(token_id, Logprob(logprob, rank, tokenizer.decode_token(token_id)))
     return position
 
 
@@ -201,7 +188,6 @@ class RequestState:
         wants = requests[0].sampling_params.prompt_logprobs is not None
         self.prompt_logprobs: list[PositionLogprobs] | None = [None] if wants else None
         self.num_cached_tokens = 0
-        self.arrival_time = requests[0].arrival_time
 
     @property
     def finished(self) -> bool:

@@ -6,6 +6,7 @@ loaded. Another process renders templates, see `chat_template`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,8 +58,6 @@ class Tokenizer:
         backend.no_padding()
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
-        self._texts: dict[int, str] = {}
-        self._bytes: dict[int, bytes] = {}
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._special_ids = frozenset(
             index for index, token in backend.get_added_tokens_decoder().items() if token.special
@@ -121,26 +120,21 @@ class Tokenizer:
         except OverflowError as error:
             raise ValueError("token ids must be between 0 and 2**32 - 1") from error
 
+    @functools.cache  # noqa: B019  (a process has one tokenizer)
     def decode_token(self, token_id: int) -> str:
         """The text of one token, special or not. Cached, since log-probabilities name the same tokens again and again."""
-        if token_id not in self._texts:
-            self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return self._texts[token_id]
+        return self.decode([token_id], skip_special_tokens=False)
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str | None]:
         """The vocabulary's own spelling of each token ("Ġthe", "▁the", "<0x0A>"); None beyond the vocabulary."""
         return [self.backend.id_to_token(index) for index in token_ids]
 
+    @functools.cache  # noqa: B019
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of a token in the middle of a text (b" the"); they may be part of a character.
 
         Empty for ids beyond the vocabulary. Cached.
         """
-        if token_id not in self._bytes:
-            self._bytes[token_id] = self._bytes_of(token_id)
-        return self._bytes[token_id]
-
-    def _bytes_of(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -153,29 +147,15 @@ class Tokenizer:
         return token.replace("▁", " ").encode()
 
     @property
-    def vocab_size(self) -> int:
-        """Number of tokens, added ones included. The model's own may be larger: embeddings are often padded."""
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text; None if the model has none."""
-        return self._named_id("bos_token")
-
-    @property
     def eos_token_id(self) -> int | None:
         """Id of the token that ends a text; None if there is none. `generation_config.json` may name several."""
-        return self._named_id("eos_token")
+        token = self.special_tokens.get("eos_token")
+        return None if token is None else self.backend.token_to_id(token)
 
     @property
     def all_special_ids(self) -> list[int]:
         """Ids that `decode` skips by default, in ascending order."""
         return sorted(self._special_ids)
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja source of the template for chats; None if the model has none."""
-        return self.chat_templates.get("default")
 
     def apply_chat_template(
         self,
@@ -217,10 +197,6 @@ class Tokenizer:
             return PROCESS.render(template, plain_messages, variables)
         except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
-
-    def _named_id(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self.backend.token_to_id(token)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -274,12 +250,8 @@ def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, 
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
-    texts = []
     for i, part in enumerate(content):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                f"messages[{position}].content[{i}] is of type {part.get('type')!r}; only parts of type 'text', "
-                "with a string as 'text', are supported"
-            )
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
+            what = f"messages[{position}].content[{i}] is of type {part.get('type')!r}"
+            raise ValueError(f"{what}; only parts of type 'text', with a string as 'text', are supported")
+    return {**message, "content": "\n".join(part["text"] for part in content)}

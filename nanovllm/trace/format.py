@@ -23,11 +23,19 @@ SAME_AS_BEFORE = (
 PLAIN = ("step", "start", "duration", "swap_out", "swap_in", "blocked_by")  # the same in a line as in a record
 BY_REQUEST = ("admitted", "preempted", "finished", "prompts", "text")  # a dict in a record, pairs in a line
 HIDDEN_TOKEN = -1
-COUNTS = {"block_size": "tokens", "num_blocks": "blocks", "token_budget": "tokens"}  # of the settings
+SIZES = ("block_size", "num_blocks", "token_budget")  # of the settings
+EXAMPLE = f'{{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
 
 
 class TraceError(ValueError):
     """A file is not a trace of this format, or is damaged; the message says where, and what to do."""
+
+
+class Header(msgspec.Struct):
+    """The first line."""
+
+    nanovllm_trace: int
+    settings: dict[str, Any] = {}
 
 
 class SnapshotLine(msgspec.Struct):
@@ -73,7 +81,7 @@ class StepLine(msgspec.Struct, omit_defaults=True):
 
 def header_line(settings: Mapping[str, Any]) -> bytes:
     """The first line of a trace, with its end."""
-    return msgspec.json.encode({"nanovllm_trace": FORMAT_VERSION, "settings": dict(settings)}) + b"\n"
+    return msgspec.json.encode(Header(FORMAT_VERSION, dict(settings))) + b"\n"
 
 
 def parse_header(line: bytes, source: object) -> dict[str, Any]:
@@ -86,22 +94,18 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
         TraceError: no trace, or one of another version.
     """
     try:
-        header = msgspec.json.decode(line)
-        version, settings = header["nanovllm_trace"], header.get("settings", {})
-        if not isinstance(version, int) or not isinstance(settings, dict):
-            raise TypeError
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(
-            f'{source} is not a nanovllm trace: its first line is not {{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
-        ) from error
+        header = msgspec.json.decode(line, type=Header)
+    except ValueError as error:
+        raise TraceError(f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}") from error
+    version, settings = header.nanovllm_trace, header.settings
     if version != FORMAT_VERSION:
         raise TraceError(
-            f"{source} is a trace of version {version}, and this nanovllm reads version {FORMAT_VERSION}: record it again"
+            f"{source} is of version {version}, and this nanovllm reads version {FORMAT_VERSION}: record it again"
         )
-    for name in COUNTS:
+    for name in SIZES:
         value = settings.get(name, 1)
         if type(value) is not int or value < 1:
-            raise TraceError(f"{source}: its {name} is {value!r}, which is no number of {COUNTS[name]}")
+            raise TraceError(f"{source}: its {name} must be an integer of at least 1, got {value!r}")
     return settings
 
 
@@ -170,7 +174,6 @@ class TraceEncoder:
         running in the record after its end, and may be computed there once more."""
         if self._ended:
             mentioned = {*record.waiting, *record.running, *record.swapped, *record.finished}
-            mentioned.update(share.request_id for share in record.requests)
             for request_id in self._ended - mentioned:
                 self._known.pop(request_id, None)
             self._ended &= mentioned
@@ -218,7 +221,6 @@ class TraceDecoder:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._decoder = msgspec.json.Decoder(StepLine)
-        self._pool_size: int | None = settings.get("num_blocks")
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
         self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
             name: settings.get(name, 0) for name in SAME_AS_BEFORE[4:]
@@ -239,7 +241,6 @@ class TraceDecoder:
     def _record(self, line: StepLine) -> StepRecord:
         for number, request_id, length in line.named:
             self._names[number] = (request_id, length)
-        self._check_blocks((line.held or {}).values())
         for name in SAME_AS_BEFORE:
             if (value := getattr(line, name)) is not None:
                 self._before[name] = self._ids(value) if isinstance(value, list) else value
@@ -267,18 +268,14 @@ class TraceDecoder:
             num_tokens, new_block_ids, sampled = 1, [], [token]
         elif types == [int, int, int, list, list]:
             number, start, num_tokens, new_block_ids, sampled = share
-            self._check_blocks([new_block_ids])
-        elif len(share) in (3, 5):
-            raise ValueError(f"not a share: {share}")
         else:
-            raise ValueError(f"a share has 3 or 5 entries, not {len(share)}")
+            raise ValueError(f"not a share: {share}")
         request_id, length = self._names[number]
         return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled)
 
     def _snapshot(self, line: StepLine) -> Snapshot | None:
         if line.snapshot is None:
             return None
-        self._check_blocks([line.snapshot.cached, *(table for _, table in line.snapshot.tables)])
         queued = {*self._before["waiting"], *self._before["running"], *self._before["swapped"]}
         return Snapshot(
             self._by_id(line.snapshot.tables),
@@ -286,9 +283,3 @@ class TraceDecoder:
             line.snapshot.cached,
             {request_id: length for _, request_id, length in line.named if request_id in queued},
         )
-
-    def _check_blocks(self, tables: Iterable[list[int]]) -> None:
-        if self._pool_size is not None:
-            for block_id in itertools.chain.from_iterable(tables):
-                if not 0 <= block_id < self._pool_size:
-                    raise ValueError(f"there is no block {block_id} in a pool of {self._pool_size}")

@@ -10,16 +10,6 @@ from typing import Any
 
 from nanovllm.trace.record import StepRecord
 
-# The named colours of chrome://tracing that come nearest to the palette of `nanovllm.lab.viz`, in its order. (Perfetto's own
-# viewer takes its colours from the names of the slices and lets no file choose them.)
-REQUEST_COLORS = (
-    "rail_response",
-    "rail_idle",
-    "rail_load",
-    "thread_state_uninterruptible",
-    "thread_state_runnable",
-    "rail_animation",
-)
 MICROSECONDS = 1e6
 
 
@@ -53,10 +43,8 @@ def _events(steps: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
         for share in step.requests:
             track = tracks[share.request_id]
             cached = {"cached": found} if (found := step.admitted.get(share.request_id)) else {}
-            event = span(
-                f"{share.kind} {share.num_tokens}", track, step, start=share.start, blocks=share.new_block_ids, **cached
-            )
-            yield event | {"cname": REQUEST_COLORS[(track - 1) % len(REQUEST_COLORS)]}
+            name = f"{share.kind} {share.num_tokens}"
+            yield span(name, track, step, start=share.start, blocks=share.new_block_ids, **cached)
             if share.samples_first_token:
                 yield instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():

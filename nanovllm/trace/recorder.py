@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -11,6 +12,7 @@ from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
+FROM_THE_PLAN = ("admitted", "resumed", "preempted", "swap_out", "swap_in", "blocked_by")
 
 
 class StepRecorder:
@@ -22,41 +24,33 @@ class StepRecorder:
     """
 
     def __init__(self, trace: Trace | None, scheduler: Scheduler) -> None:
-        self._trace = trace
         self.scheduler = scheduler
+        self._sinks: dict[RecordSink, bool] = {}  # False: its first record is the next one with a snapshot
         if trace is not None:
+            self.trace = trace
             trace.settings |= trace_settings(scheduler)
-        self._sinks: list[RecordSink] = [] if trace is None else [trace.record]
-        self._new_sinks: list[RecordSink] = []  # their first record is the next one with a snapshot
+            self._sinks[trace.record] = True
         self._snapshot_due = False
         self._arrived: dict[str, int] = {}
         self._ended: dict[str, str] = {}
         self._begun: list[StepRecord] = []
         self._held_before: dict[str, list[int]] = {}  # as of the last record
 
-    @property
-    def trace(self) -> Trace:
-        """The trace that was given."""
-        assert self._trace is not None, "this recorder has no trace"
-        return self._trace
-
     # ---------------------------------------------------------------- sinks
 
     def watch(self, sink: RecordSink) -> None:
         """Pass all records to a sink, from the next one with a snapshot on. A sink that watches already gets a new snapshot."""
-        if sink not in self._sinks + self._new_sinks:
-            self._new_sinks.append(sink)
+        self._sinks.setdefault(sink, False)
         self._snapshot_due = True
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to a sink. Nothing happens if it does not watch."""
-        self._sinks = [s for s in self._sinks if s != sink]
-        self._new_sinks = [s for s in self._new_sinks if s != sink]
+        self._sinks.pop(sink, None)
 
     @property
     def has_readers(self) -> bool:
         """False if records would go nowhere."""
-        return bool(self._sinks or self._new_sinks)
+        return bool(self._sinks)
 
     def ask_for_snapshot(self) -> None:
         """Take a snapshot in the next record: the pool has changed in a way that no record describes."""
@@ -80,12 +74,12 @@ class StepRecorder:
             start: when it began, in seconds (or simulated units) since the trace began.
         """
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
-        # The next step may begin before this one is finished: everything up to now belongs to this one.
-        arrived, self._arrived = self._arrived, {}
-        ended, self._ended = self._ended, {}
         requests = scheduler.requests
         # A request that waits for remote KV counts as waiting, although it has blocks.
         waiting = sorted(scheduler.waiting + scheduler.receiving, key=lambda r: r.order)
+        queues = {"waiting": waiting, "running": scheduler.running, "swapped": scheduler.swapped}
+        fields: dict[str, Any] = {name: getattr(plan, name) for name in FROM_THE_PLAN}
+        fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
         record = StepRecord(
             step=step,
             start=start,
@@ -97,23 +91,16 @@ class StepRecorder:
                 )
                 for r in plan.requests
             ],
-            arrived=arrived,
-            admitted=plan.admitted,
-            resumed=plan.resumed,
-            preempted=plan.preempted,
-            finished=ended,
-            swap_out=plan.swap_out,
-            swap_in=plan.swap_in,
-            blocked_by=plan.blocked_by,
-            waiting=[r.request_id for r in waiting],
-            running=[r.request_id for r in scheduler.running],
-            swapped=[r.request_id for r in scheduler.swapped],
+            arrived=self._arrived,
+            finished=self._ended,
+            **fields,
             held=self._held(),
             num_free_blocks=pool.num_free,
             num_blocks=pool.num_blocks,
             num_evictions=pool.num_evictions,
         )
-        self._held_before = record.held
+        # The next step may begin before this one is finished: everything up to now belongs to this one.
+        self._arrived, self._ended, self._held_before = {}, {}, record.held
         if self._snapshot_due:
             self._snapshot_due = False
             record.snapshot = self._snapshot(record.held)
@@ -152,16 +139,14 @@ class StepRecorder:
         if record is None:
             return
         record.duration = duration
-        sampled = result.sampled
         for request in record.requests:
-            token = sampled.get(request.request_id)
-            if token is not None:
+            if (token := result.sampled.get(request.request_id)) is not None:
                 request.sampled.append(token.token_id)
         record.finished |= ends
-        if record.snapshot is not None:
-            self._sinks, self._new_sinks = self._sinks + self._new_sinks, []
-        for sink in self._sinks:
-            sink(record)
+        for sink, has_started in list(self._sinks.items()):
+            if has_started or record.snapshot is not None:
+                self._sinks[sink] = True
+                sink(record)
 
     def _tell_latecomers(self, ends: dict[str, str]) -> None:
         """Repeat ended requests for new readers. A snapshot that was taken while a step was in flight contains requests that end with

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -158,6 +159,18 @@ class StepBroadcast:
         self._streams = []
 
 
+@dataclass
+class SequenceText:
+    """What a sequence was asked and has answered; `new` is what no line contains yet."""
+
+    sequence_id: str
+    prompt: str | list[int]
+    text: str = ""
+    new: str = ""
+    engine: int = 0
+    ended: bool = False
+
+
 class RequestTexts:
     """Keeps the prompts and answers of running requests, and adds them to the lines of the engines' traces.
 
@@ -167,35 +180,24 @@ class RequestTexts:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sequence_ids: dict[tuple[str, int], str] = {}  # request id, index of the completion
-        self._prompts: dict[str, str | list[int]] = {}  # by sequence id, as all that follow
-        self._said: dict[str, str] = {}
-        # By engine, since each has lines of its own:
-        self._new: dict[int, dict[str, str]] = {}  # since its last line
-        self._ended: dict[int, list[tuple[str, int]]] = {}
-        self._numbers: dict[int, dict[str, int]] = {}
+        self._sequences: dict[tuple[str, int], SequenceText] = {}  # by request id and index of the completion
+        self._numbers: dict[int, dict[str, int]] = {}  # by engine, since each has lines of its own
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Note that a request was queued; see `InputProcessor.process`."""
-        for engine, ended in self._ended.items():
-            self._ended[engine] = [key for key in ended if key[0] != request_id]  # an earlier one of this id
         for index, request in enumerate(requests):
-            self._sequence_ids[request_id, index] = request.request_id
-            self._prompts[request.request_id] = request.prompt_token_ids if prompt is None else _beginning(prompt)
-            self._said[request.request_id] = ""
+            content = request.prompt_token_ids if prompt is None else _beginning(prompt)
+            self._sequences[request_id, index] = SequenceText(request.request_id, content)
 
     def add(self, output: RequestOutput) -> None:
         """Note a request's new text, or its end."""
         for piece in output.outputs:
             key = (output.request_id, piece.index)
-            sequence_id = self._sequence_ids[key]
-            self._said[sequence_id] = _end(self._said[sequence_id] + piece.text)
-            new = self._new.setdefault(piece.engine, {})
-            new[sequence_id] = new.get(sequence_id, "") + piece.text
-            if piece.finish_reason == "abort" and not self._said[sequence_id]:
+            sequence = self._sequences[key]
+            sequence.text, sequence.new = _end(sequence.text + piece.text), sequence.new + piece.text
+            sequence.engine, sequence.ended = piece.engine, piece.finished
+            if piece.finish_reason == "abort" and not sequence.text:
                 self._drop(key)  # its engine may be unknown, and there is no text to show
-            elif piece.finished:
-                self._ended.setdefault(piece.engine, []).append(key)
 
     def write(self, line: bytes, is_start: bool, is_last: bool, engine: int) -> tuple[bytes, bytes | None]:
         """Put texts into a line.
@@ -213,41 +215,35 @@ class RequestTexts:
         numbers = {} if is_start else self._numbers.get(engine, {})
         numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
         self._numbers[engine] = numbers
+        known = [(numbers[s.sequence_id], s) for s in self._sequences.values() if s.sequence_id in numbers]
         # Thousands may wait: a prompt is sent when its request begins to run.
         begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
-        new = self._new.get(engine, {}) if is_last else {}
-        shown = _line_with(content, self._prompts_of(begun, numbers), _numbered(new, numbers))
+        new = [(number, s.new) for number, s in known if is_last and s.new and s.engine == engine]
+        shown = _line_with(content, [(number, self._prompt(s)) for number, s in known if number in begun], new)
         if not is_start:
             return shown, None
         running = begun | {number for number, _ in content["snapshot"]["tables"]}
-        return shown, _line_with(content, self._prompts_of(running, numbers), _numbered(self._said, numbers))
+        prompts = [(number, self._prompt(s)) for number, s in known if number in running]
+        return shown, _line_with(content, prompts, [(number, s.text) for number, s in known if s.text])
 
-    def _prompts_of(self, shown: set[int], numbers: dict[str, int]) -> list[tuple[int, str]]:
-        if not shown:
-            return []
-        return [(n, self._prompt(s)) for s, n in numbers.items() if n in shown and s in self._prompts]
-
-    def _prompt(self, sequence_id: str) -> str:
-        prompt = self._prompts[sequence_id]
-        if not isinstance(prompt, str):
+    def _prompt(self, sequence: SequenceText) -> str:
+        if not isinstance(prompt := sequence.prompt, str):
             text = self._tokenizer.decode(prompt[:MAX_PROMPT_TOKENS], skip_special_tokens=False)
-            prompt = self._prompts[sequence_id] = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
-        return prompt
+            sequence.prompt = _beginning(text, len(prompt) > MAX_PROMPT_TOKENS)
+        return sequence.prompt  # type: ignore[return-value]
 
     def forget(self, engine: int) -> None:
         """Forget an engine's new texts: they have been passed on, or there is no reader."""
-        self._new.pop(engine, None)
-        for key in self._ended.pop(engine, ()):
-            self._drop(key)
+        for key, sequence in list(self._sequences.items()):
+            if sequence.engine == engine:
+                sequence.new = ""
+                if sequence.ended:
+                    self._drop(key)
 
     def _drop(self, key: tuple[str, int]) -> None:
-        sequence_id = self._sequence_ids.pop(key)
-        for texts in (self._prompts, self._said, *self._new.values(), *self._numbers.values()):
-            texts.pop(sequence_id, None)  # type: ignore[attr-defined]
-
-
-def _numbered(texts: dict[str, str], numbers: dict[str, int]) -> list[tuple[int, str]]:
-    return [(numbers[s], text) for s, text in texts.items() if text and s in numbers]
+        sequence = self._sequences.pop(key)
+        for numbers in self._numbers.values():
+            numbers.pop(sequence.sequence_id, None)
 
 
 def _beginning(text: str, is_cut: bool = False) -> str:

@@ -8,19 +8,11 @@ import gzip
 import logging
 import pathlib
 import zlib
-from collections.abc import Callable, Iterator
-from typing import IO, Any, TypeVar
+from collections.abc import Iterator
+from typing import IO, Any
 
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.trace.format import (
-    FORMAT_VERSION,
-    TraceDecoder,
-    TraceEncoder,
-    TraceError,
-    header_line,
-    parse_header,
-    require_sizes,
-)
+from nanovllm.trace.format import FORMAT_VERSION, TraceDecoder, TraceEncoder, TraceError, header_line, parse_header
 from nanovllm.trace.perfetto import write_events
 from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
 
@@ -29,7 +21,6 @@ __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "T
 logger = logging.getLogger(__name__)
 
 GZIP_MAGIC = b"\x1f\x8b"
-Result = TypeVar("Result")
 
 
 class Trace:
@@ -45,48 +36,41 @@ class Trace:
     def __init__(self, path: str | pathlib.Path | None = None, settings: dict[str, Any] | None = None) -> None:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
-        self._path = path
-        self._file = _open_for_writing(path) if path is not None else None
-        # Make each line readable at once. A compressor that is flushed after every line would compress nothing.
-        self._flushes = not str(path).endswith(".gz")
-        self._encoder: TraceEncoder | None = None
+        self._path, self._file = path, None
+        if path is not None:
+            self._file = _open_for_writing(path)
+            self._encoder = TraceEncoder(self.settings)
+            self._write(header_line(self.settings))
 
     def record(self, step: StepRecord) -> None:
         """Append one step."""
         if self._path is None:
             self.steps.append(step)
         elif self._file is not None:
-            with waiting_for_others(), self._ending_the_file_on_error():
-                self._file.write(self._begin_file().encode(step))
-                if self._flushes:
-                    self._file.flush()
-
-    def _begin_file(self) -> TraceEncoder:
-        """The file's encoder. The header is written late, because the settings are complete only when the first step is recorded."""
-        if self._encoder is None:
-            assert self._file is not None
-            self._file.write(header_line(self.settings))
-            self._encoder = TraceEncoder(self.settings)
-        return self._encoder
+            self._write(self._encoder.encode(step))
 
     def close(self) -> None:
         """Finish the file, if there is one."""
         if self._file is not None:
-            with waiting_for_others(), self._ending_the_file_on_error():
-                self._begin_file()
-                self._file.close()
-            self._file = None
+            self._write(None)
+        self._file = None
 
-    @contextlib.contextmanager
-    def _ending_the_file_on_error(self) -> Iterator[None]:
+    def _write(self, line: bytes | None) -> None:
+        """Write a line, or finish the file (None)."""
+        file = self._file
+        assert file is not None
         try:
-            yield
+            with waiting_for_others():
+                if line is None:
+                    return file.close()
+                file.write(line)
+                # A compressor that is flushed after every line would compress nothing.
+                if not str(self._path).endswith(".gz"):
+                    file.flush()
         except OSError as error:
-            logger.warning(
-                "the trace %s ends here, and the engine continues without it: %s", self._path, error.strerror or error
-            )
-            assert self._file is not None
-            file, self._file = self._file, None
+            reason = error.strerror or error
+            logger.warning("the trace %s ends here, and the engine continues without it: %s", self._path, reason)
+            self._file = None
             with contextlib.suppress(OSError):  # closing writes the rest of the buffer, and fails again
                 file.close()
 
@@ -119,11 +103,13 @@ class Trace:
             TraceError: the file is not a trace, is of another version, was cut off, or a line is damaged; says which.
             OSError: there is no such file.
         """
-        header, *lines = read_lines(path, partial)
-        trace = cls(settings=parse_header(header, path))
-        decoder = TraceDecoder(trace.settings)
-        with _without_garbage_collection():  # the collector would walk over a million objects that all stay alive
-            trace.steps = list(_read_each(path, lines, decoder.decode))
+        settings, _, records = read_trace(path, partial)
+        trace = cls(settings=settings)
+        gc.disable()  # the collector would walk over a million objects that all stay alive
+        try:
+            trace.steps = list(records)
+        finally:
+            gc.enable()
         return trace
 
     def to_perfetto(self, path: str | pathlib.Path) -> None:
@@ -131,14 +117,16 @@ class Trace:
         write_events(self.steps, path)
 
 
-def read_lines(path: str | pathlib.Path, partial: bool = False) -> list[bytes]:
-    """The lines of a trace, beginning with the header, each without its end. Only the header is checked.
+def read_trace(
+    path: str | pathlib.Path, partial: bool = False
+) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
+    """The settings of a trace, its other lines, each without its end, and their records, which are read while they are asked for.
 
     Args:
         partial: leave out a last line that was cut off.
 
     Raises:
-        TraceError: not a trace, of another version, or cut off in the middle of a line.
+        TraceError: not a trace, of another version, or cut off in the middle of a line; or, while records are read, a damaged line.
         OSError: there is no such file.
     """
     data = pathlib.Path(path).read_bytes()
@@ -150,37 +138,22 @@ def read_lines(path: str | pathlib.Path, partial: bool = False) -> list[bytes]:
         except zlib.error as error:
             raise TraceError(f"{path} is damaged: {error}") from error
         compressed_whole = decompressor.eof
+    if data.endswith(b"}"):  # only the end of the last line is missing
+        data += b"\n"
     *lines, rest = data.split(b"\n")
-    if rest.endswith(b"}"):  # only the end of the line is missing
-        lines, rest = [*lines, rest], b""
-    parse_header(lines[0] if lines else rest, path)
+    settings = parse_header(lines[0] if lines else rest, path)
     if (rest or not compressed_whole) and not partial:
         raise TraceError(
             f"{path}, line {len(lines) + 1}: the file was cut off after {len(lines) - 1} whole steps, as that of a server "
             "that was killed; to read those, use --partial or Trace.load(path, partial=True)"
         )
-    return lines
+    return settings, lines[1:], _records(path, lines[1:], TraceDecoder(settings))
 
 
-def check_lines(path: str | pathlib.Path, partial: bool = False) -> tuple[dict[str, Any], list[bytes]]:
-    """The settings and the step lines of a trace, to pass them on. Every line is checked, but no record is kept in memory.
-
-    Raises:
-        TraceError: see `Trace.load`; or the header does not say how large the pool is.
-        OSError: there is no such file.
-    """
-    header, *lines = read_lines(path, partial)
-    settings = parse_header(header, path)
-    require_sizes(settings, path)
-    for _ in _read_each(path, lines, TraceDecoder(settings).decode):
-        pass
-    return settings, lines
-
-
-def _read_each(path: str | pathlib.Path, lines: list[bytes], read: Callable[[bytes], Result]) -> Iterator[Result]:
+def _records(path: str | pathlib.Path, lines: list[bytes], decoder: TraceDecoder) -> Iterator[StepRecord]:
     for number, line in enumerate(lines, start=2):
         try:
-            yield read(line)
+            yield decoder.decode(line)
         except ValueError as error:
             raise TraceError(f"{path}, line {number}: not a step record ({error})") from error
 
@@ -189,14 +162,3 @@ def _open_for_writing(path: str | pathlib.Path) -> IO[bytes]:
     if str(path).endswith(".gz"):
         return gzip.open(path, "wb", compresslevel=5)  # type: ignore[return-value]
     return open(path, "wb")
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

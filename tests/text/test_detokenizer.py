@@ -81,10 +81,8 @@ def check_detokenizer(tokenizer: Tokenizer, token_ids: list[int], sizes: list[in
     for piece in cut(token_ids, sizes):
         emitted += detokenizer.append(piece)
         assert expected.startswith(emitted), "what was emitted must be final"
-        assert detokenizer.text == emitted
     emitted += detokenizer.flush()
     assert emitted == expected
-    assert detokenizer.text == expected
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
@@ -278,11 +276,6 @@ def test_flush_gives_what_is_held_back_once() -> None:
     assert checker.append("the EN") == ("the ", None)
     assert checker.flush() == "EN"
     assert checker.flush() == ""
-
-
-def test_empty_stop_string_is_refused() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        StopChecker(["a", ""])
 
 
 class CountingText(str):
