@@ -9,6 +9,9 @@ from nanovllm.checkpoint.files import check_supported
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 
+# The loader lists all experts of a model. DeepSeek-V3 has 14,848.
+MOST_EXPERTS = 2**16
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -48,6 +51,10 @@ class MoEConfig:
     shared_as_routed: bool = False
 
     def __post_init__(self) -> None:
+        if self.num_experts * sum(self.sparse_layers) > MOST_EXPERTS:
+            raise ValueError(
+                f"{self.num_experts} experts per layer are too many: {MOST_EXPERTS} in all layers is the most"
+            )
         check_supported("scoring_func", self.scoring, ["softmax", "sigmoid"])
         if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
             raise ValueError(

@@ -167,6 +167,7 @@ def test_configurations_of_the_hub() -> None:
         ({"scoring_func": "tanh"}, "scoring_func 'tanh' is not supported"),
         ({"n_group": 3, "topk_group": 1}, "16 experts in n_group=3 groups"),
         ({"n_group": 8, "topk_group": 1}, "a token cannot visit 4 of 2 experts"),
+        ({"n_routed_experts": 2**16, "num_hidden_layers": 1000}, "65536 experts per layer are too many"),
     ],
 )
 def test_unknown_routing_is_refused(changes: dict[str, Any], message: str) -> None:
