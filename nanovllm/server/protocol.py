@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
 
 from nanovllm.data.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.errors import APIError
@@ -84,27 +83,19 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(None, description="with include_usage: in every chunk, so far")
 
 
-class SamplingBody(Body):
-    """The fields that completions and chats share. None means: not given."""
+# Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
+HINTS = get_type_hints(SamplingParams)
+PASSED_ON = [name for name in HINTS if name not in ("logit_bias", "logprobs")]
+_FIELDS: Any = {name: (HINTS[name] | None, None) for name in PASSED_ON}
+SamplingFields: Any = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+
+class SamplingBody(SamplingFields):  # type: ignore[misc]
+    """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
+
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
-    seed: int | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
-    max_tokens: int | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
     kv_transfer_params: dict[str, Any] | None = Field(
@@ -139,10 +130,6 @@ class SamplingBody(Body):
         if self.stream_options and not self.stream:
             raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
         return SamplingParams(**{**defaults, **given, **values})
-
-
-# Fields that become sampling parameters as they are.
-PASSED_ON = {f.name for f in dataclasses.fields(SamplingParams)} & SamplingBody.model_fields.keys() - {"logit_bias"}
 
 
 class CompletionRequest(SamplingBody):
