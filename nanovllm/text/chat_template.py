@@ -116,7 +116,7 @@ def main() -> None:
     limit = psutil.Process().memory_info().vms + RENDER_BYTES
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit it
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    try:
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
             template, messages, variables = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)  # SIGPROF ends the process
@@ -126,15 +126,11 @@ def main() -> None:
                 result: Any = render_jinja_template([messages], chat_template=template, **variables)
                 answer = result[0][0], None
             except MemoryError:
-                raise
+                os._exit(OUT_OF_MEMORY)
             except Exception as error:  # a template is a program and may raise anything
                 answer = None, str(error)
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send(answer)
-    except (EOFError, OSError):
-        pass  # the parent has ended
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":
