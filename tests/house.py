@@ -64,6 +64,7 @@ PARTS: dict[str, list[str]] = {
     "compiled operators": ["ops/native.py", "ops/cpu_*"],
     "GGUF files": ["checkpoint/gguf.py", "checkpoint/course_model.py"],
     "traces": ["trace/**/*", "server/page.py", "server/web/*", "cli/trace.py", "cli/replay.py"],
+    "chat in the terminal": ["cli/chat.py"],
     "workshop": ["lab/**/*"],
 }
 

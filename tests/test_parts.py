@@ -35,6 +35,7 @@ WANTED: dict[str, list[object]] = {
     "compiled operators": [],  # plain torch replaces them
     "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
+    "chat in the terminal": [["chat"]],
     "workshop": [["bench", "throughput"], ["kernels"]],
 }
 
