@@ -100,13 +100,8 @@ def activity_of_this_thread(rank: int) -> Callable[[], dict[int, Activity]]:
     return lambda: {rank: Activity(rest.depth > 0, step.since, latest_calls())}
 
 
-# What the ranks that this process watches do.
-_heard: dict[int, Activity] = {}
-
-
-def heard_activities() -> dict[int, Activity]:
-    """What the ranks that this process watches do: this process reports it to its own parent."""
-    return dict(_heard)
+# What the ranks that this process watches do: a process reports it to its own parent.
+heard_activities: dict[int, Activity] = {}
 
 
 class HangDetector:
@@ -267,7 +262,7 @@ class Peer:
             self.complaint = message
         elif isinstance(message, dict):
             self.activities = message
-            _heard.update(message)
+            heard_activities.update(message)
 
     def drain(self, connection: Connection) -> None:
         """Take in every message that has arrived on a connection, without waiting for more."""
@@ -322,7 +317,7 @@ class Watch:
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):
                     for rank in peer.activities:  # they may be outdated
-                        _heard.pop(rank, None)
+                        heard_activities.pop(rank, None)
                     peer.heard, peer.activities = now, {}
                     continue
                 return Complaint(False, f"{peer}, hangs: nothing was heard of it for {SILENCE_SECONDS:g} seconds")

@@ -199,7 +199,7 @@ def main() -> None:
     config, commands, reports = connection.recv()
     mouth = Mouth(connection.send)
     is_rank = config.world_size == 1  # else its ranks have processes of their own
-    mouth.watch_this_thread(activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities)
+    mouth.watch_this_thread(activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities.copy)
     mouth.start()
     code: Any = 0
     try:

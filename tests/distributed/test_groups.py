@@ -184,12 +184,8 @@ def other_traffic() -> dict[str, Any]:
     result["objects"] = group.all_gather_object({"rank": me}) == [{"rank": r} for r in range(n)]
     result["object"] = group.broadcast_object(("from", me), n - 1) == ("from", n - 1)
     group.barrier()
-    for collective, error in (
-        (lambda: group.all_to_all(torch.zeros(n + 1), [1] * n, [1] * n), "do not divide"),
-        (lambda: group.reduce_scatter(torch.zeros(4 * n + 1)), "cannot be scattered equally"),
-    ):
-        with pytest.raises(ValueError, match=error):
-            collective()
+    with pytest.raises(ValueError, match="cannot be scattered equally"):
+        group.reduce_scatter(torch.zeros(4 * n + 1))
     before, sent = Counter(group.calls), Counter(group.bytes_sent)
     group.all_reduce(torch.zeros(10, 3))
     group.all_reduce(torch.zeros(7, dtype=torch.float64))

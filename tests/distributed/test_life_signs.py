@@ -235,7 +235,7 @@ def test_the_silence_of_a_rank_that_a_debugger_holds_does_not_count(monkeypatch:
         return watch.look(lambda timeout: None)
 
     assert verdict() is None
-    assert ranks[1].activities == {} and 1 not in heard_activities()
+    assert ranks[1].activities == {} and 1 not in heard_activities
     assert verdict() is None
     held.clear()
     complaint = verdict()
