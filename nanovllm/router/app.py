@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
@@ -25,11 +26,11 @@ from starlette.routing import Route
 import nanovllm
 from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backends, describe
 from nanovllm.router.call import NOT_PASSED_ON, Call
-from nanovllm.router.metrics import Metrics
 from nanovllm.router.policies import choose
 from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import unless_disconnected
+from nanovllm.server.metrics import MetricSet
 from nanovllm.server.middleware import protect
 from nanovllm.server.streams import ClosingStream
 
@@ -39,6 +40,33 @@ logger = logging.getLogger("nanovllm.router")
 MAX_ATTEMPTS = 3
 # The routes whose requests a prefill server may prepare.
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+
+# Metrics, named like those of vLLM's router, with our prefix.
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 240, 480)
+LABELS = ("worker", "role")
+TABLE = {
+    "worker_health": (GaugeMetricFamily, "1 if the server gets requests", "is_healthy"),
+    "running_requests": (GaugeMetricFamily, "Requests that were sent to the server and have not ended", "num_running"),
+    "processed_requests": (CounterMetricFamily, "Requests that a server has answered", "num_answered"),
+    "request_errors": (CounterMetricFamily, "Requests that a server has failed to answer", "num_failures"),
+}
+TRANSFERS = (
+    "Requests whose KV was to come from a prefill server (offered), and those that were computed anew (recomputed)"
+)
+
+
+class Metrics(MetricSet):
+    """All metrics of a router, in a registry of their own."""
+
+    def __init__(self, backends: Sequence[Backend]) -> None:
+        sources = [((backend.url, backend.role), backend) for backend in backends]
+        super().__init__("nanovllm_router_", LABELS, TABLE, lambda: sources)
+        self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
+        self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
+        self.transfers = self.add(Counter, "kv_transfers", TRANSFERS, ["outcome"])
+        name, about = "generate_duration_seconds", "From a request's arrival to the beginning of its answer"
+        self.time_to_headers = self.add(Histogram, name, about, ["route"], buckets=BUCKETS)
 
 
 class PrefillAnswer(msgspec.Struct):
@@ -244,7 +272,7 @@ class RouterApp:
     async def overview(self, request: Request) -> Response:
         """GET /: links to the servers, each of which has a page that shows it at work."""
         lines = "".join(
-            f'<li>{server.role} {server.index}: <a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
+            f'<li>{server.role}: <a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
             for server in [*self.prefill, *self.decode]
         )
         return HTMLResponse(f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>")

@@ -60,7 +60,6 @@ class Backend:
     Args:
         url: such as http://127.0.0.1:8100.
         role: "regular": the server does both prefill and decode.
-        index: its position among the servers of this role.
 
     Attributes:
         num_running, num_answered, num_failures: requests that the router has sent to it and that have not ended, that it has
@@ -74,8 +73,8 @@ class Backend:
         ValueError: not such a URL.
     """
 
-    def __init__(self, url: str, role: Role, index: int) -> None:
-        self.url, self.role, self.index = url.rstrip("/"), role, index
+    def __init__(self, url: str, role: Role) -> None:
+        self.url, self.role = url.rstrip("/"), role
         self._origin = origin = httpcore.URL(self.url)
         if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
             raise ValueError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")

@@ -22,7 +22,7 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
         ValueError: a text that is no URL of a server, or a URL that is given twice.
     """
     given: dict[Role, Sequence[str]] = {"prefill": prefill, "decode": decode, "regular": regular}
-    servers = [Backend(url, role, i) for role, urls in given.items() for i, url in enumerate(urls)]
+    servers = [Backend(url, role) for role, urls in given.items() for url in urls]
     urls = [server.url for server in servers]
     if twice := [url for url in urls if urls.count(url) > 1]:
         raise ValueError(f"{twice[0]} is named twice: every server has one role")
