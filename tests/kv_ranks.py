@@ -82,15 +82,15 @@ class Rank:
     def push(self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]) -> None:
         """Write blocks of all layers, and finish."""
         for layer in self.layout.layers:
-            self.transport.write(transfer_id, peers, layer, local, remote)
-        self.transport.finish_writes(transfer_id, peers)
+            self.transport.push(transfer_id, peers, layer, local, remote)
+        self.transport.finish_push(transfer_id, peers)
 
     def push_layer(
         self, transfer_id: str, peers: list[dict[str, Any]], layer: int, local: list[int], remote: list[int]
     ) -> None:
         """The same for one layer, if this rank has it, and without an end."""
         if layer in self.layout.layers:
-            self.transport.write(transfer_id, peers, layer, local, remote)
+            self.transport.push(transfer_id, peers, layer, local, remote)
 
     def wait(self, count: int = 1, seconds: float = 60.0) -> list[Ended]:
         """So many transfers that have ended, by their ids."""

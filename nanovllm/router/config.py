@@ -16,8 +16,8 @@ class RouterConfig(Flags):
         policy: which server gets a request: each in turn, or the one that has seen its beginning before
         kv_order: prefill_first: a prefill server computes the prompt, then a decode server fetches its KV; decode_first: a decode
             server asks a prefill server for the blocks that it has not cached itself
-        kv_direction: with decode_first: the prefill server writes KV into the decode server's blocks while it computes (push), or
-            the decode server reads it afterwards (pull); prefill_first always pulls
+        kv_direction: with decode_first: the decode server reads KV layer by layer while the prefill server computes (push), or all
+            at once afterwards (pull); prefill_first always pulls
         kv_load_failure_policy: what becomes of a request when no prefill server is available: a decode server computes its prompt,
             or the router answers 503
         prefill_timeout: seconds after which a prefill server is too late

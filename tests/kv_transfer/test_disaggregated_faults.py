@@ -23,20 +23,10 @@ from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore
 from nanovllm.kv.connector import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
-from nanovllm.kv_transfer.pd.control import (
-    PATIENCE,
-    PURPOSE,
-    Cancel,
-    Claim,
-    Introduction,
-    Leases,
-    Prefill,
-    Prefilled,
-    Release,
-    encode,
-)
-from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect, secret
-from nanovllm.kv_transfer.transport.local import SharedReach
+from nanovllm.kv_transfer.pd.control import Claim, Leases, Prefill, Prefilled, Release, credentials, encode
+from nanovllm.kv_transfer.transport.base import Rank
+from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect
+from nanovllm.kv_transfer.transport.local import LocalLink
 from nanovllm.runner.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
@@ -113,11 +103,7 @@ def reach(fleet: Fleet, way: str, stage: str, make_gate: Callable[..., Gate]) ->
     stepped)."""
     producer, consumer = fleet.engines
     params = prefilled(fleet, producer) if way == "prefill first" else decode_first(producer, way)
-    gates = {
-        "asked": (control, "connect"),
-        "moving": (SharedReach, "write" if way == "push" else "read"),
-        "confirming": (Leases, "release"),
-    }
+    gates = {"asked": (control, "connect"), "moving": (LocalLink, "read"), "confirming": (Leases, "release")}
     gate = make_gate(*gates[stage]) if stage in gates else None
     ask(consumer, "r", PROMPT, params=params)
     if gate is not None:
@@ -155,9 +141,9 @@ def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expect
     closer.start()
     if opened is not None:
         if stage == "asked":
-            fleet.run_until(producer.connector.producer._listener._closed.is_set)
+            fleet.run_until(producer.connector._listener._closed.is_set)
         else:
-            fetches = consumer.connector.consumer.fetches
+            fetches = consumer.connector.fetches
             fleet.run_until(lambda: all(fetch.error for fetch in fetches.values() if fetch.request_id == "r"))
         opened.open()
     closer.join()
@@ -167,11 +153,11 @@ def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expect
     assert fleet.tokens("plain") == reference_tokens(consumer.config.model, OTHER, 14)
     if stage != "asked":
         # The next one finds nobody: and the consumer keeps no book of those who have gone.
-        ask(consumer, "r2", PROMPT, params=decode_first([*producer.connector.producer.address], "pull"))
+        ask(consumer, "r2", PROMPT, params=decode_first([*producer.connector.address], "pull"))
         fleet.run_until(lambda: fleet.finished("r2") is not None)
         fleet.settle()
-    assert len(consumer.connector.consumer._producers) <= 1
-    assert not consumer.connector.consumer.fetches
+    assert len(consumer.connector._producers) <= 1
+    assert not consumer.connector.fetches
 
 
 KILLED = [
@@ -179,13 +165,13 @@ KILLED = [
     ("pull", (ModelRunner, "launch")),
     ("pull", (Leases, "release")),
     ("push", (ModelRunner, "launch")),
-    ("push", (SharedReach, "write")),
+    ("push", (Rank, "push")),
 ]
 
 
 @pytest.mark.parametrize(("way", "frozen_at"), KILLED)
 def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: Any, expected: list[int]) -> None:
-    """SIGKILL, while it computes, writes into the consumer's memory, or is asked whether all was right."""
+    """SIGKILL, while it computes, offers blocks, or is asked whether all was right."""
     consumer, child = engines("kv_consumer"), Child(checkpoint, "kv_producer", frozen_at)
     fleet = Fleet([consumer])
     params = decode_first(child.address, way)
@@ -201,31 +187,31 @@ def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_producer_stops_while_it_writes(policy: str, checkpoint: str, engines: Any, expected: list[int]) -> None:
-    """SIGSTOP in mid-write: nobody waits for it for ever, and the blocks are nobody else's as long as it may go on."""
+@pytest.mark.parametrize("frozen_at", [(Rank, "push"), (Rank, "finish")])
+def test_producer_stops_while_it_pushes(
+    frozen_at: Any, policy: str, checkpoint: str, engines: Any, expected: list[int]
+) -> None:
+    """SIGSTOP: the consumer does not wait for ever, and gets its blocks back at once: no other process writes to them."""
     consumer = engines("kv_consumer", policy, settings={"prefill_timeout": 1.0, "timeout": 1.0})
-    child, fleet = Child(checkpoint, "kv_producer", (SharedReach, "write")), Fleet([consumer])
+    child, fleet = Child(checkpoint, "kv_producer", frozen_at), Fleet([consumer])
     ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
     fleet.run_until(lambda: child.is_frozen)
     assert child.process.pid is not None
     os.kill(child.process.pid, signal.SIGSTOP)
     check(fleet, policy, expected)
-    assert consumer.manager.held and consumer.manager.pool.usage > 0
+    fleet.settle()
     child.kill()
     fleet.settle()
 
 
-def test_producer_stops_while_it_writes_and_a_step_breaks_off(
+def test_producer_stops_while_it_pushes_and_a_step_breaks_off(
     checkpoint: str, engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP in mid-write, and then a step of the consumer fails: it starts over within a bounded time, and its next requests do not
-    get the blocks to which the producer may still write."""
-    monkeypatch.setattr(disaggregated, "STOP_SECONDS", 0.3)
-    consumer, child = engines("kv_consumer"), Child(checkpoint, "kv_producer", (SharedReach, "write"))
+    """SIGSTOP, and then a step of the consumer fails: it starts over at once."""
+    consumer, child = engines("kv_consumer"), Child(checkpoint, "kv_producer", (Rank, "push"))
     fleet = Fleet([consumer])
     ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
     fleet.run_until(lambda: child.is_frozen)
-    table = list(consumer.manager.tables["r"])
     assert child.process.pid is not None
     os.kill(child.process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
@@ -233,11 +219,8 @@ def test_producer_stops_while_it_writes_and_a_step_breaks_off(
         ask(consumer, "victim", OTHER)
         with pytest.raises(RuntimeError, match="broke"):
             fleet.run_until(lambda: False)
-    assert not consumer.has_unfinished
-    assert [sorted(held) for held in consumer.manager.held.values()] == [sorted(table)]
+    assert not consumer.has_unfinished and not consumer.manager.held
     ask(consumer, "r", PROMPT)
-    fleet.step()
-    assert not set(consumer.manager.tables["r"]) & set(table)
     assert fleet.complete("r") == expected
     child.kill()
     fleet.settle()
@@ -260,7 +243,7 @@ def test_producer_was_killed_before(policy: str, checkpoint: str, engines: Any, 
 
 @pytest.mark.parametrize(
     ("way", "frozen_at"),
-    [("prefill first", (SharedReach, "read")), ("pull", (SharedReach, "read")), ("pull", None), ("push", None)],
+    [(way, (LocalLink, "read")) for way in ("prefill first", "pull", "push")] + [("pull", None), ("push", None)],
 )
 def test_consumer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: Any) -> None:
     """While it reads, or with an order that nobody has begun: what was held for it is free at once."""
@@ -270,25 +253,12 @@ def test_consumer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
     child.ask("r", PROMPT, params=params)
     if frozen_at is not None:
         fleet.run_until(lambda: child.is_frozen)
-        assert producer.stats.num_held_requests == 1
+        assert producer.manager.pool.usage > 0, "a thread reads these blocks"
     else:
         wait_for(lambda: producer.has_work)
     child.kill()
     fleet.settle()
-    assert not producer.connector.producer.orders
-
-
-def test_consumer_is_killed_while_written_to(checkpoint: str, engines: Any, gate: Any) -> None:
-    producer, child = engines("kv_producer"), Child(checkpoint, "kv_consumer")
-    fleet, opened = Fleet([producer]), gate(SharedReach, "write")
-    child.ask("r", PROMPT, params=decode_first(producer, "push"))
-    fleet.run_until(opened.entered.is_set)
-    child.kill()
-    for _ in range(20):
-        fleet.step()
-    assert producer.manager.pool.usage > 0, "a thread still reads these blocks"
-    opened.open()
-    fleet.settle()
+    assert not producer.connector.orders
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -321,7 +291,7 @@ def test_client_leaves(way: str, stage: str, engines: Any, expected: list[int], 
         opened.open()
     fleet.settle()
     assert fleet.finished("r") is None
-    assert not consumer.connector.consumer.fetches and not producer.connector.producer.orders
+    assert not consumer.connector.fetches and not producer.connector.orders
     ask(consumer, "r", PROMPT, params=decode_first(producer, "pull"))
     assert fleet.complete("r") == expected
     assert fleet.finished("r").num_cached_tokens == len(PROMPT) - 1
@@ -370,10 +340,10 @@ def test_no_consumer_gets_the_request(engines: Any) -> None:
 def test_blocks_that_a_consumer_reads_stay_held(engines: Any, expected: list[int], gate: Any) -> None:
     """The router believes that no consumer got the request; but one has claimed the blocks."""
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
-    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
+    fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: bool(producer.connector.producer.leases._leases["there"].claims))
+    fleet.run_until(lambda: bool(producer.connector.leases._leases["there"].claims))
     producer.abort_request("there")
     fleet.step()
     assert producer.stats.num_held_requests == 1
@@ -399,10 +369,10 @@ def test_lease_has_ended(policy: str, engines: Any, expected: list[int]) -> None
 def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any) -> None:
     """Its lease does not end with the time in which somebody has to claim it."""
     producer, consumer = engines("kv_producer", settings={"lease_seconds": 0.2}), engines("kv_consumer")
-    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
+    fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: bool(producer.connector.producer.leases._leases["there"].claims))
+    fleet.run_until(lambda: bool(producer.connector.leases._leases["there"].claims))
     limit = time.monotonic() + 0.3
     fleet.run_until(lambda: time.monotonic() > limit)
     assert producer.stats.num_held_requests == 1
@@ -415,7 +385,7 @@ def test_reader_stops(engines: Any, expected: list[int], gate: Any, monkeypatch:
     """It has claimed blocks, is there, and does not read: they are given up, and what it reads later counts for nothing."""
     monkeypatch.setattr(control, "CLAIM_SECONDS", 0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
-    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "read")
+    fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
     fleet.run_until(lambda: producer.stats.num_held_requests == 0)
@@ -445,11 +415,11 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
     """A request that is being pushed has to give way to an urgent one: its blocks stay until nobody reads them."""
     producer = engines("kv_producer", num_kv_blocks=11, long_prefill_token_threshold=1, scheduling_policy="priority")
     consumer = engines("kv_consumer", policy)
-    fleet, opened = Fleet([producer, consumer]), gate(SharedReach, "write")
+    fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
     fleet.run_until(lambda: opened.entered.wait(0.1))  # the pushing thread gets there before many more steps are made
     ask(producer, "urgent", OTHER, 50, priority=-1)  # alone: there is no other request to preempt instead
-    fleet.run_until(lambda: not producer.connector.producer.orders)
+    fleet.run_until(lambda: not producer.connector.orders)
     opened.open()
     assert fleet.complete("urgent") == reference_tokens(consumer.config.model, OTHER, 50)
     check(fleet, policy, expected)
@@ -576,9 +546,7 @@ def test_wrong_number_of_blocks(engines: Any, expected: list[int]) -> None:
 @contextmanager
 def stranger(producer: EngineCore, ranks: list[dict[str, Any]]) -> Iterator[Connection]:
     """Somebody who knows the secret, and pretends to be an engine with these ranks."""
-    connection = connect(*address(producer), secret(), producer.connector.identity, purpose=PURPOSE, patience=PATIENCE)
-    connection.receive(5)
-    connection.send(encode(Introduction("stranger", ranks)))
+    connection = connect(*address(producer), credentials(producer.connector.identity, ranks))
     try:
         yield connection
     finally:
@@ -622,7 +590,6 @@ def test_nonsense_from_a_consumer(engines: Any, expected: list[int]) -> None:
         params = prefilled(fleet, producer)
         connection.send(encode(Claim("there", b"what it guesses")))
         connection.send(encode(Release("there")))
-        connection.send(encode(Cancel("there")))
         connection.receive(5)
         assert producer.stats.num_held_requests == 2  # and what was computed for "twice"
         ask(consumer, "s", [*PROMPT[:-1], 9], params=params)
@@ -646,7 +613,7 @@ def test_push_to_nowhere(ranks: str, blocks: list[int], engines: Any, expected: 
         connection.send(encode(order("push", push=blocks)))
         wait_for(lambda: producer.has_work)
         fleet.settle()
-        assert not producer.connector.producer.orders
+        assert not producer.connector.orders
     assert all(cache.equal(old) for cache, old in zip(consumer.runner.kv_caches, before, strict=True))
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
     assert fleet.complete("r") == expected
@@ -671,23 +638,17 @@ def test_noise(noise: bytes, engines: Any, expected: list[int]) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", ["pull", "push", "prefill first"])
 @pytest.mark.parametrize(
-    "answers",
-    [
-        [b"garbage"],
-        [encode(Prefilled("x"))],
-        [encode(Introduction("liar", [])), b"garbage"],
-        [encode(Introduction("liar", [{"host": 3}])), "few"],
-        [encode(Introduction("liar", [])), "many"],
-        [encode(Introduction("liar", []))],
-    ],
-    ids=["garbage", "no introduction", "then garbage", "no ranks at all", "other blocks", "silent"],
+    ("ranks", "answers"),
+    [("garbage", []), ([], [b"garbage"]), ([{"host": 3}], ["few"]), ([], ["many"]), ([], [])],
+    ids=["garbage", "then garbage", "no ranks at all", "other blocks", "silent"],
 )
-def test_nonsense_from_a_producer(answers: list[Any], way: str, policy: str, engines: Any, expected: list[int]) -> None:
+def test_nonsense_from_a_producer(
+    ranks: Any, answers: list[Any], way: str, policy: str, engines: Any, expected: list[int]
+) -> None:
     """A producer that lies, or says what nobody understands, and then leaves."""
     consumer = engines("kv_consumer", policy)
 
     def lie(connection: Connection) -> None:
-        connection.receive(5)
         asked = msgspec.msgpack.decode
         for answer in answers:
             if isinstance(answer, str):
@@ -695,11 +656,11 @@ def test_nonsense_from_a_producer(answers: list[Any], way: str, policy: str, eng
                 blocks = [0] if answer == "few" else [10**9] * 6
                 answer = encode(Prefilled(request.get("transfer_id", ""), blocks))
             connection.send(answer)
-        if len(answers) == 1:
+        if not answers:
             with suppress(PeerLost, TimeoutError):
                 connection.receive(0.5)
 
-    liar = Listener("127.0.0.1", 0, secret(), consumer.connector.identity, lie, PURPOSE)
+    liar = Listener("127.0.0.1", 0, credentials(consumer.connector.identity, ranks), lie)
     fleet = Fleet([consumer])
     params = decode_first([*liar.address], way)
     if way == "prefill first":
@@ -749,7 +710,7 @@ def test_a_step_breaks_off(
         tokens = fleet.complete("r")
         assert tokens == expected
     fleet.settle()
-    assert not consumer.connector.consumer.fetches and not producer.connector.producer.orders
+    assert not consumer.connector.fetches and not producer.connector.orders
     for way in ("push", "pull"):
         consumer.reset_prefix_cache()
         ask(consumer, "r", PROMPT, params=decode_first(producer, way))
@@ -815,7 +776,7 @@ def test_a_consumer_that_does_not_read_is_no_hang() -> None:
             raise PeerLost("it takes nothing")
 
     connection: Any = Stopped()
-    control.Consumer(connection, Introduction("consumer", [])).tell(Prefilled("a", [1]))
+    control.Consumer(connection, []).tell(Prefilled("a", [1]))
     assert waits == [True]
 
 
@@ -895,5 +856,5 @@ def test_nothing_grows(
         one_round()
     # A connection's threads see a moment later that it has ended.
     wait_for(lambda: all(now <= then for now, then in zip(size(), before, strict=True)))
-    assert len(consumer.connector.consumer._producers) <= 3
+    assert len(consumer.connector._producers) <= 3
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

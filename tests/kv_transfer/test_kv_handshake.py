@@ -9,9 +9,7 @@ import select
 import socket
 import struct
 import threading
-import zlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -19,10 +17,11 @@ from hypothesis import strategies as st
 
 from nanovllm.kv_transfer.transport import handshake
 from nanovllm.kv_transfer.transport.connection import MAX_MESSAGE, Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.handshake import HandshakeError, Listener, connect, secret
+from nanovllm.kv_transfer.transport.handshake import Credentials, HandshakeError, Listener, connect, secret
 
 SECRET = b"only for those who may"
 SAME: dict[str, str | int] = {"model": "llama", "block_size": 16}
+KNOWN = Credentials(SECRET, SAME, b"hello", timeout=2.0)
 
 
 def echo(connection: Connection) -> None:
@@ -36,7 +35,7 @@ def echo(connection: Connection) -> None:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = Listener("127.0.0.1", 0, SECRET, SAME, echo, timeout=2.0)
+    made = Listener("127.0.0.1", 0, KNOWN, echo)
     yield made
     made.close()
 
@@ -68,12 +67,12 @@ def is_closed(sock: socket.socket) -> bool:
     return True
 
 
-def works(listener: Listener, **options: Any) -> bool:
-    connection = connect(*listener.address, SECRET, SAME, **options)
+def works(listener: Listener) -> bool:
+    connection = connect(*listener.address, KNOWN)
     connection.send(b"hello")
     answer = connection.receive(10)
     connection.close()
-    return answer == b"hello"
+    return answer == connection.hello == b"hello"
 
 
 # ------------------------------------------------------------------------------------------------ who is let in
@@ -90,15 +89,9 @@ def test_it_listens_only_where_it_was_asked_to(listener):
 @pytest.mark.parametrize("wrong", [b"something else entirely", SECRET[:-1], SECRET + b" ", b""])
 def test_who_has_another_secret_is_not(listener, wrong, caplog):
     with pytest.raises(HandshakeError, match="secret"):
-        connect(*listener.address, wrong, SAME)
+        connect(*listener.address, Credentials(wrong, SAME))
     assert works(listener)
     assert "does not know the secret" in caplog.text
-
-
-def test_who_comes_for_something_else_is_not(listener):
-    with pytest.raises(HandshakeError):
-        connect(*listener.address, SECRET, SAME, purpose="other")
-    assert works(listener, purpose="kv")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +106,7 @@ def test_who_comes_for_something_else_is_not(listener):
 )
 def test_both_say_what_differs(listener, theirs, message, caplog):
     with pytest.raises(HandshakeError, match=message):
-        connect(*listener.address, SECRET, theirs)
+        connect(*listener.address, Credentials(SECRET, theirs))
     assert works(listener)
     words = message.replace(" here", " HERE").replace(" there", " here").replace(" HERE", " there").split()
     assert set(words) <= set(caplog.text.replace(",", "").split())
@@ -135,7 +128,7 @@ def test_a_listener_that_does_not_know_the_secret_is_left():
         thread = threading.Thread(target=pretend)
         thread.start()
         with pytest.raises(HandshakeError, match="does not know the secret"):
-            connect(*server.getsockname(), SECRET, {"hidden": "fingerprint"})
+            connect(*server.getsockname(), Credentials(SECRET, {"hidden": "fingerprint"}))
         thread.join(10)
     assert len(received[0]) == 32 and received[1] == b""  # the proof, and nothing else
 
@@ -145,12 +138,12 @@ def test_an_answer_is_worth_nothing_a_second_time(listener):
     said: list[bytes] = []
 
     class Recorder(Connection):
-        def send_raw(self, views: list[memoryview]) -> None:
+        def send_raw(self, views: Sequence[bytes | memoryview]) -> None:
             said.extend(bytes(view) for view in views)
             Connection.send_raw(self, views)
 
     connection = Recorder(raw(listener), "listener")
-    handshake._shake_hands(connection, True, SECRET, SAME, "kv", 10)
+    handshake._shake_hands(connection, True, KNOWN)
     connection.close()
     again = raw(listener)
     again.sendall(b"".join(said))
@@ -206,13 +199,12 @@ def test_many_who_say_nothing_do_not_use_up_the_listener(listener, monkeypatch, 
 
 def test_an_endless_fingerprint_is_refused(listener):
     connection = Connection(raw(listener), "listener")
-    nonce, theirs = os.urandom(32), bytearray(len(handshake._HELLO) + 32)
-    connection.send_raw([memoryview(handshake._HELLO + nonce)])
-    connection.receive_raw([memoryview(theirs)])
-    nonces = nonce + bytes(theirs[len(handshake._HELLO) :])
-    connection.send_raw([memoryview(handshake._proof(SECRET, "client", "kv", nonces))])
-    fields = struct.pack("<4sIQI", b"nvkv", 0xFFFFFFFF, 0, 0)
-    connection.send_raw([memoryview(fields + struct.pack("<I", zlib.crc32(fields)))])
+    nonce = os.urandom(32)
+    connection.send_raw([handshake._HELLO + nonce])
+    theirs = connection.read(len(handshake._HELLO) + 32)
+    nonces = nonce + theirs[len(handshake._HELLO) :]
+    connection.send_raw([handshake._proof(SECRET, "client", nonces)])
+    connection.send_raw([struct.pack("<4sIQ", b"nvkv", 0xFFFFFFFF, 0)])
     assert is_closed(connection._socket)
     assert works(listener)
 
@@ -221,7 +213,7 @@ def test_nobody_listens_there():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(PeerLost, match=str(port)):
-        connect("127.0.0.1", port, SECRET, SAME, 5)
+        connect("127.0.0.1", port, KNOWN)
 
 
 def test_an_error_in_what_is_done_with_a_connection_ends_only_that(caplog):
@@ -231,8 +223,8 @@ def test_an_error_in_what_is_done_with_a_connection_ends_only_that(caplog):
         connection.send(b"hello")
 
     with caplog.at_level(logging.ERROR):
-        listener = Listener("127.0.0.1", 0, SECRET, SAME, fail)
-        connection = connect(*listener.address, SECRET, SAME)
+        listener = Listener("127.0.0.1", 0, KNOWN, fail)
+        connection = connect(*listener.address, KNOWN)
         connection.send(b"fail")
         with pytest.raises(PeerLost):
             connection.receive(10)
@@ -243,8 +235,8 @@ def test_an_error_in_what_is_done_with_a_connection_ends_only_that(caplog):
 
 def test_closing_a_listener_ends_its_connections_and_threads():
     before = threading.active_count()
-    listener = Listener("127.0.0.1", 0, SECRET, SAME, echo)
-    connections = [connect(*listener.address, SECRET, SAME) for _ in range(3)]
+    listener = Listener("127.0.0.1", 0, KNOWN, echo)
+    connections = [connect(*listener.address, KNOWN) for _ in range(3)]
     listener.close()
     for connection in connections:
         with pytest.raises(PeerLost):
@@ -361,14 +353,14 @@ def test_any_flipped_bit_is_found(pair):
             connection = Connection(server.accept()[0], "client", patience=5)
             client.sendall(changed)
             client.shutdown(socket.SHUT_WR)
-            with pytest.raises(CorruptFrame):
+            with pytest.raises(PeerLost):  # a frame that claims to be longer never ends
                 connection.receive(5)
                 connection.receive_payload([memoryview(bytearray(7))])
             connection.close()
     server.close()
 
 
-@pytest.mark.parametrize("length", range(0, 42, 5))
+@pytest.mark.parametrize("length", range(0, 38, 5))
 def test_a_frame_that_is_cut_off_is_a_lost_peer(pair, length):
     one, other = pair
     frame: list[bytes] = []
@@ -388,7 +380,7 @@ def test_silence_before_a_message_is_none_and_in_the_middle_is_a_loss(pair):
         other.receive(0.05)
     one.send(b"still here")
     assert other.receive(5) == b"still here"
-    one.send_raw([memoryview(b"nvkv")])
+    one.send_raw([b"nvkv"])
     with pytest.raises(PeerLost, match="in the middle"):
         other.receive(5)
     assert other.is_lost()

@@ -85,7 +85,7 @@ def test_waiting_for_kv(
         hear(60_000)
         params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
         tell(Command(add=[EngineRequest("r", PROMPT, params, kv_transfer_params=decode_first(producer, way))]))
-        wait_until(lambda: producer.has_work and (way == "pull" or core.connector.books.in_flight))
+        wait_until(lambda: producer.has_work and (way == "pull" or core.connector._in_flight))
         time.sleep(0.3)
         while reports.poll(0):
             hear(0)
@@ -125,12 +125,12 @@ def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
     transfers = worker.transport.transfers
 
     def poll_late(seconds: float) -> list[Ended]:
-        wait_until(lambda: not transfers.num_open)
+        wait_until(lambda: not transfers.of())
         return transfers.poll(seconds)
 
     monkeypatch.setattr(worker.transport, "poll", poll_late)
     ask(consumer, "r", PROMPT, 5, decode_first(producer, "push"))
-    Fleet([consumer]).run_until(lambda: reader.transport.transfers.num_open == 1)
+    Fleet([consumer]).run_until(lambda: len(reader.transport.transfers.of()) == 1)
     assert fleet.complete("r") == reference_tokens(checkpoint, PROMPT, 5)
     fleet.settle()
     producer.step()

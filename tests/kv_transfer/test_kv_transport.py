@@ -15,8 +15,8 @@ import torch
 
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
-from nanovllm.kv_transfer.transport.handshake import connect
-from nanovllm.kv_transfer.transport.messages import Fetch, Finish, Hello, Moved, Push, Refused, encode, receive_answer
+from nanovllm.kv_transfer.transport.handshake import Credentials, connect
+from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Finish, Hello, Moved, Push, Refused, decode, encode
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 
@@ -71,7 +71,7 @@ def engines() -> Iterator[Engines]:
 
 
 def ended_well(results: list[list[Ended]]) -> bool:
-    return all(not end.error and not end.invalid_block_ids for ends in results for end in ends)
+    return all(not end.error for ends in results for end in ends)
 
 
 def right(engine: RemoteEngine, *args: Any) -> bool:
@@ -131,7 +131,7 @@ def test_a_block_may_be_pushed_again_as_it_fills_up(engines, kind):
     for blocks in ([3], [3, 4]):
         for layer in (0, 1):
             source.all("push_layer", "push", target.addresses, layer, blocks, [1, 2][: len(blocks)])
-    source.all("finish_writes", "push", target.addresses)
+    source.all("finish_push", "push", target.addresses)
     assert ended_well(target.all("wait")) and ended_well(source.all("wait"))
     assert right(target, SOURCE, [(3, 1), (4, 2)])
 
@@ -161,8 +161,9 @@ def test_memory_of_who_has_left_is_given_back(engines):
 def test_without_a_compiler_the_same_bytes_move(monkeypatch):
     from nanovllm.kv_transfer.transport import local
 
-    monkeypatch.setattr(local, "_copy_function", lambda: local._copy_one_by_one)
+    monkeypatch.setattr(local, "_copy_function", lambda: None)
     one, other = two_ranks("local", layouts(num_kv_heads=6)[0], layouts(num_kv_heads=6)[0])
+    assert not one.transport.describe_memory(), "it moves by TCP"
     other.transport.read("one", [one.transport.address], LOCAL, REMOTE)
     assert other.wait()[0].error == ""
     assert other.wrong_blocks(SOURCE, list(zip(REMOTE, LOCAL, strict=True))) == []
@@ -205,26 +206,20 @@ def only(ended: list[Ended]) -> Ended:
 def test_blocks_that_the_peer_does_not_have(pair, block):
     source, target = pair
     target.transport.read("read", [source.transport.address], [1, 2], [3, block])
-    source.transport.write("push", [target.transport.address], 0, [3, 4], [1, block])
-    source.transport.finish_writes("push", [target.transport.address])
+    source.transport.push("push", [target.transport.address], 0, [3, 4], [1, block])
+    source.transport.finish_push("push", [target.transport.address])
     end = only(target.wait())
-    assert f"block {block} of a KV cache that has 12" in end.error and end.invalid_block_ids == {1, 2}
-    assert f"block {block}" in only(source.wait()).error
+    assert f"block {block} of a KV cache that has 12" in end.error
+    assert "refuses" in only(source.wait()).error
     assert not target.wrong_blocks() and not source.wrong_blocks()
 
 
 def test_what_the_caller_does_wrong_is_raised_at_once(pair):
     source, target = pair
     peers = [source.transport.address]
-    for local, remote, message in [
-        ([12], [0], "block 12"),
-        ([1], [1, 2], "1 blocks to read into, but 2"),
-        ([1, 1], [1, 2], "twice"),
-    ]:
+    for local, remote, message in [([12], [0], "block 12"), ([1], [1, 2], "1 blocks of this rank, but 2")]:
         with pytest.raises(ValueError, match=message):
             target.transport.read("x", peers, local, remote)
-    with pytest.raises(ValueError, match="layer 2"):
-        target.transport.write("y", peers, 2, [1], [1])
     target.transport.expect("z", peers, [1])
     with pytest.raises(ValueError, match="an id of its own"):
         target.transport.expect("z", peers, [1])
@@ -237,7 +232,7 @@ def test_addresses_that_are_none(pair, peers):
     target.transport.read("read", peers, [1], [1])
     target.transport.expect("expect", peers, [2])
     ends = target.wait(2)
-    assert [end.invalid_block_ids for end in ends] == [{2}, {1}] and all(end.error for end in ends)
+    assert [end.transfer_id for end in ends] == ["expect", "read"] and all(end.error for end in ends)
 
 
 @pytest.mark.parametrize("field", ["block_size", "width", "num_kv_heads", "num_layers"])
@@ -268,7 +263,7 @@ def test_who_does_not_know_the_secret_reads_nothing(kind):
     source, target = (Rank(kind, layouts()[0], salt, secret=b"%d" % salt * 20) for salt in (SOURCE, TARGET))
     target.transport.read("read", [source.transport.address], [1], [1])
     end = only(target.wait())
-    assert "secret" in end.error and end.invalid_block_ids == {1}
+    assert "secret" in end.error
     assert not target.wrong_blocks()
     close(source, target)
 
@@ -324,13 +319,16 @@ class Guest:
     def __init__(self, rank: Rank, id: str = "guest") -> None:
         transport = rank.transport
         address = transport.address
-        self.connection = connect(address["host"], address["port"], SECRET, transport.fingerprint, 10.0, "kv-data")
-        self.connection.send(encode(Hello(id, rank.layout)))
-        self.connection.receive(10)
+        hello = encode(Hello(id, rank.layout))
+        credentials = Credentials(SECRET, transport.credentials.fingerprint, hello)
+        self.connection = connect(address["host"], address["port"], credentials)
 
     def ask(self, message: Any) -> None:
         self.connection.send(encode(message))
-        receive_answer(self.connection, 10)
+        answer = decode(self.connection.receive(10))
+        assert isinstance(answer, Answer)
+        if answer.error:
+            raise Refused(answer.error)
 
 
 @pytest.mark.parametrize(
@@ -344,15 +342,16 @@ class Guest:
         Fetch(0, 2, 0, 3, [1]),
         Fetch(0, 2, -1, 1, [1]),
         Fetch(0, 2, 0, 0, [1]),
-        Push(0, 1, 0, 2, [1], "never asked for"),
-        Push(0, 1, 0, 2, [3], "expected"),
-        Push(0, 1, 0, 2, [-9], "expected"),
-        Push(2, 3, 0, 2, [1], "expected"),
-        Push(0, 3, 0, 2, [1], "expected"),
-        Push(1, 1, 0, 2, [1], "expected"),
-        Push(-1, 1, 0, 2, [1], "expected"),
-        Push(0, 1, 0, 1, [1], "expected"),
-        Push(0, 1, 1, 2, [1], "expected"),
+        Push("never asked for", 0, 1, [1], [1]),
+        Push("expected", 0, 1, [3], [1]),
+        Push("expected", 0, 1, [-9], [1]),
+        Push("expected", 0, 1, [1], [12]),
+        Push("expected", 0, 1, [1], [-1]),
+        Push("expected", 0, 1, [1], [1, 2]),
+        Push("expected", 2, 3, [1], [1]),
+        Push("expected", 0, 3, [1], [1]),
+        Push("expected", 1, 1, [1], [1]),
+        Push("expected", -1, 1, [1], [1]),
         Finish("never asked for"),
     ],
 )
@@ -362,13 +361,14 @@ def test_requests_that_are_refused(pair, message):
     rank.transport.expect("expected", [other.transport.address], [1, 2])
     with pytest.raises(Refused):
         guest.ask(message)
-    guest.ask(Push(0, 1, 0, 2, [1], "expected"))  # it goes on
+    with pytest.raises(Refused, match="have not come"):  # it goes on
+        guest.ask(Finish("expected"))
     assert not rank.wrong_blocks()
     guest.connection.close()
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\xc1", encode(Hello("x", layouts()[0])), encode(Moved()), b"\x81\xa4type\xa3xyz"]
+    "data", [b"", b"\xc1", encode(Hello("x", layouts()[0])), encode(Moved()), encode(Answer()), b"\x81\xa4type\xa3xyz"]
 )
 def test_requests_that_make_no_sense_end_the_connection_and_nothing_else(pair, data):
     rank, other = pair
@@ -382,14 +382,14 @@ def test_requests_that_make_no_sense_end_the_connection_and_nothing_else(pair, d
 
 @pytest.mark.parametrize("size", [0, 255, 513, 1024])
 def test_a_payload_of_another_length_is_not_written(size):
-    """Nor is it believed that there was none to send: this rank's memory cannot be reached in another way."""
     rank, other = two_ranks("tcp", layouts()[0], layouts()[0])
     rank.transport.expect("expected", [other.transport.address], [1])
     guest = Guest(rank, other.transport.id)
-    guest.ask(Push(0, 1, 0, 2, [1], "expected"))
+    guest.connection.send(encode(Push("expected", 0, 1, [1], [2])))
+    assert isinstance(decode(guest.connection.receive(10)), Fetch)
     with suppress(PeerLost):  # it may have closed the connection before all is sent
-        guest.connection.send(encode(Moved()), [memoryview(b"x" * size)])
-    assert only(rank.wait()).invalid_block_ids == {1}
+        guest.connection.send(encode(Answer()), [memoryview(b"x" * size)])
+    assert only(rank.wait()).error
     assert not rank.wrong_blocks()
     guest.connection.close()
     close(rank, other)
@@ -398,11 +398,11 @@ def test_a_payload_of_another_length_is_not_written(size):
 def test_who_says_that_all_is_written_but_has_not_is_found_out(pair):
     rank, other = pair
     rank.transport.expect("push", [other.transport.address], [1, 2])
-    other.transport.write("push", [rank.transport.address], 0, [3, 4], [1, 2])
-    other.transport.write("push", [rank.transport.address], 1, [3], [1])
-    other.transport.finish_writes("push", [rank.transport.address])
+    other.transport.push("push", [rank.transport.address], 0, [3, 4], [1, 2])
+    other.transport.push("push", [rank.transport.address], 1, [3], [1])
+    other.transport.finish_push("push", [rank.transport.address])
     end = only(rank.wait())
-    assert "blocks of layer 1 have not come" in end.error and end.invalid_block_ids == {2}
+    assert "blocks of layer 1 have not come" in end.error
     assert "blocks of layer 1 have not come" in only(other.wait()).error
 
 
@@ -414,7 +414,7 @@ def test_the_owner_dies_before_a_read(engines, kind):
     source.signal(signal.SIGKILL)
     target.all("read", "read", source.addresses, LOCAL, REMOTE)
     end = only(target.all("wait")[0])
-    assert end.error and end.invalid_block_ids == set(LOCAL)
+    assert end.error
     assert right(target)
 
 
@@ -424,7 +424,7 @@ def test_the_owner_dies_between_two_reads(engines, kind):
     assert ended_well(target.all("wait"))
     source.signal(signal.SIGKILL)
     target.all("read", "two", source.addresses, LOCAL, REMOTE)
-    assert only(target.all("wait")[0]).invalid_block_ids == set(LOCAL)
+    assert only(target.all("wait")[0]).error
 
 
 def test_the_owner_dies_during_a_read(engines, kind):
@@ -436,7 +436,7 @@ def test_the_owner_dies_during_a_read(engines, kind):
     assert target.all("poll", 0.2) == [[]]
     source.signal(signal.SIGKILL)
     end = only(target.all("wait")[0])
-    assert end.error and end.invalid_block_ids == set(LOCAL)
+    assert end.error
     assert right(target)
 
 
@@ -450,8 +450,7 @@ def test_the_owner_dies_somewhere_in_large_reads(engines, kind):
     source.signal(signal.SIGKILL)
     ends = target.all("wait", 2)[0]
     good = [block for i in range(2) if not ends[i].error for block in range(50 * i, 50 * i + 50)]
-    bad = set().union(*(end.invalid_block_ids for end in ends))
-    assert bad == set(blocks) - set(good)
+    bad = set(blocks) - set(good)
     wrong = target.all("wrong_blocks", SOURCE, [(block, block) for block in good])[0]
     assert not [name for name in wrong if int(name.split()[-1]) not in bad]
 
@@ -466,15 +465,7 @@ def test_the_writer_dies_in_the_middle(engines, kind):
     assert target.all("poll") == [[]]
     source.signal(signal.SIGKILL)
     end = only(target.all("wait")[0])
-    assert "gone" in end.error and end.invalid_block_ids == {2}
-
-
-def test_the_writer_dies_before_it_begins(engines, kind):
-    source, target = engines.open(kind, layouts())
-    source.signal(signal.SIGKILL)
-    target.all("expect", "push", source.addresses, [1, 2], 0.5)
-    end = only(target.all("wait")[0])
-    assert "nothing has come for 0.5 s" in end.error and end.invalid_block_ids == {1, 2}
+    assert "gone" in end.error
 
 
 def test_the_one_who_is_written_to_dies(engines, kind):
@@ -483,9 +474,9 @@ def test_the_one_who_is_written_to_dies(engines, kind):
     source.all("push_layer", "push", target.addresses, 0, [3], [1])
     target.signal(signal.SIGKILL)
     source.all("push_layer", "push", target.addresses, 1, [3], [1])
-    source.all("finish_writes", "push", target.addresses)
+    source.all("finish_push", "push", target.addresses)
     end = only(source.all("wait")[0])
-    assert end.error and not end.invalid_block_ids
+    assert end.error
     assert right(source)
 
 
@@ -504,8 +495,8 @@ def test_one_of_two_writers_dies(engines, kind):
     assert ended_well(source.all("wait"))
     source.signal(signal.SIGKILL)
     end = only(target.all("wait")[0])
-    assert "gone" in end.error and end.invalid_block_ids == {1}
-    second.transport.finish_writes("push", target.addresses)
+    assert "gone" in end.error
+    second.transport.finish_push("push", target.addresses)
     assert "refuses" in only(second.wait()).error
     close(second)
 
@@ -517,7 +508,7 @@ def test_a_peer_that_is_silent(engines, kind):
         target.all("read", "one", source.addresses, LOCAL, REMOTE)
         target.all("read", "two", source.addresses, [4], [4])
         ends = target.all("wait", 2)[0]
-        assert all(end.error for end in ends) and ends[0].invalid_block_ids == set(LOCAL)
+        assert all(end.error for end in ends)
     finally:
         source.signal(signal.SIGCONT)
     target.all("read", "again", source.addresses, LOCAL, REMOTE)
@@ -526,14 +517,13 @@ def test_a_peer_that_is_silent(engines, kind):
 
 
 def test_a_writer_stops_before_it_sends(monkeypatch):
-    """Blocks that come by the connection alone are not waited for without end: nobody else can write them."""
     source, target = two_ranks("tcp", layouts()[0], layouts()[0], timeout=1.0)
     opened = threading.Event()
-    monkeypatch.setattr(source.transport._rows, "outgoing", lambda *arguments: opened.wait(60) and [])
-    target.transport.expect("push", [source.transport.address], [1, 2], timeout=60.0)
-    source.transport.write("push", [target.transport.address], 0, [3, 4], [1, 2])
+    monkeypatch.setattr(source.transport, "outgoing", lambda *arguments: opened.wait(60) and [])
+    target.transport.expect("push", [source.transport.address], [1, 2])
+    source.transport.push("push", [target.transport.address], 0, [3, 4], [1, 2])
     end = only(target.wait())
-    assert "gone" in end.error and end.invalid_block_ids == {1, 2}
+    assert "silent" in end.error
     opened.set()
     source.transport.cancel("push")
     close(source, target)
@@ -565,7 +555,7 @@ def test_what_is_changed_or_cut_on_its_way_does_not_count(kind, tamper, position
         target.transport.read("read", [{**address, "port": port}], LOCAL, REMOTE)
         end = only(target.wait())
     if kind == "tcp" or position < 130:
-        assert end.error and end.invalid_block_ids == set(LOCAL)
+        assert end.error
     if not end.error:
         assert not target.wrong_blocks(SOURCE, list(zip(REMOTE, LOCAL, strict=True)))
     target.transport.read("again", [address], LOCAL, REMOTE)
@@ -581,7 +571,10 @@ def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
     target.transport.expect("push", [source.transport.address], [1, 2])
     with proxy((address["host"], address["port"]), cut(position)) as port:
         source.push("push", [{**address, "port": port}], [3, 4], [1, 2])
-        there, here = only(target.wait()), only(source.wait())
+        here = only(source.wait())
+        if position < 100:  # the target has not heard of the source: its engine gives the transfer up
+            target.transport.cancel("push")
+        there = only(target.wait())
     if kind == "tcp":
         assert there.error and here.error
     assert bool(there.error) <= bool(here.error)  # who has written may know less, but never more
@@ -598,7 +591,7 @@ def test_a_read_that_cannot_go_on_is_cancelled(engines, kind):
         target.all("read", "one", source.addresses, LOCAL, REMOTE)
         target.all("cancel", "one")
         end = only(target.all("wait")[0])
-        assert end.error == "cancelled" and end.invalid_block_ids == set(LOCAL)
+        assert end.error == "cancelled"
     finally:
         source.signal(signal.SIGCONT)
 
@@ -606,14 +599,14 @@ def test_a_read_that_cannot_go_on_is_cancelled(engines, kind):
 def test_who_expected_something_cancels(pair):
     source, target = pair
     target.transport.expect("push", [source.transport.address], [1, 2])
-    source.transport.write("push", [target.transport.address], 0, [3, 4], [1, 2])
+    source.transport.push("push", [target.transport.address], 0, [3, 4], [1, 2])
     source.transport.read("after", [target.transport.address], [9], [9])
     assert only(source.wait()).transfer_id == "after"
     target.transport.cancel("push")
     end = only(target.wait())
-    assert end.error == "cancelled" and end.invalid_block_ids == {1, 2}
-    source.transport.write("push", [target.transport.address], 1, [3, 4], [1, 2])
-    source.transport.finish_writes("push", [target.transport.address])
+    assert end.error == "cancelled"
+    source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])
+    source.transport.finish_push("push", [target.transport.address])
     assert "refuses" in only(source.wait()).error
     assert [name for name in target.wrong_blocks() if "layer 1" in name] == []
 
@@ -621,13 +614,13 @@ def test_who_expected_something_cancels(pair):
 def test_who_writes_cancels(pair):
     source, target = pair
     target.transport.expect("push", [source.transport.address], [1, 2])
-    source.transport.write("push", [target.transport.address], 0, [3, 4], [1, 2])
+    source.transport.push("push", [target.transport.address], 0, [3, 4], [1, 2])
     source.transport.cancel("push")
     assert only(source.wait()).error == "cancelled"
     end = only(target.wait())
-    assert end.error == "the peer has given up: cancelled" and end.invalid_block_ids == {1, 2}
-    source.transport.write("push", [target.transport.address], 1, [3, 4], [1, 2])  # in the same step: no harm
-    source.transport.finish_writes("push", [target.transport.address])
+    assert end.error == "the peer has given up: cancelled"
+    source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])  # in the same step: no harm
+    source.transport.finish_push("push", [target.transport.address])
     assert source.transport.poll() == [] and target.transport.poll() == []
 
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import queue
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect, secret
+from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
+from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
+from nanovllm.kv_transfer.transport.peer import Peer
 
 logger = logging.getLogger(__name__)
 
-PURPOSE = "kv-control"
 # A peer that does not take a control message for so long is lost: an engine's thread sends them between two steps.
 PATIENCE = 2.0
 # A reader that has claimed blocks and has not read them after so long has stopped without losing its connection. Should it go on,
@@ -32,11 +33,7 @@ PATIENCE = 2.0
 CLAIM_SECONDS = 300.0
 
 
-class Introduction(msgspec.Struct, tag="introduction"):
-    """The first message of both ends: the engine, and how each of its ranks is reached."""
-
-    engine_id: str
-    ranks: list[dict[str, Any]]
+Ranks = list[dict[str, Any]]  # how each rank of an engine is reached
 
 
 class Prefill(msgspec.Struct, tag="prefill"):
@@ -64,12 +61,6 @@ class Prefilled(msgspec.Struct, tag="prefilled"):
     error: str = ""
 
 
-class Cancel(msgspec.Struct, tag="cancel"):
-    """A consumer takes back an order."""
-
-    transfer_id: str
-
-
 class Claim(msgspec.Struct, tag="claim"):
     """A consumer is about to read these blocks: the lease does not end while the consumer is connected.
 
@@ -82,7 +73,7 @@ class Claim(msgspec.Struct, tag="claim"):
 
 
 class Release(msgspec.Struct, tag="release"):
-    """A consumer has read what it has claimed, or no longer wants to."""
+    """A consumer has read what it has claimed or ordered, or no longer wants to."""
 
     request_id: str
 
@@ -94,12 +85,15 @@ class Released(msgspec.Struct, tag="released"):
     was_held: bool
 
 
-FromConsumer = Introduction | Prefill | Cancel | Claim | Release
-FromProducer = Introduction | Prefilled | Released
-
 encode = msgspec.msgpack.Encoder().encode
-_decode_consumer = msgspec.msgpack.Decoder(FromConsumer).decode
-_decode_producer = msgspec.msgpack.Decoder(FromProducer).decode
+_decode_consumer = msgspec.msgpack.Decoder(Prefill | Claim | Release).decode
+_decode_producer = msgspec.msgpack.Decoder(Prefilled | Released).decode
+_decode_ranks = msgspec.msgpack.Decoder(Ranks).decode
+
+
+def credentials(identity: dict[str, str | int], ranks: Ranks) -> Credentials:
+    """With which engines connect to each other. Both ends say what their KV is made of, and how their ranks are reached."""
+    return Credentials(secret(), identity, encode(ranks), patience=PATIENCE)
 
 
 def seal(token_ids: Sequence[int], block_ids: Sequence[int]) -> bytes:
@@ -113,27 +107,25 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._messages: list[Any] = []
-        self._lock, self._closed = threading.Lock(), False
-        self._readable, self._writable = os.pipe()
+        self._lock = threading.Lock()
+        self._reader, self._writer = socket.socketpair()
 
     def fileno(self) -> int:
         """To be polled."""
-        return self._readable
+        return self._reader.fileno()
 
     def put(self, message: Any) -> None:
-        """From any thread."""
-        with self._lock:
-            if self._closed:
-                return
+        """From any thread; nothing happens once the mailbox is closed."""
+        with self._lock, suppress(OSError):
             if not self._messages:
-                os.write(self._writable, b"!")
+                self._writer.send(b"!")
             self._messages.append(message)
 
     def take(self) -> list[Any]:
         """All messages so far."""
         with self._lock:
             if self._messages:
-                os.read(self._readable, 1)
+                self._reader.recv(1)
             messages, self._messages = self._messages, []
             return messages
 
@@ -145,18 +137,20 @@ class Mailbox:
     def close(self) -> None:
         """Drop what is there, and what is put later."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed, self._messages = True, []
-            os.close(self._readable)
-            os.close(self._writable)
+            self._messages = []
+            self._reader.close()
+            self._writer.close()
 
 
 @dataclass
 class _Lease:
-    deadline: float
+    deadline: float  # 0: it has ended
     seal: bytes
-    claims: Counter[Connection] = field(default_factory=Counter)
+    claims: Counter[Connection]
+
+    def end_if_unclaimed(self) -> None:
+        if not self.claims:
+            self.deadline = 0.0
 
 
 class Leases:
@@ -169,12 +163,11 @@ class Leases:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: dict[str, _Lease] = {}
-        self._ended: set[str] = set()
 
     def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
         """Hold a request's blocks for a reader that claims them within so many seconds."""
         with self._lock:
-            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal)
+            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal, Counter())
 
     def grant_to(self, request_id: str, reader: Connection) -> None:
         """Hold a request's blocks for this reader, which has asked for them."""
@@ -195,103 +188,61 @@ class Leases:
             if lease is None or reader not in lease.claims:
                 return False
             lease.claims -= Counter([reader])
-            self._end_unless(lease.claims, request_id)
+            lease.end_if_unclaimed()
             return True
 
     def revoke(self, request_id: str) -> None:
         """End a lease that no reader has claimed."""
         with self._lock:
             if request_id in self._leases:
-                self._end_unless(self._leases[request_id].claims, request_id)
+                self._leases[request_id].end_if_unclaimed()
 
     def drop(self, reader: Connection) -> None:
         """A reader is gone, and with it what it has claimed."""
         with self._lock:
-            for request_id, lease in list(self._leases.items()):
+            for lease in self._leases.values():
                 if lease.claims.pop(reader, 0):
-                    self._end_unless(lease.claims, request_id)
-
-    def _end_unless(self, is_needed: object, request_id: str) -> None:
-        if not is_needed:
-            del self._leases[request_id]
-            self._ended.add(request_id)
+                    lease.end_if_unclaimed()
 
     def take_ended(self) -> set[str]:
         """Requests whose blocks no reader needs any more."""
         with self._lock:
             now = time.monotonic()
-            for request_id in [key for key, lease in self._leases.items() if lease.deadline <= now]:
-                logger.warning("the KV of %s was not read in time: its blocks are given up", request_id)
-                self._end_unless(False, request_id)
-            ended, self._ended = self._ended, set()
-            return ended
+            ended = {key: lease for key, lease in self._leases.items() if lease.deadline <= now}
+            for request_id, lease in ended.items():
+                del self._leases[request_id]
+                if lease.deadline:
+                    logger.warning("the KV of %s was not read in time: its blocks are given up", request_id)
+            return set(ended)
 
     def clear(self) -> None:
         """Forget all leases."""
         with self._lock:
             self._leases.clear()
-            self._ended.clear()
 
     @property
     def next_end(self) -> float:
-        """When the next lease ends, in seconds of the monotonic clock."""
+        """From when on `take_ended` returns a request, in seconds of the monotonic clock."""
         with self._lock:
             return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
 
-    @property
-    def has_ended(self) -> bool:
-        """True if `take_ended` would return a request."""
-        return bool(self._ended) or self.next_end <= time.monotonic()
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
-
-def listen(
-    host: str, port: int, identity: dict[str, str | int], introduction: Introduction, mailbox: Mailbox, leases: Leases
-) -> Listener:
-    """Listen for consumers.
-
-    Args:
-        mailbox: gets pairs of a `Consumer` and its message: `Prefill`, `Cancel`, or None at its end.
-        leases: claims and releases act on them at once.
-    """
-
-    def serve(connection: Connection) -> None:
-        connection.send(encode(introduction))
-        theirs = _decode_consumer(connection.receive(PATIENCE))
-        if not isinstance(theirs, Introduction):
-            raise PeerLost(f"{connection.peer} does not introduce itself")
-        consumer = Consumer(connection, theirs)
-        try:
-            while True:
-                message = _decode_consumer(connection.receive())
-                if isinstance(message, Claim):
-                    leases.claim(message.request_id, message.seal, connection)
-                    continue
-                if isinstance(message, Release):
-                    was_held = leases.release(message.request_id, connection)
-                    connection.send(encode(Released(message.request_id, was_held)))
-                mailbox.put((consumer, message))
-        except msgspec.MsgspecError as error:
-            raise PeerLost(f"{connection.peer} sends what this engine does not understand: {error}") from error
-        finally:
-            consumer.is_gone = True
-            leases.drop(connection)
-            mailbox.put((consumer, None))
-
-    return Listener(host, port, secret(), identity, serve, PURPOSE, patience=PATIENCE)
+# ------------------------------------------------------------------------------------------------ the two ends
 
 
 @dataclass(eq=False)
 class Consumer:
-    """An engine that asks this one for KV."""
+    """An engine that asks this one for KV.
+
+    Attributes:
+        ranks: how its ranks are reached.
+    """
 
     connection: Connection
-    introduction: Introduction
+    ranks: Ranks
     is_gone: bool = False
 
-    def tell(self, message: Prefilled) -> None:
+    def tell(self, message: Prefilled | Released) -> None:
         """Answer; nothing happens if it is gone."""
         try:
             with waiting_for_others():  # up to PATIENCE if it does not read
@@ -300,67 +251,67 @@ class Consumer:
             logger.info("an answer could not be delivered: %s", error)
 
 
-@dataclass(eq=False)
-class Producer:
-    """An engine that this one asks for KV: a connection that is made, and read, by a thread of its own.
+def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases) -> Listener:
+    """Listen for consumers.
 
-    Attributes:
-        introduction: what it has said of itself; None before.
-        error: why the connection is lost; "" while it is not.
+    Args:
+        mailbox: gets pairs of a `Consumer` and its message; None at its end.
+        leases: claims and releases act on them at once.
     """
 
-    host: str
-    port: int
-    identity: dict[str, str | int]
-    own: Introduction
-    on_message: Callable[[Producer, Any], None]
-    introduction: Introduction | None = None
-    error: str = ""
-    _outbox: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
-    _connection: Connection | None = None
-    _closed: bool = False
-
-    def __post_init__(self) -> None:
-        name = f"{PURPOSE}-{self.host}:{self.port}"
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def tell(self, message: Prefill | Cancel | Claim | Release) -> None:
-        """Send a message, as soon as there is a connection."""
-        self._outbox.put(encode(message))
-
-    def _run(self) -> None:
+    def serve(connection: Connection) -> None:
+        consumer = Consumer(connection, _decode_ranks(connection.hello))
         try:
-            connection = connect(self.host, self.port, secret(), self.identity, purpose=PURPOSE, patience=PATIENCE)
-            self._connection = connection
-            if self._closed:  # meanwhile
-                raise PeerLost("closed")
-            connection.send(encode(self.own))
-            introduction = _decode_producer(connection.receive(PATIENCE))
-            if not isinstance(introduction, Introduction):
-                raise PeerLost(f"{connection.peer} does not introduce itself")
-            self.introduction = introduction
-            sender = threading.Thread(target=self._send, args=(connection,), name="kv-sender", daemon=True)
-            sender.start()
-            self.on_message(self, introduction)
             while True:
-                self.on_message(self, _decode_producer(connection.receive()))
-        except (OSError, msgspec.MsgspecError, ValueError) as error:  # PeerLost and HandshakeError are OSErrors
-            self.error = f"the engine at {self.host}:{self.port}: {error}"
-            if self._connection is not None:
-                self._connection.close()
-            self._outbox.put(None)
-            self.on_message(self, None)
+                message = _decode_consumer(connection.receive())
+                if isinstance(message, Claim):
+                    leases.claim(message.request_id, message.seal, connection)
+                elif isinstance(message, Release):
+                    consumer.tell(Released(message.request_id, leases.release(message.request_id, connection)))
+                mailbox.put((consumer, message))
+        finally:
+            consumer.is_gone = True
+            leases.drop(connection)
+            mailbox.put((consumer, None))
 
-    def _send(self, connection: Connection) -> None:
-        try:
-            while (message := self._outbox.get()) is not None:
-                connection.send(message)
-        except PeerLost:
-            connection.close()  # the thread that receives says so
+    return Listener(host, port, credentials, serve)
 
-    def close(self) -> None:
-        """End the connection."""
-        self._closed = True
-        self._outbox.put(None)
-        if self._connection is not None:
-            self._connection.close()
+
+class Producer(Peer):
+    """An engine that this one asks for KV.
+
+    Args:
+        mailbox: gets pairs of this object and its ranks, when they are known, or its message; None when it is lost.
+
+    Attributes:
+        ranks: how its ranks are reached; None before this is known.
+    """
+
+    def __init__(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
+        self.ranks: Ranks | None = None
+        self._address, self._credentials, self._mailbox = address, credentials, mailbox
+        super().__init__("the engine at {}:{}".format(*address))
+
+    def open(self, stack: ExitStack) -> Connection:
+        """Connect, and let another thread receive."""
+        connection = connect(*self._address, self._credentials)
+        stack.callback(connection.close)
+        self.ranks = _decode_ranks(connection.hello)
+        self._mailbox.put((self, self.ranks))
+        threading.Thread(target=self._receive, args=[connection], name="kv-control", daemon=True).start()
+        return connection
+
+    def _receive(self, connection: Connection) -> None:
+        with suppress(PeerLost, msgspec.MsgspecError):
+            while True:
+                self._mailbox.put((self, _decode_producer(connection.receive())))
+        connection.close()
+        self.put(self.check)
+
+    def lost(self) -> None:
+        """Tell the scheduler."""
+        self._mailbox.put((self, None))
+
+    def tell(self, message: Prefill | Claim | Release) -> None:
+        """Send a message, as soon as there is a connection."""
+        self.put(lambda: self.send(encode(message)))

@@ -1,20 +1,20 @@
-"""What a request says of its KV, and what the ranks are told to do about it: plain data of prefill/decode disaggregation.
+"""What a request says of its KV, what the ranks are told to do about it, and what the two sides of an engine share.
 
 Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.kv_transfer_config import KVTransferConfig
-from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.kv_transfer.pd.control import Introduction, Mailbox
+from nanovllm.kv.connector import KVConnectorScheduler
+from nanovllm.kv_transfer.pd.control import Mailbox, credentials
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -26,21 +26,17 @@ class TransferParams(msgspec.Struct, kw_only=True):
     Attributes:
         do_remote_decode: another engine will go on with this request: hold its KV for it.
         do_remote_prefill: another engine has computed, or will compute, the prompt's KV.
-        remote_engine_id, remote_request_id, remote_block_ids, remote_host, remote_port, remote_num_tokens, tp_size: prefill
-            first: where the KV is, as the producer has said.
+        remote_request_id, remote_block_ids, remote_host, remote_port: prefill first: where the KV is, as the producer has said.
         prefill_addresses: decode first: host and port of producers that can be asked, `KVConnectorScheduler.information`.
-        kv_direction: decode first: whether the producer writes or the consumer reads.
+        kv_direction: decode first: whether the consumer reads layer by layer (push), or all at once (pull).
     """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_engine_id: str | None = None
     remote_request_id: str | None = None
     remote_block_ids: list[BlockId] | None = None
     remote_host: str | None = None
     remote_port: Port | None = None
-    remote_num_tokens: int | None = None
-    tp_size: int | None = None
     prefill_addresses: list[tuple[str, Port]] = []
     kv_direction: Literal["push", "pull"] = "push"
 
@@ -107,30 +103,32 @@ class TransferMetadata:
     pushes: list[Move] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing."""
-        return not (self.reads or self.expects or self.pushes or self.cancels)
 
-
-@dataclass
-class Books:
-    """What the two sides of an engine, consumer and producer, share.
+class Side(KVConnectorScheduler):
+    """What both sides of an engine, the consumer and the producer, have in common.
 
     Attributes:
-        identity: what the engine's KV is made of.
-        introduction: how other engines reach its ranks.
+        address: where consumers can ask this engine; None if it is no producer.
+        credentials: for connections to other engines.
         mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its message; None at its end.
         metadata: for the ranks, with the next step.
-        in_flight: transfers whose end the ranks have not reported yet.
-        output: for the scheduler.
     """
 
-    config: EngineConfig
-    kv_transfer: KVTransferConfig
-    identity: dict[str, str | int]
-    introduction: Introduction
-    mailbox: Mailbox = field(default_factory=Mailbox)
-    metadata: TransferMetadata = field(default_factory=TransferMetadata)
-    in_flight: set[str] = field(default_factory=set)
-    output: KVConnectorOutput = field(default_factory=KVConnectorOutput)
+    def __init__(
+        self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
+    ) -> None:
+        super().__init__(config, identity, ranks)
+        self.kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
+        self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
+        self.address: tuple[str, int] | None = None
+        self.credentials = credentials(self.identity, self.ranks)
+        self.mailbox, self.metadata = Mailbox(), TransferMetadata()
+
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+        """See `KVConnectorScheduler.forget_requests`."""
+        super().forget_requests(open_transfers)
+        self.metadata = TransferMetadata()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        self.mailbox.close()

@@ -6,14 +6,15 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.pd.control import Cancel, Consumer, Leases, Prefill, Prefilled, listen, seal
-from nanovllm.kv_transfer.pd.plan import Books, Move, TransferParams
+from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Release, listen, seal
+from nanovllm.kv_transfer.pd.plan import Move, Side, TransferParams
 
 if TYPE_CHECKING:
     from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
@@ -34,40 +35,62 @@ class Order:
     stage: str = "computing"
 
 
-class ProducerSide:
+class ProducerSide(Side):
     """The requests whose KV other engines want: a consumer orders it here, or a client asks for it.
-
-    Args:
-        books: shared with the engine's other side.
 
     Attributes:
         orders: what consumers have ordered, by the transfer's id, which is the request's id here.
-        requests, aborts: what the engine has to begin, and to end, for that.
         leases: the blocks that are held for readers.
-        address: where consumers can ask; None if the engine is no producer.
     """
 
-    def __init__(self, books: Books) -> None:
-        self.books, self.leases = books, Leases()
-        self.lease_seconds = float(books.kv_transfer.extra("lease_seconds", 60.0))
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.leases = Leases()
+        self.lease_seconds = float(self.kv_transfer.extra("lease_seconds", 60.0))
         self.orders: dict[str, Order] = {}
-        self.requests: list[EngineRequest] = []
-        self.aborts: list[str] = []
-        self.address: tuple[str, int] | None = None
-        if books.kv_transfer.is_producer:
-            host, port = books.kv_transfer.kv_ip, books.kv_transfer.kv_port
-            self._listener = listen(host, port, books.identity, books.introduction, books.mailbox, self.leases)
+        if self.kv_transfer.is_producer:
+            host, port = self.kv_transfer.kv_ip, self.kv_transfer.kv_port
+            self._listener = listen(host, port, self.credentials, self.mailbox, self.leases)
             self.address = self._listener.address
 
-    def hear(self, consumer: Consumer, message: Prefill | Cancel | None) -> None:
+    def take_output(self) -> KVConnectorOutput:
+        """See `KVConnectorScheduler.take_output`."""
+        # Where the ranks have stopped pushing, a request that still runs has failed in it: its consumer has no use for the rest.
+        for request_id in self._output.finished_sending & self.orders.keys():
+            self.orders[request_id].stage = "lost"
+            self._output.aborts.append(request_id)
+        self._output.finished_sending |= self.leases.take_ended()
+        return super().take_output()
+
+    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+        """A step broke off: no order will be completed, and no read block can be trusted."""
+        super().forget_requests(open_transfers)
+        for request_id, order in self.orders.items():
+            order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))
+        self.orders.clear()
+        self.leases.clear()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        if self.address is not None:
+            self._listener.close()
+        super().close()
+
+    def revoke(self, request_id: str) -> None:
+        """See `KVConnectorScheduler.revoke`."""
+        self.leases.revoke(request_id)
+
+    def decline(self, request: Request, reason: str) -> None:
+        """Tell the consumer that has ordered the request."""
+        order = self.orders.pop(request.request_id)
+        order.consumer.tell(Prefilled(request.request_id, error=f"it refuses: {reason}"))
+
+    def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Release | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""
         if message is None:
-            self.aborts += [key for key, order in self.orders.items() if order.consumer is consumer]
-        elif isinstance(message, Cancel):
-            if message.transfer_id in self.orders:
-                self.aborts.append(message.transfer_id)
-            else:
-                self.leases.release(message.transfer_id, consumer.connection)
+            self._output.aborts += [key for key, order in self.orders.items() if order.consumer is consumer]
+        elif isinstance(message, Release):
+            self._output.aborts += {message.request_id} & self.orders.keys()
         elif isinstance(message, Prefill):
             if error := self._why_not(message):
                 consumer.tell(Prefilled(message.transfer_id, error=error))
@@ -81,12 +104,12 @@ class ProducerSide:
                 cache_salt=message.cache_salt,
             )
             self.orders[message.transfer_id] = Order(consumer, message)
-            self.requests.append(request)
+            self._output.requests.append(request)
 
     def _why_not(self, message: Prefill) -> str:
         """What is wrong with an order; "" if nothing."""
-        size, tokens = self.books.config.block_size, message.token_ids
-        vocab_size = int(self.books.identity["vocab_size"])
+        size, tokens = self.config.block_size, message.token_ids
+        vocab_size = int(self.identity["vocab_size"])
         if message.transfer_id in self.orders:
             return "this id is in use"
         if not tokens or not 0 <= min(tokens) <= max(tokens) < vocab_size:
@@ -97,11 +120,7 @@ class ProducerSide:
             return f"{len(message.push)} blocks for {len(tokens)} tokens"
         return ""
 
-    def refuse(self, request_id: str, reason: str) -> None:
-        """See `KVConnectorScheduler.decline`."""
-        self.orders.pop(request_id).consumer.tell(Prefilled(request_id, error=f"it refuses: {reason}"))
-
-    def note(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
+    def push(self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]) -> None:
         """Push what a step computes for consumers."""
         for share in schedule.requests:
             if (order := self.orders.get(share.request_id)) is not None:
@@ -109,7 +128,7 @@ class ProducerSide:
 
     def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
         """Push what the step computes of an order, and at first also what the producer had in its cache."""
-        message, size = order.message, self.books.config.block_size
+        message, size = order.message, self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
         if message.push is None or end <= start or order.stage == "lost":
@@ -118,29 +137,23 @@ class ProducerSide:
         order.stage, order.num_pushed = "pushing", end
         move = Move(
             share.request_id,
-            order.consumer.introduction.ranks,
+            order.consumer.ranks,
             [table[i] for i in blocks],
             [message.push[i] for i in blocks],
             is_last=end == len(message.token_ids),
         )
-        self.books.metadata.pushes.append(move)
-        self.books.in_flight.add(share.request_id)
+        self.metadata.pushes.append(move)
+        self._in_flight.add(share.request_id)
 
-    def is_sending(self, request_id: str) -> bool:
-        """True while a running request's blocks are being pushed."""
-        return request_id in self.orders and self.orders[request_id].stage == "pushing"
+    def is_sending(self, request: Request) -> bool:
+        """See `KVConnectorScheduler.is_sending`."""
+        return request.request_id in self.orders and self.orders[request.request_id].stage == "pushing"
 
-    def pushed(self, request_ids: set[str]) -> None:
-        """The ranks have stopped pushing. A request that still runs has failed in it: its consumer has no use for the rest."""
-        for request_id in request_ids & self.orders.keys():
-            self.orders[request_id].stage = "lost"
-            self.aborts.append(request_id)
-
-    def finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request ends; see `KVConnectorScheduler.request_finished`."""
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Hold the blocks of a prompt that another engine wants."""
         # A request that was preempted while its token was pending ends without blocks.
         is_complete = request.finish_reason in ("stop", "length") and bool(block_ids)
-        blocks = list(block_ids[: -(-request.num_prompt_tokens // self.books.config.block_size)])
+        blocks = list(block_ids[: -(-request.num_prompt_tokens // self.config.block_size)])
         if (order := self.orders.pop(request.request_id, None)) is not None:
             return self._order_finished(order, blocks, is_complete), None
         params = TransferParams.of(request)
@@ -152,13 +165,13 @@ class ProducerSide:
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_engine_id": self.books.introduction.engine_id,
+            "remote_engine_id": self.kv_transfer.engine_id,
             "remote_request_id": request.request_id,
             "remote_block_ids": blocks,
             "remote_host": host,
             "remote_port": port,
             "remote_num_tokens": request.num_prompt_tokens,
-            "tp_size": self.books.config.tensor_parallel_size,
+            "tp_size": self.config.tensor_parallel_size,
         }
 
     def _order_finished(self, order: Order, blocks: list[int], is_complete: bool) -> bool:
@@ -167,7 +180,7 @@ class ProducerSide:
         if not is_complete:
             consumer.tell(Prefilled(transfer_id, error="the producer has given it up"))
             if order.stage == "pushing":
-                self.books.metadata.cancels.append(transfer_id)
+                self.metadata.cancels.append(transfer_id)
             return order.stage == "pushing"
         if order.message.push is None:
             self.leases.grant_to(transfer_id, consumer.connection)
@@ -175,15 +188,3 @@ class ProducerSide:
                 self.leases.drop(consumer.connection)
             consumer.tell(Prefilled(transfer_id, blocks))
         return True
-
-    def forget(self) -> None:
-        """A step broke off: no order will be completed, and no read block can be trusted."""
-        for request_id, order in self.orders.items():
-            order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))
-        self.orders.clear()
-        self.leases.clear()
-
-    def close(self) -> None:
-        """Stop listening."""
-        if self.address is not None:
-            self._listener.close()

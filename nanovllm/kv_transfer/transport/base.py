@@ -1,16 +1,21 @@
 """Moves KV blocks between the caches of two ranks: what all transports have in common.
 
-A rank reads blocks from ranks of another engine (`read`), or writes its own into their caches (`write`) where they expect them
-(`expect`). Each pair of ranks that has something in common uses an authenticated connection, opened by the rank that reads or
-writes. A thread serves each end. The engine's own thread never waits: it asks with `poll` which transfers have ended.
+A rank reads blocks of ranks of another engine when they are complete (`read`), or expects them (`expect`) and reads each layer when
+its owner offers it (`push`). Only the rank itself writes to its cache: a peer that was stopped in mid-transfer cannot damage it later.
+
+Each pair of ranks that has something in common uses an authenticated connection, opened by the rank that reads or pushes. A
+thread serves each end. The engine's own thread never waits: it asks with `poll` which transfers have ended.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
-import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,23 +24,176 @@ from torch import Tensor
 
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
-from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
-from nanovllm.kv_transfer.transport.handshake import Listener, connect
-from nanovllm.kv_transfer.transport.peer import Peer, Reach
-from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, pieces_from, pieces_to
-from nanovllm.kv_transfer.transport.server import BlockServer
+from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
+from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect
+from nanovllm.kv_transfer.transport.peer import Peer
+from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, common_piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
-
-logger = logging.getLogger(__name__)
 
 Caches = dict[int, Tensor]  # by layer
 Peers = Sequence[dict[str, Any]]  # the addresses of all ranks of an engine
 
 _MAX_LAYERS = 16  # per push: between two pushes a peer can refuse
+_GRACE = 5.0  # seconds that a push may be ahead
 
 
-class Transport(BlockServer):
+class Link:
+    """A connection to a rank of another engine, used by one thread at each end: the end that has opened it reads and pushes.
+
+    Attributes:
+        theirs: what the other rank has said of itself and its cache.
+    """
+
+    def __init__(self, transport: Transport, connection: Connection) -> None:
+        self.transport, self.connection = transport, connection
+        self.theirs = messages.decode_hello(connection.hello)
+
+    def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
+        """Copy blocks of a piece from there to here.
+
+        Raises:
+            Refused: the other rank does not let us.
+            OSError, ValueError, msgspec.MsgspecError: it is gone, or breaks the protocol.
+        """
+        raise NotImplementedError
+
+    def serve_fetch(self, fetch: messages.Fetch) -> None:
+        """Let the other rank read blocks."""
+        raise NotImplementedError
+
+    def receive(self, timeout: float | None = None) -> messages.Message:
+        """The other rank's next message."""
+        return messages.decode(self.connection.receive(timeout))
+
+    def receive_answer(self) -> None:
+        """Wait until the other rank grants a request, and answer what it asks meanwhile. A payload has still to be received."""
+        while not isinstance(message := self.receive(self.transport.timeout), messages.Answer):
+            self.answer(message)
+        if message.error:
+            raise messages.Refused(f"{self.connection.peer} refuses: {message.error}")
+
+    def ask(self, request: messages.Message) -> None:
+        """Send a request, and wait until the other rank grants it."""
+        self.connection.send(messages.encode(request))
+        self.receive_answer()
+
+    def answer(self, request: messages.Message) -> None:
+        """Grant or refuse a request."""
+        try:
+            if isinstance(request, messages.Fetch):
+                layout = self.transport.layout
+                layout.check_blocks(request.block_ids)
+                layout.strip(request.head, request.num_heads)
+                _check_layers(request, layout.layers)
+                return self.serve_fetch(request)
+            if not isinstance(request, messages.Push | messages.Finish):
+                raise CorruptFrame(f"{self.connection.peer} says what it was not asked for")
+            # It may be ahead of what this rank's engine has been told.
+            transfers, limit = self.transport.transfers, min(_GRACE, self.transport.timeout / 2)
+            transfers.is_known(request.transfer_id, limit)
+            if isinstance(request, messages.Push):
+                self._take(request)
+            else:
+                with transfers.moving(request.transfer_id, self.theirs.id, finished=True):
+                    if request.error:
+                        raise messages.Refused(f"the peer has given up: {request.error}")
+            error = ""
+        except (messages.Refused, ValueError) as refusal:
+            error = str(refusal)
+        self.connection.send(messages.encode(messages.Answer(error)))
+
+    def _take(self, push: messages.Push) -> None:
+        """Read what the other rank offers."""
+        piece = common_piece(self.transport.layout, self.theirs.layout)
+        if piece is None or len(push.block_ids) != len(push.source_ids):
+            raise messages.Refused("these two ranks have nothing in common, or not so many blocks")
+        _check_layers(push, piece.layers)
+        self.theirs.layout.check_blocks(push.source_ids)
+        with self.transport.transfers.moving(push.transfer_id, self.theirs.id, push.layers, push.block_ids):
+            self.read(dataclasses.replace(piece, layers=push.layers), push.block_ids, push.source_ids)
+
+    def close(self) -> None:
+        """Release what the link holds; the connection is closed already."""
+
+
+def _check_layers(request: messages.Fetch | messages.Push, layers: range) -> None:
+    if not layers.start <= request.first_layer < request.end_layer <= layers.stop:
+        raise messages.Refused(f"layers {request.first_layer} to {request.end_layer - 1} of {layers}")
+
+
+class Rank(Peer):
+    """A rank of another engine, from which this rank reads, and to which it pushes.
+
+    Attributes:
+        pushes: layers to be pushed, in the order in which they were computed; see `Transport.push`.
+    """
+
+    def __init__(self, transport: Transport, address: messages.Address) -> None:
+        self.transport, self.address = transport, address
+        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Any]] = deque()
+        super().__init__(f"the rank at {address.host}:{address.port}")
+
+    def open(self, stack: ExitStack) -> Connection:
+        """Connect to the rank."""
+        connection = connect(self.address.host, self.address.port, self.transport.credentials)
+        stack.callback(connection.close)
+        self.link = self.transport.link_class(self.transport, connection)
+        stack.callback(self.link.close)
+        if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
+            raise PeerLost("another rank is there now, or one with another cache")
+        return connection
+
+    def lost(self) -> None:
+        """Cancel all transfers in which the rank takes part."""
+        self.transport.lost(self.error, self.address.id)
+
+    def _move(self, transfer_id: str, work: Callable[[], object], *part: Any) -> None:
+        """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is cancelled.
+
+        Args:
+            part: see `Transfers.moving`.
+        """
+        try:
+            with self.transport.transfers.moving(transfer_id, self.address.id, *part):
+                work()
+                self.check()
+        except messages.Refused as error:
+            self.transport.cancel(transfer_id, str(error))
+
+    def read(self, transfer_id: str, piece: Piece, local: list[int], remote: list[int]) -> None:
+        """Read blocks of all layers of a piece."""
+        self._move(transfer_id, lambda: self.link.read(piece, local, remote), piece.layers, local, True)
+
+    def push(self) -> None:
+        """Push the next layers: those that were computed meanwhile go together."""
+        if not self.pushes:
+            return
+        parts, first, mark = self.pushes.popleft()
+        end = first + 1
+        while self.pushes and end - first < _MAX_LAYERS and self.pushes[0][:2] == (parts, end):
+            _, _, mark = self.pushes.popleft()
+            end += 1
+        transfer_id, local, remote = parts
+
+        def offer() -> None:
+            if mark is not None:
+                mark.synchronize()
+            self.link.ask(messages.Push(transfer_id, first, end, remote, local))
+
+        self._move(transfer_id, offer)
+
+    def finish(self, transfer_id: str) -> None:
+        """Say that all is pushed."""
+        self._move(transfer_id, lambda: self.link.ask(messages.Finish(transfer_id)), (), (), True)
+
+    def give_up(self, transfer_id: str, reason: str) -> None:
+        """Say that no more will be pushed."""
+        with suppress(messages.Refused):
+            self.link.ask(messages.Finish(transfer_id, reason))
+
+
+class Transport:
     """One rank's end of all transfers: it serves its own blocks and moves those of its peers.
 
     All methods return at once. Each transfer has its own id and is reported once by `poll`, when its blocks are no longer
@@ -52,35 +210,41 @@ class Transport(BlockServer):
     Raises:
         ValueError: the caches do not match the layout, or peers cannot connect to such a host.
         OSError: the address cannot be used.
+
+    Attributes:
+        kind: name of the transport.
+        link_class: how blocks move.
     """
+
+    kind = ""
+    link_class: type[Link]
 
     def __init__(
         self, layout: KVLayout, kv_caches: Caches, host: str, secret: bytes, port: int = 0, timeout: float = 30.0
     ) -> None:
-        _check_caches(layout, kv_caches)
+        caches = {i: (cache.shape, cache.dtype, cache.is_contiguous()) for i, cache in kv_caches.items()}
+        expected = torch.Size(layout.cache_shape), getattr(torch, layout.dtype), True
+        if caches != dict.fromkeys(layout.layers, expected):
+            raise ValueError(f"the caches are not what the layout says, {expected} for {layout.layers}: {caches}")
         if not host or is_address(host, "unspecified"):
             raise ValueError(f"peers cannot connect to kv_ip={host!r}: name an address of this machine")
-        self.layout, self.kv_caches, self.timeout, self._secret = layout, kv_caches, timeout, secret
+        self.layout, self.kv_caches, self.timeout = layout, kv_caches, timeout
         self.device = next(iter(kv_caches.values())).device
         self.addresses = {layer: cache.data_ptr() for layer, cache in kv_caches.items()}
         self.id, self.is_closed = os.urandom(8).hex(), False
         self.transfers = Transfers()
-        self._peers: dict[messages.Address, Peer] = {}
-        self._writes: dict[str, list[Peer]] = {}  # the peers that must be told how a push ends
+        self._peers: dict[messages.Address, Rank] = {}
+        self._pushes: dict[str, list[tuple[Rank, Piece]]] = {}  # open pushes, and to where they go
         self._prepare(host)
-        self.memory = self.describe_memory()
-        limit = min(10.0, timeout)
-        self._listener = Listener(host, port, secret, self.fingerprint, self._serve, "kv-data", limit, timeout)
+        hello = messages.encode(messages.Hello(self.id, layout, self.describe_memory()))
+        fingerprint = {"kv_connector": self.kind, **layout.fingerprint}
+        self.credentials = Credentials(secret, fingerprint, hello, min(10.0, timeout), timeout)
+        self._listener = Listener(host, port, self.credentials, self._serve)
 
     @classmethod
     def empty_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
         """Zeros in memory that peers can reach."""
         return zeros(tuple(shape), dtype, torch.device(device))
-
-    @property
-    def fingerprint(self) -> dict[str, str | int]:
-        """What must be equal at both ends of a connection."""
-        return {"kv_connector": self.kind, **self.layout.fingerprint}
 
     @property
     def address(self) -> dict[str, Any]:
@@ -90,7 +254,7 @@ class Transport(BlockServer):
 
     # -------------------------------------------------------------- what the engine asks for
 
-    def read(self, transfer_id: str, peers: Peers, local_block_ids: BlockIds, remote_block_ids: BlockIds) -> None:
+    def read(self, transfer_id: str, peers: Peers, local_block_ids: list[int], remote_block_ids: list[int]) -> None:
         """Begin to fill this rank's blocks with those of another engine.
 
         Args:
@@ -99,61 +263,55 @@ class Transport(BlockServer):
         Raises:
             ValueError: the id was used before, or the blocks cannot be this rank's.
         """
-        local, remote = list(local_block_ids), list(remote_block_ids)
-        self._check_local(local, remote, "read into")
-        for peer, piece in self._begin_fill(transfer_id, peers, local, remote, float("inf")):
-            peer.put(self._read_piece, transfer_id, piece, local, remote)
+        self.layout.check_blocks(local_block_ids)
+        if len(local_block_ids) != len(remote_block_ids):
+            raise ValueError(f"{len(local_block_ids)} blocks of this rank, but {len(remote_block_ids)} of the peer")
+        for address, piece in self._begin(transfer_id, pieces_from, peers, local_block_ids, remote_block_ids):
+            peer = self._peer(address)
+            peer.put(partial(peer.read, transfer_id, piece, local_block_ids, remote_block_ids))
 
-    def expect(self, transfer_id: str, peers: Peers, block_ids: BlockIds, timeout: float | None = None) -> None:
-        """Allow the ranks of another engine to fill these blocks; ends when all that write to this rank say that they have.
-
-        Args:
-            timeout: seconds without progress after which the transfer fails; None: those of this transport.
+    def expect(self, transfer_id: str, peers: Peers, block_ids: list[int]) -> None:
+        """Read into these blocks what the ranks of another engine offer; ends when all of them say that this was all.
 
         Raises:
             ValueError: as in `read`.
         """
-        self._check_local(list(block_ids), list(block_ids), "fill")
-        self._begin_fill(transfer_id, peers, block_ids, None, self.timeout if timeout is None else timeout)
+        self.layout.check_blocks(block_ids)
+        self._begin(transfer_id, pieces_from, peers, block_ids)
 
-    def write(
-        self, transfer_id: str, peers: Peers, layer: int, local_block_ids: BlockIds, remote_block_ids: BlockIds
+    def push(
+        self, transfer_id: str, peers: Peers, layer: int, local_block_ids: list[int], remote_block_ids: list[int]
     ) -> None:
         """Begin to push blocks of a layer that has just been computed. May be called again, also for the same blocks.
 
         Raises:
-            ValueError: the blocks cannot be this rank's, or it does not have the layer.
+            ValueError: the blocks cannot be this rank's.
         """
-        local, remote = list(local_block_ids), list(remote_block_ids)
-        self._check_local(local, remote, "push")
-        if layer not in self.layout.layers:
-            raise ValueError(f"layer {layer} of a rank that has {self.layout.layers}")
-        plan = self._begin_write(transfer_id, peers, remote)
-        mark = self.mark() if plan and local else None
-        for peer, piece in plan:
-            if local and layer in piece.layers:
-                peer.writes.append(((transfer_id, piece, local, remote), layer, mark))
-                peer.put(self._write_layers)
+        self.layout.check_blocks(local_block_ids)
+        pushes = [(peer, piece) for peer, piece in self._targets(transfer_id, peers) if layer in piece.layers]
+        mark = self.mark() if pushes and local_block_ids else None
+        for peer, _ in pushes if local_block_ids else ():
+            peer.pushes.append(((transfer_id, local_block_ids, remote_block_ids), layer, mark))
+            peer.put(peer.push)
 
-    def finish_writes(self, transfer_id: str, peers: Peers) -> None:
+    def finish_push(self, transfer_id: str, peers: Peers) -> None:
         """Tell the peers, after everything that has begun, that this transfer is complete."""
-        self._begin_write(transfer_id, peers, ())
-        if not self.transfers.enter(transfer_id, self.id):
-            self.transfers.leave(transfer_id, self.id, finished=True)
-        for peer in self._writes.pop(transfer_id, ()):
-            peer.put(self._finish_peer, transfer_id)
+        for peer, _ in self._targets(transfer_id, peers):
+            peer.put(partial(peer.finish, transfer_id))
+        with suppress(messages.Refused), self.transfers.moving(transfer_id, self.id, finished=True):
+            pass
 
     def cancel(self, transfer_id: str, reason: str = "cancelled") -> None:
-        """Begin nothing more for a transfer, and tell the peers that wait for its writes. `poll` still reports its end."""
+        """Begin nothing more for a transfer, and tell the peers that wait for its pushes. `poll` still reports its end."""
         self.transfers.fail(transfer_id, reason)
-        for peer in self._writes.pop(transfer_id, ()):
-            peer.put(self._tell, transfer_id, reason)
+        for peer, _ in self._pushes.pop(transfer_id, ()):
+            if not peer.error:
+                peer.put(partial(peer.give_up, transfer_id, reason))
 
-    def cancel_all(self, reason: str) -> None:
-        """Cancel all transfers."""
-        for transfer_id in list(self._writes):
-            self.cancel(transfer_id, reason)
-        self.transfers.fail_all(reason)
+    def lost(self, error: str, peer: str | None = None) -> None:
+        """A peer is gone: cancel all transfers in which it takes part. Without a peer: cancel all."""
+        for transfer_id in self.transfers.of(peer):
+            self.cancel(transfer_id, error)
 
     def poll(self, wait_seconds: float = 0.0) -> list[Ended]:
         """Transfers that have ended since the last call.
@@ -161,28 +319,33 @@ class Transport(BlockServer):
         Args:
             wait_seconds: how long to wait for one if there is none.
         """
-        return self.transfers.poll(wait_seconds)
+        ended = self.transfers.poll(wait_seconds)
+        for end in ended:
+            self._pushes.pop(end.transfer_id, None)
+        return ended
+
+    def reset(self, reason: str) -> None:
+        """Cancel all transfers and end all connections. When this returns, no thread touches a block."""
+        self.lost(reason)
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.close()
+        self._listener.hang_up()
 
     def close(self) -> None:
         """Fail all open transfers, and close all connections."""
         self.is_closed = True
-        self.transfers.fail_all("this engine has closed its transport")
+        self.reset("this engine has closed its transport")
         self._listener.close()
-        for peer in self._peers.values():
-            peer.close()
 
     # -------------------------------------------------------------- what each kind of transport brings
 
     def _prepare(self, host: str) -> None:
         """Make the caches reachable."""
 
-    def reach(self, connection: Connection, theirs: messages.Hello) -> Reach:
-        """The way to a peer's cache.
-
-        Raises:
-            OSError, ValueError: there is none.
-        """
-        raise NotImplementedError
+    def describe_memory(self) -> bytes:
+        """What a peer must know to access the caches directly; empty if it cannot."""
+        return b""
 
     def mark(self) -> torch.cuda.Event | None:
         """On a GPU, the event after which everything that was computed so far can be read. On a CPU it already can."""
@@ -192,151 +355,61 @@ class Transport(BlockServer):
 
     # -------------------------------------------------------------- plans
 
-    def _check_local(self, local: list[int], remote: list[int], what: str) -> None:
-        self.layout.check_blocks(local)
-        if len(local) != len(remote):
-            raise ValueError(f"{len(local)} blocks to {what}, but {len(remote)} of the peer")
-        if what != "push" and len(set(local)) != len(local):
-            raise ValueError(f"the same block twice among those to {what}")
+    def _begin(
+        self,
+        transfer_id: str,
+        pieces: Callable[[KVLayout, tuple[KVLayout, ...]], tuple[Piece, ...]],
+        peers: Peers,
+        local: BlockIds,
+        remote: BlockIds | None = None,
+    ) -> list[tuple[messages.Address, Piece]]:
+        """Begin a transfer; returns which peers have something in common with this rank, and what. If they do not fit, the
+        transfer has failed.
 
-    def _plan(
-        self, transfer_id: str, pieces: Any, peers: Peers, local: BlockIds, remote: BlockIds
-    ) -> list[tuple[Peer, Piece]] | None:
-        """Which peers have something in common with this rank, and what; None if they do not fit: the transfer has failed."""
+        Args:
+            local: this rank's blocks that are filled.
+            remote: those that are read.
+        """
         try:
             addresses = msgspec.convert(peers, list[messages.Address])
-            plan = []
-            for piece in pieces(self.layout, tuple(address.layout for address in addresses)):
-                address = addresses[piece.peer]
-                address.layout.check_blocks(remote)
-                plan.append((self._peer(address), piece))
-            return plan
+            found = pieces(self.layout, tuple(address.layout for address in addresses))
+            plan = [(addresses[piece.peer], piece) for piece in found if remote != []]
+            for address, _ in plan:
+                address.layout.check_blocks(remote or ())
+                if address in self._peers and self._peers[address].is_lost:
+                    self._peers.pop(address).close()  # before this transfer begins, which a new connection serves
         except (ValueError, msgspec.MsgspecError) as error:
-            if not self.transfers.is_known(transfer_id):
-                self.transfers.begin(transfer_id, [""], local, [("", -1)])
-            self.cancel(transfer_id, str(error))
-            return None
-
-    def _peer(self, address: messages.Address) -> Peer:
-        if address not in self._peers:
-            self._peers = {place: peer for place, peer in self._peers.items() if not peer.is_gone}
-            self._peers[address] = Peer(address, self._introduce)
-        return self._peers[address]
-
-    def _introduce(self, address: messages.Address) -> tuple[Connection, Reach]:
-        """Connect to a peer, and find the way to its cache."""
-        limit = min(10.0, self.timeout)
-        connection = connect(address.host, address.port, self._secret, self.fingerprint, limit, "kv-data", self.timeout)
-        try:
-            connection.send(messages.encode(messages.Hello(self.id, self.layout)))
-            theirs = messages.receive(connection, messages.decode_hello, self.timeout)
-            if (theirs.id, theirs.layout) != (address.id, address.layout):
-                raise PeerLost(f"at {connection.peer} there is another rank now, or one with another cache")
-            return connection, self.reach(connection, theirs)
-        except BaseException:
-            connection.close()
-            raise
-
-    def _begin_fill(
-        self, transfer_id: str, peers: Peers, local: BlockIds, remote: BlockIds | None, patience: float
-    ) -> list[tuple[Peer, Piece]]:
-        """Begin a transfer into this rank's blocks; returns the peers that fill them.
-
-        Args:
-            remote: the blocks to be read; None: the peers write.
-        """
-        plan = self._plan(transfer_id, pieces_from, peers, local, remote or ())
-        if plan is None:
+            self.transfers.begin(transfer_id, [("none", ())])
+            self.transfers.fail(transfer_id, str(error))
             return []
-        if remote == []:
-            plan = []
-        parts = [(peer.id, layer) for peer, piece in plan for layer in piece.layers]
-        self.transfers.begin(transfer_id, [peer.id for peer, _ in plan], local, parts, patience)
+        parts = [(address.id, piece.layers) for address, piece in plan]
+        if pieces is pieces_to:  # until `finish_push`, a push also waits for this rank
+            parts.append((self.id, range(0)))
+        self.transfers.begin(transfer_id, parts, local)
         return plan
 
-    def _begin_write(self, transfer_id: str, peers: Peers, remote: BlockIds) -> list[tuple[Peer, Piece]]:
-        """Begin a push if it has not begun; returns its peers, none if it has ended."""
-        plan = self._plan(transfer_id, pieces_to, peers, (), remote) or []
+    def _serve(self, connection: Connection) -> None:
+        """Answer one peer's requests until it leaves, or sends what makes no sense; then raise an error."""
+        link = self.link_class(self, connection)
+        try:
+            while True:
+                link.answer(link.receive())
+        finally:
+            link.close()
+            self.lost(f"the peer at {connection.peer} is gone", link.theirs.id)
+
+    def _peer(self, address: messages.Address) -> Rank:
+        if address not in self._peers:
+            self._peers = {place: peer for place, peer in self._peers.items() if not peer.error}
+            self._peers[address] = Rank(self, address)
+        return self._peers[address]
+
+    def _targets(self, transfer_id: str, peers: Peers) -> list[tuple[Rank, Piece]]:
+        """Where a push goes, which begins if it has not begun; to no peer once it has ended."""
         if not self.transfers.is_known(transfer_id):
-            # Until finish_writes, the transfer also waits for this rank.
-            self._writes[transfer_id] = [peer for peer, _ in plan]
-            self.transfers.begin(transfer_id, [self.id, *(peer.id for peer, _ in plan)])
-        return plan if transfer_id in self._writes else []
-
-    # -------------------------------------------------------------- jobs, in the peers' threads
-
-    def _read_piece(self, peer: Peer, transfer_id: str, piece: Piece, local: list[int], remote: list[int]) -> None:
-        arrived = [(layer, local) for layer in piece.layers]
-        self._do(peer, transfer_id, lambda connection, reach: reach.read(piece, local, remote), arrived, finished=True)
-
-    def _write_layers(self, peer: Peer) -> None:
-        """Push the next layers of a peer: those that were computed meanwhile go together."""
-        if not peer.writes:
-            return
-        parts, first, mark = peer.writes.popleft()
-        end = first + 1
-        while peer.writes and end - first < _MAX_LAYERS and peer.writes[0][:2] == (parts, end):
-            _, _, mark = peer.writes.popleft()
-            end += 1
-        transfer_id, piece, local, remote = parts
-        request = messages.Push(first, end, piece.remote_head, piece.num_heads, remote, transfer_id)
-
-        def push(connection: Connection, reach: Reach) -> None:
-            messages.ask(connection, request, self.timeout)
-            payload = reach.write(piece, request.layers, local, remote, mark)
-            connection.send(messages.encode(messages.Moved()), payload)
-
-        self._do(peer, transfer_id, push, [(layer, local) for layer in request.layers])
-
-    def _finish_peer(self, peer: Peer, transfer_id: str) -> None:
-        if error := self._do(peer, transfer_id, self._telling(transfer_id), finished=True):
-            self._tell(peer, transfer_id, error)
-
-    def _tell(self, peer: Peer, transfer_id: str, error: str) -> None:
-        peer.attempt(self._telling(transfer_id, error))
-
-    def _telling(self, transfer_id: str, error: str = "") -> Callable[[Connection, Reach], None]:
-        finish = messages.Finish(transfer_id, error)
-        return lambda connection, reach: messages.ask(connection, finish, self.timeout)
-
-    def _do(
-        self,
-        peer: Peer,
-        transfer_id: str,
-        work: Callable[[Connection, Reach], object],
-        arrived: Sequence[tuple[int, list[int]]] = (),
-        finished: bool = False,
-    ) -> str:
-        """Do a part of a transfer, unless it has ended or the peer cannot be reached.
-
-        Args:
-            arrived: layers, and the blocks that `work` moves there.
-            finished: it is the last part with this peer.
-
-        Returns:
-            Why it could not be done.
-        """
-        # Connecting may take seconds, during which the transfer can still be cancelled: no block is touched yet.
-        if not (error := peer.attempt(lambda connection, reach: None)):
-            if refused := self.transfers.enter(transfer_id, peer.id):
-                return refused
-            error = "the thread that moves blocks has met an error; see the log"
-            try:
-                error = peer.attempt(work)
-            finally:
-                self.transfers.leave(transfer_id, peer.id, arrived, error, finished)
-        if error:
-            self.cancel(transfer_id, error)
-        return error
-
-
-def _check_caches(layout: KVLayout, kv_caches: Caches) -> None:
-    if set(kv_caches) != set(layout.layers):
-        raise ValueError(f"caches of the layers {sorted(kv_caches)} for a rank that has {layout.layers}")
-    for layer, cache in kv_caches.items():
-        found = (tuple(cache.shape), str(cache.dtype).removeprefix("torch."))
-        if found != (layout.cache_shape, layout.dtype) or not cache.is_contiguous():
-            raise ValueError(f"the cache of layer {layer} is not what the layout says, {layout.cache_shape}: {found}")
+            plan = self._begin(transfer_id, pieces_to, peers, ())
+            self._pushes[transfer_id] = [(self._peer(address), piece) for address, piece in plan]
+        return self._pushes.get(transfer_id, [])
 
 
 def is_address(host: str, kind: str) -> bool:

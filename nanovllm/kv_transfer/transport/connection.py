@@ -13,14 +13,15 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from nanovllm.distributed.life_signs import PeerLost
 
 MAX_MESSAGE = 16 << 20  # bytes
 _MAGIC = b"nvkv"
-_HEADER = struct.Struct("<4sIQII")  # magic, bytes of the message and of the payload, CRC of the message and of these
-_CRC = struct.Struct("<I")
+_HEADER = struct.Struct("<4sIQ")  # magic, bytes of the message and of the payload
+_CRC = struct.Struct("<I")  # behind the message, of this and the header; and behind the payload
 _BUFFERS = 512  # per system call; Linux takes 1024
 _GROUP_BYTES = 1 << 20  # of payload that are checked and sent at a time
 # Half a minute after a host has vanished silently its connections count as lost, even if nothing is being sent.
@@ -33,15 +34,16 @@ class CorruptFrame(PeerLost):
 
 def _in_groups(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
     """All bytes of the buffers, in groups that are still in the processor's cache after their checksum was computed."""
-    group, size = [], 0
-    for buffer in buffers:
-        for part in (buffer[i : i + _GROUP_BYTES] for i in range(0, len(buffer), _GROUP_BYTES)):
-            group.append(part)
-            size += len(part)
-            if size >= _GROUP_BYTES or len(group) == _BUFFERS:
-                yield group
-                group, size = [], 0
-    yield group
+    parts = [buffer[i : i + _GROUP_BYTES] for buffer in buffers for i in range(0, len(buffer), _GROUP_BYTES)]
+    count = min(_BUFFERS, _GROUP_BYTES // max(map(len, parts), default=1))
+    return (parts[i : i + count] for i in range(0, len(parts), count))
+
+
+def _crc(parts: Iterable[bytes | memoryview], crc: int = 0) -> int:
+    """The CRC of all parts; `crc` is that of what comes before."""
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    return crc
 
 
 class Connection:
@@ -54,10 +56,11 @@ class Connection:
     Attributes:
         payload_bytes: length of the payload that follows the last message and has not been received yet.
         deadline: `time.monotonic()` after which bytes no longer move; set during the handshake.
+        hello: what the other end has said of itself in the handshake.
     """
 
     def __init__(self, sock: socket.socket, peer: str, patience: float = 30.0) -> None:
-        self.peer, self.patience, self.payload_bytes, self.deadline = peer, patience, 0, float("inf")
+        self.peer, self.patience, self.payload_bytes, self.deadline, self.hello = peer, patience, 0, float("inf"), b""
         self._socket, self._closed, self._sending = sock, False, threading.Lock()
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
@@ -74,15 +77,14 @@ class Connection:
         if len(message) > MAX_MESSAGE:
             raise ValueError(f"a message of {len(message)} bytes: {MAX_MESSAGE} at most")
         size, crc = sum(map(len, buffers)), 0
-        header = _HEADER.pack(_MAGIC, len(message), size, zlib.crc32(message), 0)[: -_CRC.size]
+        frame = _HEADER.pack(_MAGIC, len(message), size) + message
         with self._sending:
-            self.send_raw([memoryview(header + _CRC.pack(zlib.crc32(header)) + message)])
+            self.send_raw([frame + _CRC.pack(_crc([frame]))])
             for group in _in_groups(buffers):
-                for part in group:
-                    crc = zlib.crc32(part, crc)
+                crc = _crc(group, crc)
                 self.send_raw(group)
             if size:
-                self.send_raw([memoryview(_CRC.pack(crc))])
+                self.send_raw([_CRC.pack(crc)])
 
     def receive(self, timeout: float | None = None) -> bytes:
         """The next message. If it has a payload (`payload_bytes`), call `receive_payload` next.
@@ -101,19 +103,15 @@ class Connection:
             raise PeerLost(f"the connection to {self.peer} is closed")
         if not self.is_readable(timeout):
             raise TimeoutError(f"{self.peer} is silent")
-        header = bytearray(_HEADER.size)
-        self.receive_raw([memoryview(header)])
-        magic, length, payload, crc, header_crc = _HEADER.unpack(header)
-        if magic != _MAGIC or zlib.crc32(header[: -_CRC.size]) != header_crc:
+        header = self.read(_HEADER.size)
+        magic, length, payload = _HEADER.unpack(header)
+        if magic != _MAGIC or length > MAX_MESSAGE:
             raise self._corrupt("what is no frame")
-        if length > MAX_MESSAGE:
-            raise self._corrupt(f"a message of {length} bytes")
-        message = bytearray(length)
-        self.receive_raw([memoryview(message)])
-        if zlib.crc32(message) != crc:
+        message, crc = self.read(length), self.read(_CRC.size)
+        if _CRC.pack(_crc([header, message])) != crc:
             raise self._corrupt("a message with a wrong checksum")
         self.payload_bytes = payload
-        return bytes(message)
+        return message
 
     def receive_payload(self, buffers: Sequence[memoryview]) -> None:
         """Receive the payload of the last message into `buffers`, which together are as long.
@@ -124,15 +122,12 @@ class Connection:
         """
         if (size := sum(map(len, buffers))) != self.payload_bytes:
             raise self._corrupt(f"{self.payload_bytes} bytes where {size} were expected")
-        crc, sent = 0, bytearray(_CRC.size)
+        crc = 0
         for group in _in_groups(buffers):
-            self.receive_raw(group)
-            for part in group:
-                crc = zlib.crc32(part, crc)
-        if size:
-            self.receive_raw([memoryview(sent)])
-            if _CRC.unpack(sent)[0] != crc:
-                raise self._corrupt("a payload with a wrong checksum")
+            self._receive_raw(group)
+            crc = _crc(group, crc)
+        if size and self.read(_CRC.size) != _CRC.pack(crc):
+            raise self._corrupt("a payload with a wrong checksum")
         self.payload_bytes = 0
 
     def is_readable(self, seconds: float | None = 0) -> bool:
@@ -162,15 +157,20 @@ class Connection:
         self.close()
         return CorruptFrame(f"{self.peer} sent {what}")
 
-    def send_raw(self, views: list[memoryview]) -> None:
+    def send_raw(self, views: Sequence[bytes | memoryview]) -> None:
         """Send bytes without a frame."""
         self._transfer(views, self._socket.sendmsg)
 
-    def receive_raw(self, views: list[memoryview]) -> None:
-        """Fill all views with bytes that have no frame."""
+    def read(self, size: int) -> bytes:
+        """The next bytes, which have no frame."""
+        data = bytearray(size)
+        self._receive_raw([memoryview(data)])
+        return bytes(data)
+
+    def _receive_raw(self, views: Sequence[memoryview]) -> None:
         self._transfer(views, lambda views: self._socket.recvmsg_into(views)[0])
 
-    def _transfer(self, views: list[memoryview], step: Callable[[list[memoryview]], int]) -> None:
+    def _transfer(self, views: Sequence[Any], step: Callable[[list[Any]], int]) -> None:
         """Send or fill all of `views`, step by step."""
         views = [view for view in views if len(view)]
         while views:

@@ -2,8 +2,9 @@
 
 The client sends a random number, the listener another one, and then each sends the HMAC of both numbers under the secret (a
 mutual challenge and response). The secret itself never travels, and no proof can be used a second time. Then both send a flat
-dict that describes them, and an end that finds a difference refuses. What follows is authenticated at its beginning but neither
-signed nor encrypted: across a network that strangers can reach, use a tunnel (WireGuard, IPsec).
+dict that describes them, and an end that finds a difference refuses; and a hello, which says what else the other end has to know.
+What follows is authenticated at its beginning but neither signed nor encrypted: across a network that strangers can reach, use a
+tunnel (WireGuard, IPsec).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -50,7 +52,7 @@ def secret() -> bytes:
         ValueError: the secret is too short, or other users can read the file.
     """
     if (given := os.environ.get("NANOVLLM_KV_SECRET")) is not None:
-        return _long_enough(given.strip().encode(), "NANOVLLM_KV_SECRET")
+        return _long_enough(given.encode(), "NANOVLLM_KV_SECRET")
     path = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm") / "kv_secret"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,93 +65,89 @@ def secret() -> bytes:
         status = os.fstat(file.fileno())
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.geteuid():
             raise ValueError(f"{path} can be read by others: remove it (a new one is made), or chmod 600 and chown it")
-        return _long_enough(file.read().strip(), str(path))
+        return _long_enough(file.read(), str(path))
 
 
 def _long_enough(value: bytes, name: str) -> bytes:
-    if len(value) < 16:
+    if len(value.strip()) < 16:
         raise ValueError(f"{name} is too short for a secret: 16 characters at least, better 64 random ones")
-    return value
+    return value.strip()
 
 
 # ------------------------------------------------------------------------------------------------ the handshake
 
 
-def _proof(secret: bytes, role: str, purpose: str, nonces: bytes) -> bytes:
+@dataclass(frozen=True)
+class Credentials:
+    """What a process shows to the other end of a connection, and what it asks of it.
+
+    Attributes:
+        fingerprint: what must be equal at both ends.
+        hello: what the other end gets as `Connection.hello`.
+        timeout: seconds until a handshake must be complete.
+        patience: see `Connection`.
+    """
+
+    secret: bytes
+    fingerprint: Facts
+    hello: bytes = b""
+    timeout: float = 10.0
+    patience: float = 30.0
+
+
+def _proof(secret: bytes, role: str, nonces: bytes) -> bytes:
     """Proof that a process knows the secret. It contains the role, so that sending a proof back proves nothing."""
-    return hmac.digest(secret, _HELLO + f"{role} {purpose} ".encode() + nonces, hashlib.sha256)
+    return hmac.digest(secret, _HELLO + role.encode() + nonces, hashlib.sha256)
 
 
-def _shake_hands(
-    connection: Connection, is_client: bool, secret: bytes, fingerprint: Facts, purpose: str, timeout: float
-) -> None:
-    """Prove to each other that both know the secret, then compare the fingerprints.
+def _shake_hands(connection: Connection, is_client: bool, credentials: Credentials) -> None:
+    """Prove to each other that both know the secret, then compare the fingerprints and exchange the hellos.
 
     Raises:
         HandshakeError: the other end does not know the secret, has another fingerprint, or takes too long.
     """
     # One deadline for the whole handshake: a peer that sends one byte per second gains no time.
-    connection.deadline = time.monotonic() + timeout
+    connection.deadline = time.monotonic() + credentials.timeout
     try:
-        own, other = os.urandom(_NONCE), bytearray(len(_HELLO) + _NONCE)
-        connection.send_raw([memoryview(_HELLO + own)])
-        connection.receive_raw([memoryview(other)])
-        if not other.startswith(_HELLO):
+        own = os.urandom(_NONCE)
+        connection.send_raw([_HELLO + own])
+        if connection.read(len(_HELLO)) != _HELLO:
             raise ValueError("it speaks another protocol or another version of it")
-        theirs = bytes(other[len(_HELLO) :])
+        theirs = connection.read(_NONCE)
         nonces = own + theirs if is_client else theirs + own
         roles = ("client", "server") if is_client else ("server", "client")
-        mine, expected = (_proof(secret, role, purpose, nonces) for role in roles)
+        mine, expected = (_proof(credentials.secret, role, nonces) for role in roles)
         if is_client:  # the client proves first: asking a listener reveals nothing
-            connection.send_raw([memoryview(mine)])
-        proof = bytearray(len(expected))
-        connection.receive_raw([memoryview(proof)])
-        if not hmac.compare_digest(proof, expected):
+            connection.send_raw([mine])
+        if not hmac.compare_digest(connection.read(len(expected)), expected):
             raise ValueError("it does not know the secret (NANOVLLM_KV_SECRET)")
         if not is_client:
-            connection.send_raw([memoryview(mine)])
-        connection.send(msgspec.msgpack.encode(fingerprint))
+            connection.send_raw([mine])
+        connection.send(msgspec.msgpack.encode((credentials.fingerprint, credentials.hello)))
         answer = connection.receive(max(0.0, connection.deadline - time.monotonic()))
-        check_same(fingerprint, msgspec.msgpack.decode(answer, type=Facts))
-    except (ValueError, msgspec.MsgspecError) as error:
-        raise HandshakeError(f"{connection.peer}: {error}") from error
-    except (PeerLost, TimeoutError) as error:
-        hint = ": does it have another secret (NANOVLLM_KV_SECRET)?" if is_client else ""
+        facts, connection.hello = msgspec.msgpack.decode(answer, type=tuple[Facts, bytes])
+        check_same(credentials.fingerprint, facts)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        connection.close()
+        has_left = is_client and isinstance(error, OSError)
+        hint = ": does it have another secret (NANOVLLM_KV_SECRET)?" if has_left else ""
         raise HandshakeError(f"no handshake with {connection.peer}: {error}{hint}") from error
     connection.deadline = float("inf")
 
 
-def connect(
-    host: str,
-    port: int,
-    secret: bytes,
-    fingerprint: Facts,
-    timeout: float = 10,
-    purpose: str = "kv",
-    patience: float = 30,
-) -> Connection:
+def connect(host: str, port: int, credentials: Credentials) -> Connection:
     """Connect to a listener.
-
-    Args:
-        fingerprint: what must be equal at both ends.
-        timeout: seconds until the handshake must be complete.
-        purpose: of the connection; a listener for another purpose refuses.
-        patience: see `Connection`.
 
     Raises:
         PeerLost: no process listens there.
         HandshakeError: the other end does not know the secret, or differs.
     """
     try:
-        sock = socket.create_connection((host, port), timeout)
+        sock = socket.create_connection((host, port), credentials.timeout)
     except OSError as error:
         raise PeerLost(f"no connection to {host}:{port}: {error}") from error
-    connection = Connection(sock, f"{host}:{port}", patience)
-    try:
-        _shake_hands(connection, True, secret, fingerprint, purpose, timeout)
-    except HandshakeError:
-        connection.close()
-        raise
+    connection = Connection(sock, f"{host}:{port}", credentials.patience)
+    _shake_hands(connection, True, credentials)
     return connection
 
 
@@ -160,7 +158,6 @@ class Listener:
         host: the only address to listen on.
         port: 0: any free one.
         on_connection: called with each connection after its handshake; when it returns, the connection is closed.
-        timeout: seconds per handshake.
 
     Attributes:
         address: host and port.
@@ -170,18 +167,9 @@ class Listener:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        secret: bytes,
-        fingerprint: Facts,
-        on_connection: Callable[[Connection], None],
-        purpose: str = "kv",
-        timeout: float = 10,
-        patience: float = 30,
+        self, host: str, port: int, credentials: Credentials, on_connection: Callable[[Connection], None]
     ) -> None:
-        self._handshake = (secret, fingerprint, purpose, timeout)
-        self._on_connection, self._patience, self._purpose = on_connection, patience, purpose
+        self._credentials, self._on_connection = credentials, on_connection
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._socket.settimeout(0.5)
@@ -189,45 +177,49 @@ class Listener:
         self._handshakes = threading.BoundedSemaphore(_MAX_HANDSHAKES)
         self._connections: dict[Connection, threading.Thread] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name=f"{purpose}-listener", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="kv-listener", daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
                 sock, (host, port, *_) = self._socket.accept()
-            except TimeoutError:
-                continue
             except OSError as error:
-                if not self._closed.wait(0.1):  # for example, all file descriptors are used at the moment
+                # For example, all file descriptors are used at the moment.
+                if not isinstance(error, TimeoutError) and not self._closed.wait(0.1):
                     logger.warning("cannot accept a connection: %s", error)
                 continue
-            connection = Connection(sock, f"{host}:{port}", self._patience)
+            connection = Connection(sock, f"{host}:{port}", self._credentials.patience)
             if not self._handshakes.acquire(blocking=False):
                 logger.warning("%s is turned away: %d handshakes are in progress", connection.peer, _MAX_HANDSHAKES)
                 connection.close()
                 continue
-            name = f"{self._purpose}-{connection.peer}"
-            thread = threading.Thread(target=self._serve, args=(connection,), name=name, daemon=True)
+            thread = threading.Thread(target=self._serve, args=[connection], name=f"kv-{connection.peer}", daemon=True)
             self._connections[connection] = thread
             thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:
             try:
-                _shake_hands(connection, False, *self._handshake)
+                _shake_hands(connection, False, self._credentials)
             finally:
                 self._handshakes.release()
             self._on_connection(connection)
         except HandshakeError as error:
             logger.warning("a connection is refused: %s", error)
-        except PeerLost as error:
-            logger.info("a connection has ended: %s", error)
+        except (PeerLost, TimeoutError, msgspec.MsgspecError) as error:
+            logger.info("the connection from %s has ended: %s", connection.peer, error)
         except Exception:
             logger.exception("the connection from %s is closed after an error", connection.peer)
         finally:
             connection.close()
             self._connections.pop(connection, None)
+
+    def hang_up(self) -> None:
+        """End all connections."""
+        for connection, thread in list(self._connections.items()):
+            connection.close()
+            thread.join(self._credentials.patience)
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -236,7 +228,4 @@ class Listener:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
-        for connection, thread in list(self._connections.items()):
-            connection.close()
-            if thread is not threading.current_thread():
-                thread.join(self._patience)
+        self.hang_up()

@@ -1,16 +1,10 @@
-"""Defines the messages that ranks exchange when they move KV blocks, and how they are received."""
+"""Defines the messages that ranks exchange when they move KV blocks."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
 from nanovllm.kv_transfer.layout import KVLayout
-from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-
-T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -26,8 +20,8 @@ class Address(msgspec.Struct, frozen=True):
     layout: KVLayout
 
 
-class Hello(msgspec.Struct, tag="hello"):
-    """The first message of both ends. `memory` says how the peer can access the cache directly, in the transport's own format."""
+class Hello(msgspec.Struct):
+    """What both ends say in the handshake. `memory` says how the cache can be accessed directly, in the transport's own format."""
 
     id: str
     layout: KVLayout
@@ -41,7 +35,7 @@ class Answer(msgspec.Struct, tag="answer"):
 
 
 class Fetch(msgspec.Struct, tag="fetch"):
-    """Asks the owner to send blocks of some layers. For each layer it sends an `Answer` with the blocks as payload.
+    """Asks the owner for blocks of some layers. It answers as the transport says: see `Link.serve_fetch`.
 
     Attributes:
         head: counted from the owner's first head.
@@ -59,58 +53,40 @@ class Fetch(msgspec.Struct, tag="fetch"):
         return range(self.first_layer, self.end_layer)
 
 
-class Push(Fetch, tag="push"):
-    """Asks to write into the receiver's blocks. After its `Answer` the sender writes, and then sends `Moved`."""
+class Push(msgspec.Struct, tag="push"):
+    """Offers blocks of some layers, which have just been computed, for a transfer that the receiver expects. It reads them, and then
+    answers.
+
+    Attributes:
+        block_ids: the receiver's.
+        source_ids: the sender's.
+    """
 
     transfer_id: str
+    first_layer: int
+    end_layer: int
+    block_ids: list[int]
+    source_ids: list[int]
+
+    @property
+    def layers(self) -> range:
+        """The layers to be moved."""
+        return range(self.first_layer, self.end_layer)
 
 
 class Moved(msgspec.Struct, tag="moved"):
-    """The allowed blocks have been read or written, or are the payload of this message. It has no answer."""
+    """The blocks of a granted `Fetch` have been read, by direct access. It has no answer."""
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """The sender writes no more for this transfer, because all is written or because of an error."""
+    """The sender pushes no more for this transfer, because all is pushed or because of an error."""
 
     transfer_id: str
     error: str = ""
 
 
-Request = Fetch | Push | Moved | Finish
+Message = Fetch | Push | Moved | Finish | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-decode_request = msgspec.msgpack.Decoder(Request).decode
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
-
-
-def receive(connection: Connection, decode: Callable[[bytes], T], timeout: float | None = None) -> T:
-    """Receive and decode the peer's next message.
-
-    Raises:
-        PeerLost: no message came in time.
-        CorruptFrame: the message makes no sense.
-    """
-    try:
-        return decode(connection.receive(timeout))
-    except TimeoutError:
-        raise PeerLost(f"no message from {connection.peer} within {timeout:g} s") from None
-    except msgspec.MsgspecError as error:
-        raise CorruptFrame(f"{connection.peer} sent a message that makes no sense: {error}") from error
-
-
-def ask(connection: Connection, request: Fetch | Push | Finish, timeout: float) -> None:
-    """Send a request, and wait until the peer grants it; raises as `receive_answer`."""
-    connection.send(encode(request))
-    receive_answer(connection, timeout)
-
-
-def receive_answer(connection: Connection, timeout: float) -> None:
-    """Wait until the peer grants a request; a payload of the answer has still to be received.
-
-    Raises:
-        Refused: the peer refuses the request.
-        PeerLost: as in `receive`.
-    """
-    if error := receive(connection, _decode_answer, timeout).error:
-        raise Refused(error)
+decode = msgspec.msgpack.Decoder(Message).decode

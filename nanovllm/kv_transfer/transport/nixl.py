@@ -1,8 +1,8 @@
 """Moves KV blocks by NIXL, which vLLM and Dynamo use too: over UCX, on whatever the network offers, to and from GPUs as well.
 
-The engine that reads or writes does all the work; the other one only gives it the keys of its memory, over a connection that has
-been authenticated before. With these keys NIXL allows access to everything that is registered, so the end that moves the blocks
-must check which blocks it may touch.
+The engine that reads does all the work; the other one only gives it the keys of its memory, over a connection that has
+been authenticated before. With these keys NIXL allows access to everything that is registered, so the end that
+reads must check which blocks it may touch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -20,9 +22,8 @@ import torch
 
 from nanovllm.kv_transfer.layout import KVLayout, Strip
 from nanovllm.kv_transfer.transport import messages
-from nanovllm.kv_transfer.transport.base import Transport, is_address
-from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
-from nanovllm.kv_transfer.transport.peer import Reach
+from nanovllm.kv_transfer.transport.base import Link, Transport, is_address
+from nanovllm.kv_transfer.transport.connection import CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
 
 logger = logging.getLogger(__name__)
@@ -65,41 +66,39 @@ def _load(host: str, device: torch.device) -> Any:
     return _api
 
 
-class NixlReach:
-    """A peer's cache, which NIXL accesses."""
+class NixlLink(Link):
+    """Reads from a peer's cache over NIXL."""
 
-    def __init__(self, transport: NixlTransport, connection: Connection, theirs: messages.Hello) -> None:
-        self._transport, self._connection, self._layout = transport, connection, theirs.layout
-        self._memory = msgspec.msgpack.decode(theirs.memory, type=_Memory)
-        self._addresses = dict(zip(theirs.layout.layers, self._memory.addresses, strict=True))
-        self._name = transport.call("add_remote_agent", self._memory.agent)
+    transport: NixlTransport
+
+    @cached_property
+    def _memory(self) -> _Memory:
+        return msgspec.msgpack.decode(self.theirs.memory, type=_Memory)
+
+    @cached_property
+    def _name(self) -> str:
+        name = self.transport.call("add_remote_agent", self._memory.agent)
+        self.transport.num_links[name] += 1
+        return name
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        fetch = messages.Fetch(*piece.remote_part, list(remote_ids))
-        messages.ask(self._connection, fetch, self._transport.timeout)
-        self._move("READ", piece, piece.layers, local_ids, remote_ids)
-        self._connection.send(messages.encode(messages.Moved()))
+        """See `Link.read`."""
+        self.ask(messages.Fetch(*piece.remote_part, list(remote_ids)))
+        self._move(piece, local_ids, remote_ids)
+        self.connection.send(messages.encode(messages.Moved()))
 
-    def write(
-        self, piece: Piece, layers: range, local_ids: BlockIds, remote_ids: BlockIds, mark: Any
-    ) -> Sequence[memoryview]:
-        if mark is not None:
-            mark.synchronize()
-        self._move("WRITE", piece, layers, local_ids, remote_ids)
-        return ()
-
-    def _move(self, operation: str, piece: Piece, layers: range, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        transport, memory = self._transport, self._memory
-        mine, theirs = piece.strips(transport.layout, self._layout)
-        here = [transport.addresses[layer] for layer in layers]
-        there = [self._addresses[layer] for layer in layers]
+    def _move(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
+        transport, memory = self.transport, self._memory
+        mine, theirs = piece.strips(transport.layout, self.theirs.layout)
+        here = [transport.addresses[layer] for layer in piece.layers]
+        there = [memory.addresses[layer - self.theirs.layout.first_layer] for layer in piece.layers]
         local = _table(transport.layout, mine, here, local_ids, transport.device_index)
-        remote = _table(self._layout, theirs, there, remote_ids, memory.device)
+        remote = _table(self.theirs.layout, theirs, there, remote_ids, memory.device)
         sides = (
             transport.call("get_xfer_descs", local, transport.memory_kind),
             transport.call("get_xfer_descs", remote, memory.kind),
         )
-        handle = transport.call("initialize_xfer", operation, *sides, self._name)
+        handle = transport.call("initialize_xfer", "READ", *sides, self._name)
         try:
             self._wait(handle)
         finally:
@@ -107,29 +106,45 @@ class NixlReach:
 
     def _wait(self, handle: Any) -> None:
         """Start a transfer, and wait until it is complete."""
-        deadline, pauses = time.monotonic() + self._transport.timeout, _pauses()
-        state = self._transport.call("transfer", handle)
+        deadline, pauses = time.monotonic() + self.transport.timeout, _pauses()
+        state = self.transport.call("transfer", handle)
         while state == "PROC":
             next(pauses)
-            state = self._transport.call("check_xfer_state", handle)
-            if state == "PROC" and (self._connection.is_lost() or time.monotonic() > deadline):
-                raise PeerLost(f"{self._connection.peer} is gone, in the middle of a transfer")
+            state = self.transport.call("check_xfer_state", handle)
+            if state == "PROC" and (self.connection.is_lost() or time.monotonic() > deadline):
+                raise PeerLost(f"{self.connection.peer} is gone, in the middle of a transfer")
         if state != "DONE":
-            raise PeerLost(f"NIXL could not reach the cache of {self._connection.peer}")
+            raise PeerLost(f"NIXL could not reach the cache of {self.connection.peer}")
 
     def _release(self, handle: Any) -> None:
         """Release a transfer. NIXL may write for one that has failed until it accepts the release."""
-        while not self._transport.is_closed:
+        while not self.transport.is_closed:
             try:
-                return self._transport.call("release_xfer_handle", handle)
+                return self.transport.call("release_xfer_handle", handle)
             except PeerLost as error:
                 logger.debug("NIXL does not release a transfer yet: %s", error)
-                self._transport.call("update_notifs")  # lets UCX notice that its peer is gone
+                self.transport.call("update_notifs")  # lets UCX notice that its peer is gone
                 time.sleep(0.001)
 
+    def serve_fetch(self, fetch: messages.Fetch) -> None:
+        """Let a peer read. On most networks UCX needs both ends to keep it going."""
+        self.connection.send(messages.encode(messages.Answer()))
+        pauses = _pauses()
+        while not self.connection.is_readable():
+            self.transport.call("update_notifs")
+            next(pauses)
+        if not isinstance(self.receive(), messages.Moved):
+            raise CorruptFrame(f"{self.connection.peer} asks for something else in the middle of a read")
+
     def close(self) -> None:
+        """Forget the peer."""
+        if "_name" not in self.__dict__:
+            return
+        self.transport.num_links[self._name] -= 1
+        if self.transport.num_links[self._name]:  # the peer reads from here, too
+            return
         try:
-            self._transport.call("remove_remote_agent", self._name)
+            self.transport.call("remove_remote_agent", self._name)
         except PeerLost as error:
             logger.info("NIXL had forgotten a peer already: %s", error)
 
@@ -147,16 +162,17 @@ def _table(layout: KVLayout, strip: Strip, caches: list[int], ids: BlockIds, dev
 class NixlTransport(Transport):
     """One NIXL agent, in which all caches of the rank are registered."""
 
-    kind = "nixl"
+    kind, link_class = "nixl", NixlLink
 
     def _prepare(self, host: str) -> None:
         api = _load(host, self.device)
         self.device_index = self.device.index or 0
         self.memory_kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
         self._lock = threading.Lock()
+        self.num_links: Counter[str] = Counter()  # by agent
         known = vars(api.nixlBind).values()
         self._errors = tuple(kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
-        # NIXL's own thread would use a whole core, also when there is nothing to do: see `assist`.
+        # NIXL's own thread would use a whole core, also when there is nothing to do: see `serve_fetch`.
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(self.id, config)
         self._registered = self._agent.register_memory([self.kv_caches[layer] for layer in self.layout.layers])
@@ -177,24 +193,6 @@ class NixlTransport(Transport):
         """The agent's keys, and the addresses of the layers' caches."""
         addresses = [self.addresses[layer] for layer in self.layout.layers]
         return messages.encode(_Memory(self.call("get_agent_metadata"), addresses, self.device_index, self.memory_kind))
-
-    def reach(self, connection: Connection, theirs: messages.Hello) -> Reach:
-        """The peer's memory, by NIXL."""
-        return NixlReach(self, connection, theirs)
-
-    def serve_fetch(self, connection: Connection, fetch: messages.Fetch) -> None:
-        """Let a peer read."""
-        connection.send(messages.encode(messages.Answer()))
-        self.assist(connection)
-        if not isinstance(messages.receive(connection, messages.decode_request), messages.Moved):
-            raise CorruptFrame(f"{connection.peer} asks for something else in the middle of a read")
-
-    def assist(self, connection: Connection) -> None:
-        """Keep UCX going while a peer reads or writes: on most networks it needs both ends."""
-        pauses = _pauses()
-        while not connection.is_readable():
-            self.call("update_notifs")
-            next(pauses)
 
     def close(self) -> None:
         """End everything, and unregister the memory."""

@@ -92,7 +92,7 @@ def pieces_from(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ..
 
 @lru_cache(maxsize=256)
 def pieces_to(mine: KVLayout, theirs: tuple[KVLayout, ...]) -> tuple[Piece, ...]:
-    """What this rank writes to which ranks of another engine: the counterpart of what `pieces_from` computes there.
+    """What this rank pushes to which ranks of another engine: the counterpart of what `pieces_from` computes there.
 
     Raises:
         ValueError: the layouts do not fit.
