@@ -208,6 +208,9 @@ def _make_group(
 
 def destroy_groups() -> None:
     """Leave all groups: from now on, each group of this process has one rank."""
+    for group in _groups.values():
+        if group.shared:
+            group.shared.segment.close()
     if get_world_group().world_size > 1:
         dist.destroy_process_group()
     _groups.update({name: GroupCoordinator(name) for name in KINDS})
