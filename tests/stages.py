@@ -92,12 +92,11 @@ class StagedExecutor(Executor):
             assert wait() == ModelRunnerOutput(), "only the last stage samples"
         return waits[-1]
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         for _, runner in self._each():
             runner.forget_requests()
         for wire in self.wires:
             wire.clear()
-        return {}
 
 
 @pytest.fixture

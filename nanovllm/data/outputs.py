@@ -156,8 +156,6 @@ class KVConnectorOutput:
             `invalid_block_ids`.
         invalid_block_ids: request id → blocks whose content did not arrive or cannot be trusted. (In vLLM, one set for all
             requests; but by the time the last rank reports, a block's number may belong to another request.)
-        abandoned: request id → transfer id, for requests that stop waiting. Their blocks stay reserved, since a peer may
-            still write to them, until `finished_recving` contains the transfer id.
         reasons: request id → what went wrong.
         requests: `EngineRequest`s that other engines ask for.
         aborts: ids of requests that have to end, because the engine that has asked for them no longer wants them, or cannot have
@@ -167,13 +165,12 @@ class KVConnectorOutput:
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: dict[str, set[int]] = field(default_factory=dict)
-    abandoned: dict[str, str] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.finished_sending or self.finished_recving or self.abandoned or self.requests or self.aborts)
+        return bool(self.finished_sending or self.finished_recving or self.requests or self.aborts)
 
     def of(self, request_id: str) -> KVConnectorOutput:
         """What it says of one request that has ended."""

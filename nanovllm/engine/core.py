@@ -387,12 +387,9 @@ class EngineCore:
     def _start_over(self) -> None:
         self._in_flight.clear()
         lost = list(self.scheduler.requests)
-        abandoned = self.executor.forget_requests()
-        self.connector.forget_requests(abandoned)
+        self.executor.forget_requests()
+        self.connector.forget_requests()
         self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
-        for transfer_id, block_ids in abandoned.items():  # peers may still write to these blocks
-            self.manager.pool.touch(block_ids)
-            self.manager.held[transfer_id] = block_ids
         self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:

@@ -77,13 +77,9 @@ class Executor:
         no transfer is in flight: a notification can arrive after the step that has taken in its transfer's end, and would wake
         an idle engine again and again."""
 
-    def forget_requests(self) -> dict[str, list[int]]:
-        """Drop the state of all requests after a step was broken off.
-
-        Returns:
-            KV transfer id -> blocks to which a rank's peers may still write, until all ranks have reported its end.
-        """
-        return self.collective_rpc("forget_requests")[0]
+    def forget_requests(self) -> None:
+        """Drop the state of all requests after a step was broken off."""
+        self.collective_rpc("forget_requests")
 
     def check_health(self) -> None:
         """Check that every rank is alive.

@@ -25,7 +25,6 @@ from typing import IO, Any, NoReturn
 import psutil
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
@@ -372,16 +371,11 @@ class RemoteExecutor(WatchedProcesses, Executor):
         for rank in self.ranks:
             rank.transfer_has_ended = False
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         """Drop the state of all requests on every rank; see `Executor`."""
-        if self._reason:
-            return {}
-        answers = self.collective_rpc("forget_requests")
-        self._transfers = OutputAggregator(self.grid.world_size)
-        for answer in answers:  # a rank whose part of a transfer has ended does not report that again
-            missing = {key for other in answers for key in other} - answer.keys()
-            self._transfers.add([KVConnectorOutput(finished_recving=missing)])
-        return {key: block_ids for answer in answers for key, block_ids in answer.items()}
+        if not self._reason:
+            super().forget_requests()
+            self._transfers = OutputAggregator(self.grid.world_size)
 
     # ---------------------------------------------------------------- orders and answers
 

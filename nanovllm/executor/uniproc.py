@@ -85,9 +85,9 @@ class Worker:
         """See `ModelRunner.launch`; every rank computes its part."""
         return self.runner.launch(schedule)
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         """See `ModelRunner.forget_requests`."""
-        return self.runner.forget_requests()
+        self.runner.forget_requests()
 
     def close(self) -> None:
         """Leave the other ranks, and the engines with which this one shares KV."""

@@ -13,7 +13,7 @@ that there is nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -184,13 +184,9 @@ class KVConnectorScheduler:
             output.reasons.clear()
         return output
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
-        """A step broke off, and all requests are lost; the ranks have stopped their transfers.
-
-        Args:
-            open_transfers: those that the ranks could not stop. `finished_recving` names them when they have ended.
-        """
-        self._output, self._in_flight = KVConnectorOutput(), set(open_transfers)
+    def forget_requests(self) -> None:
+        """A step broke off, and all requests are lost; the ranks have stopped their transfers."""
+        self._output, self._in_flight = KVConnectorOutput(), set()
 
     @property
     def has_work(self) -> bool:
@@ -285,10 +281,8 @@ class KVConnectorWorker:
         """
         return KVConnectorOutput()
 
-    def forget_requests(self) -> dict[str, list[int]]:
-        """A step broke off: stop all transfers. When this returns, no peer writes any block, except for those that are returned,
-        by the transfer's id: until `get_finished` names it."""
-        return {}
+    def forget_requests(self) -> None:
+        """A step broke off: stop all transfers. When this returns, none touches a block any more."""
 
     def close(self) -> None:
         """End all connections."""

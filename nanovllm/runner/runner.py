@@ -349,12 +349,11 @@ class ModelRunner:
         """End all transfers from and to this rank's caches."""
         self.connector.close()
 
-    def forget_requests(self) -> dict[str, list[int]]:
-        """Drop the state of all requests, once a step was broken off. Returns blocks to which peers may still write; see
-        `KVConnectorWorker.forget_requests`."""
+    def forget_requests(self) -> None:
+        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
         for request_id in list(self.rows.row_of):
             self.rows.remove(request_id)
-        return self.connector.forget_requests()
+        self.connector.forget_requests()
 
     # ---------------------------------------------------------------- memory
 

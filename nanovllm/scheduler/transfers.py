@@ -33,14 +33,6 @@ def update_from_transfers(scheduler: Scheduler, ended: KVConnectorOutput) -> lis
     Returns:
         Requests that have failed because theirs has not.
     """
-    for request_id, transfer_id in ended.abandoned.items():
-        # The peer may still write to these blocks: they are held under the transfer's name.
-        if (request := scheduler.requests.get(request_id)) is None:  # it has ended meanwhile
-            scheduler.manager.held[transfer_id] = scheduler.manager.held.pop(request_id)
-            continue
-        scheduler.manager.hold(request, transfer_id)
-        request.num_computed_tokens = 0
-        scheduler.move(request, RequestStatus.WAITING)
     for name in ended.finished_sending | ended.finished_recving:
         if name in scheduler.manager.held:
             scheduler.manager.let_go(name)

@@ -535,11 +535,10 @@ def test_nobody_writes_to_blocks_once_all_is_forgotten(
         core.reset_prefix_cache()
         worker.store, forget = Slow(worker.store, go_on), worker.forget_requests
 
-        def release_and_forget() -> dict[str, list[int]]:
+        def release_and_forget() -> None:
             threading.Timer(0.2, go_on.set).start()  # without this, it would wait for the reader in vain
             forget()
             assert go_on.is_set() and not worker._reads
-            return {}
 
         monkeypatch.setattr(worker, "forget_requests", release_and_forget)
         llm.engine.add_request("coming", prompts[0], SamplingParams(max_tokens=5))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -184,7 +184,7 @@ class BlendScheduler(KVConnectorScheduler):
         """See the base class. The next blend need not wait for anything."""
         return bool(self._jobs) or super().has_news
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+    def forget_requests(self) -> None:
         """See the base class. The ranks drop all parts, too."""
         super().forget_requests()
         self._kept.clear()
@@ -234,7 +234,6 @@ class BlendWorker(KVConnectorWorker):
         job = self.metadata.blend
         return KVConnectorOutput(finished_recving=set() if job is None else {job.request_id})
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         """See the base class."""
         self.chunks.clear()
-        return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,9 +110,9 @@ class ConsumerSide(Side):
         self._decline(request)
         return super().request_finished(request, block_ids)
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+    def forget_requests(self) -> None:
         """A step broke off, and the ranks have stopped all transfers."""
-        super().forget_requests(open_transfers)
+        super().forget_requests()
         for fetch in self.fetches.values():
             fetch.producer.tell(Release(fetch.remote_id))
         self.fetches.clear()

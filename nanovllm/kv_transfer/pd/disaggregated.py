@@ -197,13 +197,12 @@ class DisaggregatedWorker(KVConnectorWorker):
             logger.warning("transfer %s failed: %s", transfer_id, error)
         return KVConnectorOutput(errors.keys() - received, received, reasons=reasons)
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         """See `KVConnectorWorker.forget_requests`."""
         with waiting_for_others():
             self.transport.reset("a step broke off")
         self.transport.poll()
         self._receiving.clear()
-        return {}
 
     def close(self) -> None:
         """See `KVConnectorWorker.close`."""

@@ -5,7 +5,7 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -124,9 +124,9 @@ class Side(KVConnectorScheduler):
         self.credentials = credentials(self.identity, self.ranks)
         self.mailbox, self.metadata = Mailbox(), TransferMetadata()
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+    def forget_requests(self) -> None:
         """See `KVConnectorScheduler.forget_requests`."""
-        super().forget_requests(open_transfers)
+        super().forget_requests()
         self.metadata = TransferMetadata()
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -62,9 +62,9 @@ class ProducerSide(Side):
         self._output.finished_sending |= self.leases.take_ended()
         return super().take_output()
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+    def forget_requests(self) -> None:
         """A step broke off: no order will be completed, and no read block can be trusted."""
-        super().forget_requests(open_transfers)
+        super().forget_requests()
         for request_id, order in self.orders.items():
             order.consumer.tell(Prefilled(request_id, error="a step of the producer broke off"))
         self.orders.clear()

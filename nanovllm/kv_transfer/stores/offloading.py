@@ -13,7 +13,7 @@ Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanov
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -182,7 +182,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._saved.pop(request.request_id, None)
         return False, None
 
-    def forget_requests(self, open_transfers: Collection[str] = ()) -> None:
+    def forget_requests(self) -> None:
         """See `KVConnectorScheduler.forget_requests`. The kept blocks stay."""
         KVConnectorScheduler.forget_requests(self)
         self._saved.clear()

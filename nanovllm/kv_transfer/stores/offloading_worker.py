@@ -181,13 +181,12 @@ class OffloadingWorker(KVConnectorWorker):
         for i in range(start, len(blocks), self._piece_length):
             yield keys[i : i + self._piece_length], block_ids[i : i + self._piece_length]
 
-    def forget_requests(self) -> dict[str, list[int]]:
+    def forget_requests(self) -> None:
         """See `KVConnectorWorker.forget_requests`."""
         with waiting_for_others():  # a disk or a server
             for read in self._reads.values():
                 read.result()
         self._reads.clear()
-        return {}
 
     def close(self) -> None:
         """Finish all writes, and close the stores."""
