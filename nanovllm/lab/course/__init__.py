@@ -3,7 +3,7 @@
 Lectures import from here; the engine never does. The command line is ``python -m nanovllm.lab.course --help``.
 """
 
-from nanovllm.lab.course.exercise import Exercise, check
+from nanovllm.lab.course.exercise import Exercise
 from nanovllm.lab.course.reopen import extend
 
-__all__ = ["Exercise", "check", "extend"]
+__all__ = ["Exercise", "extend"]

@@ -41,35 +41,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m nanovllm.lab.course",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--root", type=Path, help="folder of pyproject.toml and notebooks/ (default: from here upwards)"
-    )
+    parser = argparse.ArgumentParser("python -m nanovllm.lab.course", description=_DESCRIPTION)
+    root = "folder of pyproject.toml and notebooks/ (default: from here upwards)"
+    parser.add_argument("--root", type=Path, help=root)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    lectures = argparse.ArgumentParser(add_help=False)
+    lectures.add_argument("lectures", nargs="*", metavar="LECTURE")
 
-    command = commands.add_parser("build", help="write the modules that lectures export, compare, or pull edits back")
-    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    help = "write the modules that lectures export, compare, or pull edits back"
+    command = commands.add_parser("build", parents=[lectures], help=help)
     mode = command.add_mutually_exclusive_group()
     mode.add_argument(
-        "--check", action="store_true", help="write nothing; show differences and exit 1 if there are any"
+        "--check", action="store_true", help="write nothing; show differences, and exit 1 if there are any"
     )
     mode.add_argument("--pull", action="store_true", help="carry edits made in modules back into the lectures' cells")
     command.set_defaults(command=_build)
 
-    command = commands.add_parser("run", help="execute lectures and save them normalised")
-    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    command = commands.add_parser("run", parents=[lectures], help="execute lectures and save them normalised")
     command.add_argument("--timeout", type=int, default=300, help="longest a cell may take, in seconds (default: 300)")
     command.set_defaults(command=_run)
-
-    command = commands.add_parser("text", help="show a lecture as py:percent text, or make one from such a text")
-    command.add_argument("lecture", nargs="?", metavar="LECTURE")
-    command.add_argument("--output", type=Path, metavar="FILE.py", help="write the text there, not to the terminal")
-    command.add_argument("--update", type=Path, metavar="FILE.py", help="make or update the lecture from this text")
-    command.set_defaults(command=_text)
     return parser
 
 
@@ -79,8 +69,7 @@ def _build(root: Path, options: argparse.Namespace) -> int:
         return _each(lectures, lambda lecture: pull(root, lecture))
     built = build(root, lectures)
     if options.check:
-        found = differences(current_texts(root, built), built)
-        found += [] if options.lectures else [f"{message}\n" for message in orphans(root, built)]
+        found = differences(current_texts(root, built), built) + ([] if options.lectures else orphans(root, built))
         sys.stdout.write("".join(found))
         return 1 if found else 0
     changed = write(root, built)
@@ -92,7 +81,8 @@ def _run(root: Path, options: argparse.Namespace) -> int:
     from nanovllm.lab.course.execute import run  # the notebook machinery is slow to import
 
     def run_one(path: Path) -> list[str]:
-        return [_saved(path, root, run(path, root, options.timeout))]
+        changed = run(path, root, options.timeout)
+        return [f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}"]
 
     return _each(find_lectures(root, options.lectures), run_one)
 
@@ -108,28 +98,6 @@ def _each(items: Iterable[Item], action: Callable[[Item], list[str]]) -> int:
             failed = 1
             print(error, file=sys.stderr, flush=True)
     return failed
-
-
-def _saved(path: Path, root: Path, changed: bool) -> str:
-    return f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}"
-
-
-def _text(root: Path, options: argparse.Namespace) -> int:
-    from nanovllm.lab.course.text import from_text, to_text
-
-    if options.update:
-        stem = Path(options.lecture or options.update).stem
-        path = root / "notebooks" / f"{stem}.ipynb"
-        begun = list(path.parent.glob(f"{stem}*.ipynb"))
-        if not path.exists() and len(begun) == 1:
-            path = begun[0]  # the beginning of a name means that lecture, as in the other commands
-        print(_saved(path, root, from_text(options.update, path, root)))
-    elif not options.lecture:
-        raise CourseError("text: name a lecture, or a text with --update")
-    else:
-        text = to_text(find_lectures(root, [options.lecture])[0])
-        options.output.write_text(text, encoding="utf-8") if options.output else sys.stdout.write(text)
-    return 0
 
 
 if __name__ == "__main__":

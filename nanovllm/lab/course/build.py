@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from nanovllm.lab.course.fold import MARKER, Module, fold
@@ -19,14 +18,6 @@ from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lec
 # Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook knows.
 _RULES = "I,F401,F821,TC005"
 _NAMED_MODULE = re.compile(r'"#\|\s*(?:default_exp|export)\s+([\w.]+)')
-
-
-@dataclass
-class Built:
-    """A module and the text that its lecture gives it."""
-
-    module: Module
-    text: str
 
 
 def find_root(start: Path) -> Path:
@@ -73,19 +64,19 @@ def read_lectures(root: Path, names: Sequence[str] = ()) -> list[Lecture]:
     return lectures
 
 
-def build(root: Path, lectures: Iterable[Lecture]) -> list[Built]:
+def build(root: Path, lectures: Iterable[Lecture]) -> list[Module]:
     """Build the modules of lectures, sorted and formatted with the root's settings, without writing them.
 
     Raises:
         CourseError: a cell cannot be folded, or a module uses a name that it neither defines nor imports.
     """
-    modules = {
-        module.path: module for lecture in lectures for module in (fold(lecture, name) for name in lecture.modules)
-    }
-    texts, problems = polish(root, {path: module.text() for path, module in modules.items()})
+    modules = {m.path: m for lecture in lectures for m in (fold(lecture, name) for name in lecture.modules)}
+    texts, problems = polish(root, {path: module.text for path, module in modules.items()})
     for path, row, message in problems:
         raise _locate(modules[path], row, message)
-    return [Built(module, texts[path]) for path, module in modules.items()]
+    for path, text in texts.items():
+        modules[path].text = text
+    return list(modules.values())
 
 
 def polish(root: Path, texts: dict[str, str]) -> tuple[dict[str, str], list[tuple[str, int, str]]]:
@@ -137,67 +128,53 @@ def _locate(module: Module, row: int, message: str) -> CourseError:
     return CourseError(f"{module.lecture.name}: {module.path}, line {row}: {message}")
 
 
-def current_texts(root: Path, built: Iterable[Built]) -> dict[str, str]:
+def current_texts(root: Path, modules: Iterable[Module]) -> dict[str, str]:
     """Return the present text of each module, by path; modules that do not exist yet are left out."""
-    paths = [item.module.path for item in built]
+    paths = [module.path for module in modules]
     return {path: (root / path).read_text(encoding="utf-8") for path in paths if (root / path).exists()}
 
 
-def differences(current: dict[str, str], built: Iterable[Built]) -> list[str]:
-    """Unified diffs from modules, by path, to what their lectures build."""
+def differences(current: dict[str, str], modules: Iterable[Module]) -> list[str]:
+    """Unified diffs from texts, by path, to the modules that lectures build."""
     found = []
-    for item in built:
-        path, before = item.module.path, current.get(item.module.path, "")
-        if before != item.text:
-            lines = difflib.unified_diff(
-                before.splitlines(True),
-                item.text.splitlines(True),
-                path,
-                f"{path} (built by {item.module.lecture.name})",
-            )
-            found.append("".join(lines))
+    for module in modules:
+        before, built = current.get(module.path, ""), f"{module.path} (built by {module.lecture.name})"
+        if before != module.text:
+            texts = before.splitlines(True), module.text.splitlines(True)
+            found.append("".join(difflib.unified_diff(*texts, module.path, built)))
     return found
 
 
-def orphans(root: Path, built: Iterable[Built]) -> list[str]:
-    """Return messages on modules whose docstring names a lecture that does not build them."""
-    paths = {item.module.path for item in built}
-    messages = []
+def orphans(root: Path, modules: Iterable[Module]) -> list[str]:
+    """Return a line for each module whose docstring names a lecture that does not build it."""
+    known, found = {module.path for module in modules}, []
     for path in sorted((root / PACKAGE).rglob("*.py")):
         name = path.relative_to(root).as_posix()
-        if name not in paths and (lecture := builder(path)):
-            messages.append(f"{name} says that {lecture} builds it, but it does not")
-    return messages
+        if name not in known and (lecture := builder(path.read_text(encoding="utf-8"))):
+            found.append(f"{name} says that {lecture} builds it, but it does not\n")
+    return found
 
 
-def builder(path: Path) -> str | None:
+def builder(text: str) -> str | None:
     """The lecture that a module's docstring names as its builder."""
     pattern = "^" + re.escape(MARKER).replace(r"\{\}", "(.*)") + "$"
-    match = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    match = re.search(pattern, text, re.MULTILINE)
     return match[1] if match else None
 
 
-def write(root: Path, built: Iterable[Built]) -> list[str]:
+def write(root: Path, modules: Sequence[Module]) -> list[str]:
     """Write the modules that changed and return their paths.
 
     Raises:
         CourseError: a module exists that no lecture has built. Nothing is written then.
     """
-    changed = []
-    for item in built:
-        path = root / item.module.path
-        if path.exists():
-            if builder(path) is None and path.read_text(encoding="utf-8").strip():
-                lecture = item.module.lecture.name
-                raise CourseError(f"{lecture}: {item.module.path} was not built by a lecture: move it away first")
-            if path.read_text(encoding="utf-8") == item.text:
-                continue
-        changed.append(item)
-    for item in changed:
-        path = root / item.module.path
+    current = current_texts(root, modules)
+    for module in modules:
+        if current.get(module.path, "").strip() and builder(current[module.path]) is None:
+            raise CourseError(f"{module.lecture.name}: {module.path} was not built by a lecture: move it away first")
+    changed = [module for module in modules if current.get(module.path) != module.text]
+    for module in changed:
+        path = root / module.path
         path.parent.mkdir(parents=True, exist_ok=True)
-        for folder in path.relative_to(root).parents:
-            if folder != Path(".") and not (root / folder / "__init__.py").exists():
-                (root / folder / "__init__.py").touch()
-        path.write_text(item.text, encoding="utf-8")
-    return [item.module.path for item in changed]
+        path.write_text(module.text, encoding="utf-8")
+    return [module.path for module in changed]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import configparser
-import hashlib
-import itertools
-import json
 import os
 import re
-import struct
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +21,6 @@ GPU_TAG = "gpu"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 def run(path: Path, root: Path, timeout: int) -> bool:
@@ -45,65 +39,40 @@ def run(path: Path, root: Path, timeout: int) -> bool:
         CourseError: a cell failed or took too long; the file is as it was then.
     """
     before = path.read_text(encoding="utf-8")
-    notebook = parse(before)
+    notebook = nbformat.reads(before, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         # Equal hashes, dates and SVG ids in every run.
         (Path(folder) / "matplotlibrc").write_text("svg.hashsalt: nanovllm\n")
         fixed = {"PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0", "MATPLOTLIBRC": folder}
         _execute(notebook, path, root, timeout, {**os.environ, **fixed})
-    after = dump(normalise(notebook, root))
+    after = nbformat.writes(normalise(notebook, root)).rstrip("\n") + "\n"
     if after != before:
         path.write_text(after, encoding="utf-8")
     return after != before
 
 
-def parse(text: str) -> NotebookNode:
-    """A notebook from its JSON; a cell without an id gets one that follows from its source."""
-    data = json.loads(text)
-    data["nbformat_minor"] = max(5, data.get("nbformat_minor", 0))
-    taken = {cell["id"] for cell in data["cells"] if "id" in cell}
-    for cell in data["cells"]:
-        if "id" not in cell:
-            cell["id"] = cell_id("".join(cell["source"]), taken)
-    return nbformat.reads(json.dumps(data), as_version=4)
-
-
-def cell_id(source: str, taken: set[str]) -> str:
-    """A new id that follows from a cell's source; adds it to those `taken`."""
-    names = (hashlib.sha256(f"{attempt}{source}".encode()).hexdigest()[:8] for attempt in itertools.count())
-    taken.add(name := next(name for name in names if name not in taken))
-    return name
-
-
-def dump(notebook: NotebookNode) -> str:
-    """The JSON of a notebook as it is committed."""
-    return nbformat.writes(notebook).rstrip("\n") + "\n"
-
-
 def _execute(notebook: NotebookNode, path: Path, root: Path, timeout: int, environment: dict[str, str]) -> None:
+    tags = {tag for cell in notebook.cells for tag in cell.metadata.get("tags", [])}
+    begun: list[int] = []
     client = NotebookClient(
         notebook,
         timeout=timeout,
         kernel_name="python3",
         record_timing=False,
         store_widget_state=False,
+        skip_cells_with_tag=GPU_TAG if GPU_TAG in tags and not _sees_gpu() else "",
+        on_cell_start=lambda cell, cell_index: begun.append(cell_index),
         resources={"metadata": {"path": str(path.parent)}},
     )
-    runs = 0
-    with client.setup_kernel(env=environment):
-        for index, cell in enumerate(notebook.cells):
-            runs += cell.cell_type == "code"
-            if GPU_TAG in cell.metadata.get("tags", []) and not _sees_gpu():
-                continue
-            place = f"{path.relative_to(root).as_posix()}: cell {index + 1} (In [{runs}])"
-            try:
-                client.execute_cell(cell, index)
-            except CellExecutionError as error:
-                raise CourseError(_failure(place, error)) from None
-            except CellTimeoutError:
-                raise CourseError(f"{place}: took longer than {timeout} s") from None
-            except DeadKernelError:
-                raise CourseError(f"{place}: the kernel died") from None
+    try:
+        client.execute(env=environment)
+    except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+        runs = sum(cell.cell_type == "code" for cell in notebook.cells[: begun[-1] + 1])
+        place = f"{path.relative_to(root).as_posix()}: cell {begun[-1] + 1} (In [{runs}])"
+        if isinstance(error, CellExecutionError):
+            raise CourseError(_failure(place, error)) from None
+        what = f"took longer than {timeout} s" if isinstance(error, CellTimeoutError) else "the kernel died"
+        raise CourseError(f"{place}: {what}") from None
 
 
 def _sees_gpu() -> bool:
@@ -124,8 +93,8 @@ def _failure(place: str, error: CellExecutionError) -> str:
 def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
     """Remove from a notebook everything that differs from run to run, in place, and return it.
 
-    Counts become 1..n, timing and widget state go, addresses and paths are masked, consecutive outputs of one
-    stream become one, and images lose their text chunks (software versions and dates). Ids stay.
+    Counts become 1..n, timing and widget state go, addresses and paths are masked, and consecutive outputs of one
+    stream become one. Ids stay. (`viz.use_style` keeps versions and dates out of images.)
     """
     rules = _rules(root)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
@@ -187,19 +156,3 @@ def _normalise_output(output: NotebookNode, count: int, rules: list[tuple[str, s
     for kind, value in output.get("data", {}).items():
         if kind.startswith("text/") and isinstance(value, str):
             output.data[kind] = mask(value)
-        elif kind == "image/png":
-            output.data[kind] = base64.b64encode(without_text_chunks(base64.b64decode(value))).decode()
-
-
-def without_text_chunks(png: bytes) -> bytes:
-    """A PNG image without its tEXt, zTXt, iTXt and tIME chunks (PNG specification, section 11.3)."""
-    if not png.startswith(_PNG_SIGNATURE):
-        return png
-    kept, position = [_PNG_SIGNATURE], len(_PNG_SIGNATURE)
-    while position < len(png):
-        (length,) = struct.unpack(">I", png[position : position + 4])
-        end = position + 12 + length  # length, type, data, checksum
-        if png[position + 4 : position + 8] not in (b"tEXt", b"zTXt", b"iTXt", b"tIME"):
-            kept.append(png[position:end])
-        position = end
-    return b"".join(kept)

@@ -15,51 +15,38 @@ from typing import Any
 Case = tuple[Any, Any] | Callable[[Any], object]
 
 
-def check(function: Callable[..., Any], cases: Sequence[Case], *, title: str | None = None) -> bool:
-    """Try a learner's function (or class) on some cases and print the first thing that is wrong.
-
-    Args:
-        function: what the learner wrote.
-        cases: pairs ``(arguments, expected)``, where a tuple of arguments is spread and anything else is the only
-            argument, and where an expected exception class means "must raise it"; or functions that take what the
-            learner wrote and assert something about it, with the explanation as the assertion's message.
-        title: how the report calls it; the function's name otherwise.
-
-    Returns:
-        True if every case is right. False, after a report, if one is wrong or the stub is not solved yet.
-    """
-    title = title or getattr(function, "__name__", "exercise")
-    for number, case in enumerate(cases, start=1):
-        try:
-            complaint = _probe(function, case) if callable(case) else _compare(function, *case)
-        except NotImplementedError:
-            print(f"{title}: not solved yet.")
-            return False
-        if complaint:
-            print(f"{title}: case {number} of {len(cases)} is wrong.\n  {complaint}")
-            return False
-    print(f"{title}: right, all {len(cases)} cases.")
-    return True
-
-
 class Exercise:
     """A titled set of cases with hints that are shown one at a time.
 
     Args:
         title: what the reports call the exercise.
-        cases: see `check`.
+        cases: pairs ``(arguments, expected)``, where a tuple of arguments is spread and anything else is the only
+            argument, and where an expected exception class means "must raise it"; or functions that take what the
+            learner wrote and assert something about it, with the explanation as the assertion's message.
         hints: from the gentlest to the one that gives most away.
     """
 
     def __init__(self, title: str, cases: Sequence[Case], hints: Sequence[str] = ()) -> None:
-        self.title = title
-        self.cases = cases
-        self.hints = hints
+        self.title, self.cases, self.hints = title, cases, hints
         self._shown = 0
 
     def check(self, function: Callable[..., Any]) -> bool:
-        """Try `function` on the cases; see `check`."""
-        return check(function, self.cases, title=self.title)
+        """Try a learner's function (or class) on the cases and print the first thing that is wrong.
+
+        Returns:
+            True if every case is right. False, after a report, if one is wrong or the stub is not solved yet.
+        """
+        for number, case in enumerate(self.cases, start=1):
+            try:
+                complaint = _probe(function, case) if callable(case) else _compare(function, *case)
+            except NotImplementedError:
+                print(f"{self.title}: not solved yet.")
+                return False
+            if complaint:
+                print(f"{self.title}: case {number} of {len(self.cases)} is wrong.\n  {complaint}")
+                return False
+        print(f"{self.title}: right, all {len(self.cases)} cases.")
+        return True
 
     def hint(self) -> None:
         """Print the next hint, or that there are no more."""

@@ -14,7 +14,8 @@ _COURSE = f"{PACKAGE}.lab.course"
 
 @dataclass
 class Module:
-    """A module as pieces of cells: `pieces` in the order in which the module shows them."""
+    """A module as pieces of cells: `pieces` in the order in which the module shows them. Its `text` is sorted and formatted
+    by `build`."""
 
     name: str
     lecture: Lecture
@@ -23,14 +24,15 @@ class Module:
     imports: list[Piece] = field(default_factory=list)
     typing: list[Piece] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
+    text: str = ""
 
     @property
     def path(self) -> str:
         """The path of the module, relative to the root."""
         return f"{PACKAGE}/{self.name.replace('.', '/')}.py"
 
-    def text(self) -> str:
-        """The module's source, not yet sorted and formatted."""
+    def source(self) -> str:
+        """The source of the pieces, neither sorted nor formatted."""
         docstring = quoted(f"{self.docstring.text}\n\n{MARKER.format(self.lecture.name)}\n".lstrip())
         imports = [line for piece in self.imports for line in piece.lines]
         lines = [*docstring, "", *imports, "", *self._typing_block(), "", *_render(self.pieces)]
@@ -86,6 +88,7 @@ def fold(lecture: Lecture, name: str) -> Module:
                 comments = []
         module.pieces += comments
     label(module.pieces)
+    module.text = module.source()
     return module
 
 
@@ -117,20 +120,16 @@ def _reopens(piece: Piece) -> bool:
     node = piece.node
     if not isinstance(node, ast.ClassDef):
         return False
-    own = any(isinstance(base, ast.Name) and base.id == node.name for base in node.bases)
-    extends = any(isinstance(decorator, ast.Name) and decorator.id == "extend" for decorator in node.decorator_list)
-    row = first_row(node) + 1
-    if extends and not own:
-        raise piece.source.error(f"@extend continues a class: write `class {node.name}({node.name}):`", row)
-    if own and not extends:
-        raise piece.source.error(f"class {node.name} continues itself, so it needs `@extend` above it", row)
-    if own and (len(node.bases) + len(node.keywords) + len(node.decorator_list) > 2 or piece.kind != "class"):
+    bases, decorators = [ast.unparse(base) for base in node.bases], [ast.unparse(d) for d in node.decorator_list]
+    if node.name not in bases and "extend" not in decorators:
+        return False
+    is_bare = bases == [node.name] and decorators == ["extend"] and not node.keywords
+    if (
+        not is_bare or piece.kind != "class" or piece.start < first_row(node)
+    ):  # a comment would have no place in the module
         wanted = f"`@extend`, `class {node.name}({node.name}):` and the members on lines of their own, nothing else"
-        raise piece.source.error(f"a class is continued by {wanted}", row)
-    if own and piece.start < row - 1:
-        message = "a comment above @extend has no place in the module: put it above a member, or in the text"
-        raise piece.source.error(message, piece.start + 1)
-    return own
+        raise piece.source.error(f"a class is continued by {wanted}", first_row(node) + 1)
+    return True
 
 
 def _extend(module: Module, part: Piece) -> None:

@@ -10,7 +10,6 @@ The first lines of a code cell may be directives:
 from __future__ import annotations
 
 import ast
-import inspect
 import json
 import re
 from dataclasses import dataclass, field
@@ -177,20 +176,13 @@ def _enter(lecture: Lecture, cell: Cell) -> None:
         return
     lecture.openings.setdefault(cell.sets_module, cell)
     nodes = cell.parse()
-    text = string_statement(nodes[0]) if nodes else None
+    text = ast.get_docstring(ast.Module(nodes, []))
     if text is None:
         return
     if cell.sets_module in lecture.docstrings:
         raise cell.error(f"{cell.sets_module} has a docstring already", nodes[0].lineno)
     start, end = nodes[0].lineno - 1, nodes[0].end_lineno or nodes[0].lineno
-    lecture.docstrings[cell.sets_module] = Docstring(inspect.cleandoc(text), cell.number, start, end)
-
-
-def string_statement(node: ast.stmt) -> str | None:
-    """The text of a statement that is nothing but a string, as a docstring is; else None."""
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return node.value.value
-    return None
+    lecture.docstrings[cell.sets_module] = Docstring(text, cell.number, start, end)
 
 
 def _quote(lines: list[str], number: int) -> Docstring | None:

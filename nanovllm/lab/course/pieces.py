@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nanovllm.lab.course.notebook import Source, string_statement
+from nanovllm.lab.course.notebook import Source
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Kind = Literal["docstring", "import", "typing", "class", "definition", "assignment", "statement", "comment"]
@@ -124,7 +124,7 @@ def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece |
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         piece.kind, piece.name = "assignment", ", ".join(map(ast.unparse, targets))
-    elif opens and string_statement(node) is not None:
+    elif opens and ast.get_docstring(ast.Module([node], [])) is not None:
         piece.kind, piece.name = "docstring", "__doc__"
     return piece
 

@@ -196,7 +196,7 @@ def test_new_things_of_every_kind(course: Course, capsys: pytest.CaptureFixture[
     assert "    size: int = 4\n    counts: Counter[int]\n\n    # --- life ---\n\n    def __init__" in changed[4]
     assert "def fill(pool: Pool) -> None:" in changed[4]  # it follows the class, which begins there
     assert changed[8] == "#| export\npool = Pool()\npool.give(2)"
-    assert "cell 5: added Pool.counts after Pool.size" in capsys.readouterr().out
+    assert "notebooks/lecture.ipynb: changed cell 5\n" in capsys.readouterr().out
 
 
 def test_type_checking_and_future_imports(course: Course) -> None:

@@ -1,4 +1,4 @@
-"""Running lectures, and lectures as text."""
+"""Running lectures."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import pytest
 from nbformat import v4
 
 from nanovllm.lab.course.__main__ import main
-from nanovllm.lab.course.execute import normalise, without_text_chunks
+from nanovllm.lab.course.execute import normalise
 
 PLOT = """\
 import matplotlib.pyplot as plt
+from nanovllm.lab.viz import use_style
 
+use_style()
 plt.plot([1, 2], [3, 4])
 plt.show()"""
 STREAMS = "import sys\nprint('a', flush=True)\nprint('b', flush=True)\nprint(object())\nprint('e', file=sys.stderr)"
@@ -96,72 +98,6 @@ def test_normalise_removes_timing_widgets_and_machine_paths(tmp_path: Path) -> N
     assert set(notebook.metadata) == {"gpu", "kernelspec", "language_info"}
     once = nbformat.writes(notebook)
     assert nbformat.writes(normalise(notebook, tmp_path)) == once
-
-
-def test_png_without_text_is_the_same_picture() -> None:
-    import io
-
-    from PIL import Image, PngImagePlugin
-
-    info = PngImagePlugin.PngInfo()
-    info.add_text("Software", "version 1")
-    plain, dated = io.BytesIO(), io.BytesIO()
-    picture = Image.new("RGB", (3, 2), (1, 2, 3))
-    picture.save(plain, "png")
-    picture.save(dated, "png", pnginfo=info)
-    assert dated.getvalue() != plain.getvalue() == without_text_chunks(dated.getvalue())
-    assert without_text_chunks(b"GIF89a") == b"GIF89a"
-
-
-def test_text_round_trip_keeps_ids_and_outputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = save(tmp_path, "#| export\nx = 1", "print(x)", "y = 2", gpu=True)
-    notebook = nbformat.read(path, 4)
-    for cell in notebook.cells[1:]:
-        cell.outputs = [v4.new_output("stream", text="kept\n")]
-    nbformat.write(normalise(notebook, tmp_path), path)
-    before = path.read_text()
-    text = tmp_path / "10_first.py"
-    command = ["--root", str(tmp_path), "text"]
-    assert main([*command, "10", "--output", str(text)]) == 0
-    assert main([*command, "10_first"]) == 0
-    assert (
-        capsys.readouterr().out
-        == text.read_text()
-        == ("# %% [markdown]\n# # Title\n\n# %%\n#| export\nx = 1\n\n# %%\nprint(x)\n\n# %%\ny = 2\n")
-    )
-    assert main([*command, "--update", str(text)]) == 0
-    assert path.read_text() == before, capsys.readouterr().out
-    assert main([*command, "10", "--update", str(text)]) == 0
-    assert [lecture.name for lecture in path.parent.iterdir()] == [path.name], "10 is the beginning of a name"
-
-    text.write_text(text.read_text().replace("print(x)", "print(x + 1)").replace("# %%\ny", "# %%\nz = 3\n\n# %%\ny"))
-    assert main([*command, "--update", str(text)]) == 0
-    cells = cells_of(path)
-    assert [cell["source"] for cell in cells[1:]] == [["#| export\n", "x = 1"], ["print(x + 1)"], ["z = 3"], ["y = 2"]]
-    assert [cell["id"] for cell in cells[:3]] == ["id-0", "id-1", "id-2"] and cells[4]["id"] == "id-3"
-    assert [bool(cell["outputs"]) for cell in cells[1:]] == [True, False, False, True]
-    assert json.loads(path.read_text())["metadata"]["gpu"] is True
-
-
-def test_text_makes_a_lecture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path)
-    text = tmp_path / "11_second.py"
-    text.write_text(
-        "# %% [markdown]\n# # Second\n#\n# > Doc.\n\n# %%\n#| default_exp second\n\n# %%\n#| export\nx = 1\n"
-    )
-    command = ["--root", str(tmp_path), "text"]
-    assert main([*command, "--update", str(text)]) == 0
-    path = tmp_path / "notebooks/11_second.ipynb"
-    made = path.read_text()
-    path.unlink()
-    assert main([*command, "--update", str(text)]) == 0
-    assert path.read_text() == made, "new ids follow from the sources"
-    assert main(["--root", str(tmp_path), "build"]) == 0
-    assert (tmp_path / "nanovllm/second.py").read_text().endswith("x = 1\n")
-    assert main(command) == 1
-    text.write_text("")
-    assert main([*command, "--update", str(text)]) == 1
-    assert "no cells" in capsys.readouterr().err
 
 
 def test_the_engine_does_not_import_the_course() -> None:

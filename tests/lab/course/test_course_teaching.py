@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.lab.course import Exercise, check, extend
+from nanovllm.lab.course import Exercise, extend
 
 
 def make_pool() -> type:
@@ -58,7 +58,6 @@ def test_extend_reaches_objects_made_before() -> None:
     assert Pool is original and Pool.__doc__ == "Blocks."
     pool.used = 5
     assert (pool.free(), pool.least(), pool.limit, pool.used) == (2, 0, 3, -5)
-    assert Pool.free.__qualname__ == f"{original.__qualname__}.free"
     assert Pool.__mro__ == (original, object)
 
 
@@ -104,7 +103,7 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 def test_extend_refuses_super_without_arguments(wrap: Callable[..., Any]) -> None:
     Pool = original = make_pool()
-    with pytest.raises(TypeError, match=r"Pool.late uses super\(\) without arguments"):
+    with pytest.raises(TypeError, match=r"Pool: a method uses super\(\) without arguments"):
 
         @extend
         class Pool(Pool):  # type: ignore[no-redef, misc, valid-type]
@@ -173,8 +172,8 @@ SLOTS = [(([7, 2], 0), 28), (([7, 2], 5), 9), (([7], 4), IndexError)]
 
 
 def test_check_accepts_a_right_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(slot_of, SLOTS)
-    assert capsys.readouterr().out == "slot_of: right, all 3 cases.\n"
+    assert Exercise("Slots", SLOTS).check(slot_of)
+    assert capsys.readouterr().out == "Slots: right, all 3 cases.\n"
 
 
 def unsolved(table: list[int], token: int) -> int:
@@ -199,7 +198,7 @@ def test_check_of_a_stub_does_not_fail(capsys: pytest.CaptureFixture[str]) -> No
 def test_check_says_what_is_wrong(
     answer: Callable[..., Any], number: int, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not check(answer, SLOTS, title="Slots")
+    assert not Exercise("Slots", SLOTS).check(answer)
     report = capsys.readouterr().out
     assert report.startswith(f"Slots: case {number} of 3 is wrong.\n  <lambda>([7")
     assert complaint in report
@@ -209,11 +208,12 @@ def test_check_probes_classes_by_assertions(capsys: pytest.CaptureFixture[str]) 
     def starts_empty(pool: type) -> None:
         assert pool().used == 0, "a new pool has handed out nothing"
 
-    assert check(make_pool(), [starts_empty])
-    assert not check(type("Full", (), {"used": 1}), [starts_empty])
-    assert not check(type("Broken", (), {}), [starts_empty])
+    exercise = Exercise("Pool", [starts_empty])
+    assert exercise.check(make_pool())
+    assert not exercise.check(type("Full", (), {"used": 1}))
+    assert not exercise.check(type("Broken", (), {}))
     out = capsys.readouterr().out
-    assert "Full: case 1 of 1 is wrong.\n  a new pool has handed out nothing\n" in out
+    assert "Pool: case 1 of 1 is wrong.\n  a new pool has handed out nothing\n" in out
     assert "it raised AttributeError: 'Broken' object has no attribute 'used' (line " in out
 
 
@@ -233,12 +233,12 @@ def test_check_probes_classes_by_assertions(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_check_forgives_rounding_only(result: Any, expected: Any, same: bool) -> None:
-    assert check(lambda x: result, [(0, expected)]) is same
+    assert Exercise("Same", [(0, expected)]).check(lambda x: result) is same
 
 
 def test_check_does_not_let_a_function_spoil_its_cases() -> None:
     cases = [(([3, 1],), 1)]
-    assert check(lambda values: values.sort() or values[0], cases)
+    assert Exercise("Least", cases).check(lambda values: values.sort() or values[0])
     assert cases == [(([3, 1],), 1)]
 
 

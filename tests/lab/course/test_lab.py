@@ -215,7 +215,7 @@ def test_what_if_runs_the_scheduler_again(page: Any, lab: Lab) -> None:
     assert player.locator(".nv-position").inner_text().startswith("step 3 of")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("lecture", LECTURES)
 def test_a_lecture_as_a_whole(page: Any, lab: Lab, lecture: str) -> None:
     run_all(page, lab.add(nbformat.read(NOTEBOOKS / f"{lecture}.ipynb", as_version=4), lecture))
