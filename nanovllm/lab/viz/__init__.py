@@ -23,6 +23,8 @@ What a picture shows is available as data for assertions: `timeline_spans`, `tim
 `pool_state`, `pool_state_at`, `pool_states`. `simulate` makes traces with the real scheduler and block tables, without a model.
 """
 
+# What the package offers under its own name.
+# ruff: noqa: F401
 from nanovllm.lab.viz.data import (
     Event,
     PoolState,
@@ -45,42 +47,3 @@ from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.lab.viz.style import INK, MUTED, PALETTE, RequestColors, image_bytes, legend, request_color, use_style
 from nanovllm.lab.viz.timeline import compare, draw_budget, draw_timeline, draw_usage, overview
 from nanovllm.lab.viz.what_if import WhatIf, what_if
-
-__all__ = [
-    "INK",
-    "MUTED",
-    "PALETTE",
-    "Event",
-    "Player",
-    "PoolState",
-    "RequestColors",
-    "SimulatedRequest",
-    "Span",
-    "WhatIf",
-    "animate",
-    "compare",
-    "draw_block_tables",
-    "draw_budget",
-    "draw_language",
-    "draw_memory",
-    "draw_pool",
-    "draw_timeline",
-    "draw_usage",
-    "image_bytes",
-    "legend",
-    "overview",
-    "percentile",
-    "play",
-    "pool_state",
-    "pool_state_at",
-    "pool_states",
-    "request_color",
-    "request_ids",
-    "request_metrics",
-    "simulate",
-    "step_edges",
-    "timeline_events",
-    "timeline_spans",
-    "use_style",
-    "what_if",
-]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanovllm.trace.metrics import StepScale, step_edges
 from nanovllm.trace.metrics import percentile as percentile
 from nanovllm.trace.metrics import request_metrics as request_metrics
-from nanovllm.trace.trace import Snapshot, StepRecord, Trace
+from nanovllm.trace.trace import StepRecord, Trace
 
 
 @dataclass
@@ -70,9 +70,8 @@ def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> l
                 spans.append(span)
                 continue
             previous = last.get(span.request_id)
-            joins = merge and previous is not None and previous.kind == span.kind
-            if joins and previous.end == begin and previous.first_step <= step.step:  # type: ignore[union-attr]
-                assert previous is not None
+            joins = merge and previous and previous.kind == span.kind and previous.end == begin
+            if previous and joins and previous.first_step <= step.step:
                 previous.end, previous.last_step = end, step.step
                 previous.num_tokens += span.num_tokens
             else:
@@ -81,24 +80,17 @@ def timeline_spans(trace: Trace, x: StepScale = "step", merge: bool = True) -> l
     return spans
 
 
-def _step_spans(step: StepRecord, begin: float, end: float) -> Iterable[Span]:
-    common = {"begin": begin, "end": end, "first_step": step.step, "last_step": step.step}
+def _step_spans(step: StepRecord, begin: float, end: float) -> Iterator[Span]:
+    def span(request_id: str, kind: str, start: int = 0, num_tokens: int = 0) -> Span:
+        return Span(request_id, kind, begin, end, step.step, step.step, start, num_tokens)
+
     for share in step.requests:
-        cached = step.admitted.get(share.request_id, 0)
-        if cached:
-            yield Span(share.request_id, "cached", **common, num_tokens=cached)  # type: ignore[arg-type]
-        yield Span(
-            share.request_id,
-            share.kind,
-            **common,  # type: ignore[arg-type]
-            start=share.start,
-            num_tokens=share.num_tokens,
-        )
+        if cached := step.admitted.get(share.request_id, 0):
+            yield span(share.request_id, "cached", 0, cached)
+        yield span(share.request_id, share.kind, share.start, share.num_tokens)
     busy = {share.request_id for share in step.requests}
     for kind, queue in (("waiting", step.waiting), ("swapped", step.swapped), ("stalled", step.running)):
-        for request_id in queue:
-            if request_id not in busy:
-                yield Span(request_id, kind, **common)  # type: ignore[arg-type]
+        yield from (span(request_id, kind) for request_id in queue if request_id not in busy)
 
 
 def timeline_events(trace: Trace, x: StepScale = "step") -> list[Event]:
@@ -224,27 +216,24 @@ def pool_states(trace: Trace) -> Iterator[PoolState]:
 
 
 class _PoolReplay:
-    """Follows tables and reference counts from record to record. A changed table is a new list, so that states can share
-    the old one."""
+    """Follows tables from record to record. A changed table is a new list, so that states can share the old one."""
 
     def __init__(self, trace: Trace) -> None:
-        self.block_size = trace.settings["block_size"]
-        self.caching = trace.settings.get("enable_prefix_caching", True)
+        self.settings, self.appeared = trace.settings, request_ids(trace)
         self.tables: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}
-        self.ref_counts = [0] * trace.settings["num_blocks"]
-        self.cached: set[int] = set()
         self.held: dict[str, list[int]] = {}
-        self.cached_held: set[int] = set()  # blocks whose content could be found when a transfer took them
+        self.full: set[int] = (
+            set()
+        )  # blocks that were full when a request left them, and that no request has taken since
         self.ended: set[str] = set()  # requests that ended in an earlier record and may still hold their blocks
-        self.appeared = request_ids(trace)
 
     def state(self) -> PoolState:
         """A copy of the present state."""
-        return PoolState(
-            len(self.ref_counts), self.block_size, dict(self.tables), dict(self.num_tokens), set(self.cached),
-            list(self.ref_counts), self.appeared, self.held,
-        )  # fmt: skip
+        cached = self.full.difference(*self.tables.values(), *self.held.values())
+        sizes = self.settings["num_blocks"], self.settings["block_size"]
+        own = dict(self.tables), dict(self.num_tokens)
+        return PoolState(*sizes, *own, cached, appeared=self.appeared, held=self.held)
 
     def apply(self, record: StepRecord) -> None:
         """Go on to the state after the record's step had been scheduled."""
@@ -252,55 +241,24 @@ class _PoolReplay:
         # A step can be scheduled before the results of the previous step are known: a request that ended with those still
         # holds its blocks, and may even be computed once more.
         over = [r for r in self.ended if r not in held or r in record.arrived]
-        for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted]:
+        for request_id in [*over, *(r for r in record.finished if r not in computed), *record.preempted, *record.held]:
             self._release(request_id)
         self.ended.difference_update(over)
-        self._hold(record.held)
+        self.held = record.held
         for share in record.requests:
             whole = share.request_id in record.admitted or share.request_id in record.resumed
-            self._extend(share.request_id, share.new_block_ids, whole)
+            before = [] if whole else self.tables.get(share.request_id, [])
+            self.tables[share.request_id] = before + share.new_block_ids
+            self.full.difference_update(share.new_block_ids)
             if share.request_id not in self.ended:
                 self.num_tokens[share.request_id] = share.start + share.num_tokens
-        if record.snapshot is not None:
-            self._restore(record.snapshot)
+        if (snapshot := record.snapshot) is not None:
+            self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
+            self.full = set(snapshot.cached)
+            self.ended &= self.tables.keys()
         self.ended.update(r for r in record.finished if r in self.tables)
 
-    def _hold(self, held: dict[str, list[int]]) -> None:
-        """Let KV transfers hold these tables, and no longer those of the record before."""
-        before, self.held = self.held, held
-        for request_id, table in held.items():
-            self._release(request_id)
-            self.cached_held.update(self.cached.intersection(table))
-            self.cached.difference_update(table)
-            for block_id in table:
-                self.ref_counts[block_id] += 1
-        for table in before.values():
-            for block_id in table:
-                self.ref_counts[block_id] -= 1
-                if not self.ref_counts[block_id] and block_id in self.cached_held:
-                    self.cached_held.discard(block_id)
-                    self.cached.add(block_id)
-
-    def _extend(self, request_id: str, block_ids: list[int], whole: bool) -> None:
-        before = [] if whole else self.tables.get(request_id, [])
-        self.tables[request_id] = before + block_ids
-        self.cached.difference_update(block_ids)
-        for block_id in block_ids:
-            self.ref_counts[block_id] += 1
-
     def _release(self, request_id: str) -> None:
-        table = self.tables.pop(request_id, [])
-        full = self.num_tokens.pop(request_id, 0) // self.block_size
-        for i, block_id in enumerate(table):
-            self.ref_counts[block_id] -= 1
-            if self.caching and i < full and not self.ref_counts[block_id]:
-                self.cached.add(block_id)
-
-    def _restore(self, snapshot: Snapshot) -> None:
-        self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
-        self.cached = set(snapshot.cached)
-        self.ended &= self.tables.keys()
-        self.ref_counts = [0] * len(self.ref_counts)
-        for table in [*self.tables.values(), *self.held.values()]:
-            for block_id in table:
-                self.ref_counts[block_id] += 1
+        table, written = self.tables.pop(request_id, []), self.num_tokens.pop(request_id, 0)
+        if self.settings.get("enable_prefix_caching", True):
+            self.full.update(table[: written // self.settings["block_size"]])

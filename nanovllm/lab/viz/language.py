@@ -13,17 +13,19 @@ from nanovllm.lab.viz.memory import draw_pool
 from nanovllm.lab.viz.style import PALETTE, RequestColors
 
 _ROW = 0.34  # inches
-_SWATCH = 0.62  # of the height of a row
 
 
 def draw_language() -> Figure:
     """What each colour, each mark and each kind of block means."""
-    meanings = {mark: style.MEANINGS[mark] for mark in style.MARKS}
+    rows = 0.85 * len(style.MARKS)
     figure, (top, middle, bottom) = plt.subplots(
-        3, 1, figsize=(style.MAX_WIDTH, _ROW * (len(meanings) + 7.5)), height_ratios=(1.6, len(meanings), 4.2)
+        3, 1, figsize=(style.MAX_WIDTH, _ROW * (rows + 7.5)), height_ratios=(1.6, rows, 4.2)
     )
     _draw_colors(top)
-    _draw_marks(middle, meanings)
+    marks = [style.legend_handle(mark, f"{mark}: {style.MEANINGS[mark]}") for mark in style.MARKS]
+    middle.legend(handles=marks, loc="upper left", borderaxespad=0, borderpad=0, handlelength=3, labelspacing=0.8)
+    middle.set_title("What happens to a token or a request has one mark")
+    middle.axis("off")
     _draw_blocks(bottom)
     return figure
 
@@ -37,31 +39,10 @@ def _draw_colors(ax: Axes) -> None:
     ax.axis("off")
 
 
-def _draw_marks(ax: Axes, meanings: dict[str, str]) -> None:
-    for row, (mark, meaning) in enumerate(meanings.items()):
-        _draw_mark(ax, row, mark)
-        ax.text(1.25, row, mark, va="center", fontweight="bold")
-        ax.text(3.1, row, meaning, va="center")
-    ax.set(xlim=(0, 13.5), ylim=(len(meanings) - 0.4, -0.6), title="What happens to a token or a request has one mark")
-    ax.axis("off")
-
-
-def _draw_mark(ax: Axes, row: int, mark: str) -> None:
-    color = style.PALETTE[0]
-    if mark in style.PATCHES:
-        look = style.mark_style(mark, style.FAINT if mark == "free" else color)
-        ax.add_patch(Rectangle((0.05, row - _SWATCH / 2), 0.9, _SWATCH, linewidth=1.2, **look))
-    elif mark in style.LINES:
-        ax.plot([0.05, 0.95], [row, row], **style.line_style(mark, color))
-    else:
-        ax.plot([0.05, 0.95], [row, row], color=style.pale(color), linewidth=5, solid_capstyle="butt")
-        ax.plot(0.5, row, **style.event_style(mark))
-
-
 def _draw_blocks(ax: Axes) -> None:
     tables = {"r0": [0, 1, 2], "r1": [0, 1, 4]}
     state = PoolState(6, 4, tables, {"r0": 11, "r1": 9}, cached={5})
-    draw_pool(state, columns=6, show_ids=True, colors=RequestColors(tables), ax=ax)
+    draw_pool(state, columns=6, colors=RequestColors(tables), ax=ax)
     ax.set_title("A block is a square of its tokens, filled from the top left")
     words = ["held by both:", "striped, ×2", "11 tokens:\n3 of 4 cells", "free", "9 tokens:\n1 of 4 cells"]
     words += ["free, can still\nbe found"]

@@ -16,8 +16,6 @@ from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, RequestColors
 _SIZE = 0.86  # of a block, in a grid of pitch 1
 _MOST_CELLS = 2048  # beyond so many tokens, blocks are drawn without their cells
 _MOST_IDS = 64  # beyond so many blocks, ids would be too small to read
-_MOST_ARROWS = 24  # beyond so many table entries, arrows would hide each other
-_ROW_LENGTH = 16  # squares in a row, where tables are drawn as rows
 _STRIP_WIDTH, _STRIP_HEIGHT = 4.0, 0.78  # of a block in a list of pitch 1
 
 
@@ -28,13 +26,12 @@ def draw_pool(
     block_size: int | None = None,
     *,
     columns: int | None = None,
-    show_ids: bool | None = None,
     colors: RequestColors | None = None,
     title: str = "",
-    legend: bool | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the pool as a grid of blocks in the colours of their holders, with fill levels and reference counts.
+    """Draw the pool as a grid of blocks in the colours of their holders, with fill levels, reference counts, and ids if there
+    are few blocks.
 
     Args:
         pool: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
@@ -42,46 +39,34 @@ def draw_pool(
         num_tokens: request id to tokens written; without it, held blocks are full.
         block_size: tokens per block (16 by default).
         columns: blocks in a row of the grid.
-        show_ids: write each block's id into it; by default if there are few blocks.
         colors: to keep colours across figures.
-        legend: explain marks below; by default if the figure is made here.
+        ax: where to draw. Without it, a figure is made, with a legend.
     """
     state = pool_state(pool, tables, num_tokens, block_size)
-    columns = columns or _grid_columns(state.num_blocks)
+    columns = columns or min(state.num_blocks, max(8, min(32, math.ceil(math.sqrt(state.num_blocks * 2.5)))))
     rows = math.ceil(state.num_blocks / columns)
     side = min(0.56, (style.MAX_WIDTH - 0.4) / columns)
-    legend = ax is None if legend is None else legend
-    if ax is None:
-        ax = style.new_axes(rows * side + (0.35 if title else 0.1) + (0.6 if legend else 0))
     colors = colors or RequestColors([*state.appeared, *state.tables])
-    if show_ids is None:
-        show_ids = state.num_blocks <= _MOST_IDS and side >= 0.4
-    _draw_grid(ax, state, colors, columns, show_ids)
+    with_legend = ax is None
+    ax = ax or style.new_axes(rows * side + (0.95 if title else 0.7))
+    for block_id in range(state.num_blocks):
+        y, x = divmod(block_id, columns)
+        _draw_physical(ax, x, y, _SIZE, _SIZE, block_id, state, colors)
+        if state.num_blocks <= _MOST_IDS and side >= 0.4:
+            _draw_id(ax, x + _SIZE / 2, y + _SIZE / 2, block_id, state)
     ax.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", anchor="W", title=title)
     ax.axis("off")
-    if legend:
+    if with_legend:
         _pool_legend(ax, state, colors)
     return ax
 
 
-def _grid_columns(num_blocks: int) -> int:
-    return min(num_blocks, max(8, min(32, math.ceil(math.sqrt(num_blocks * 2.5)))))
-
-
 def _pool_legend(ax: Axes, state: PoolState, colors: RequestColors) -> None:
     """Explain the marks that are in the picture, and its requests if there are at most ten."""
-    counts = state.ref_counts
-    kinds = {"free"} if any(not c and b not in state.cached for b, c in enumerate(counts)) else set()
-    kinds |= {"cached"} if any(not counts[b] for b in state.cached) else set()
+    free = {block_id for block_id, count in enumerate(state.ref_counts) if not count}
+    kinds = [kind for kind, blocks in (("free", free - state.cached), ("cached", free & state.cached)) if blocks]
     holders = [Patch(label=r, facecolor=colors[r], edgecolor=colors[r]) for r in state.tables]
     style.legend(ax, kinds, holders if len(holders) <= 10 else (), cached="free, still cached")
-
-
-def _draw_grid(ax: Axes, state: PoolState, colors: RequestColors, columns: int, show_ids: bool) -> None:
-    for block_id in range(state.num_blocks):
-        _draw_physical(ax, block_id % columns, block_id // columns, _SIZE, _SIZE, block_id, state, colors)
-        if show_ids:
-            _draw_id(ax, block_id % columns + _SIZE / 2, block_id // columns + _SIZE / 2, block_id, state)
 
 
 def _draw_physical(
@@ -169,13 +154,10 @@ def draw_block_tables(
     *,
     colors: RequestColors | None = None,
     title: str = "",
-    legend: bool | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw the logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
-
-    With more than 24 table entries or blocks in the pool, arrows would hide each other: then logical blocks are squares
-    in rows, each with the id of its physical block.
+    (The player's view "tables" has room for more than some twenty blocks.)
 
     Args:
         tables: request id to block ids.
@@ -183,28 +165,20 @@ def draw_block_tables(
         block_size: tokens per block (16 by default).
         pool: as in `draw_pool`; by default just large enough for the tables.
         colors: to keep colours across figures.
-        legend: explain marks below; by default if the figure is made here.
+        ax: where to draw. Without it, a figure is made, with a legend.
     """
     if pool is None:
         pool = max((b for table in tables.values() for b in table), default=0) + 1
     state = pool_state(pool, tables, num_tokens, block_size)
     colors = colors or RequestColors([*state.appeared, *state.tables])
-    legend = ax is None if legend is None else legend
+    with_legend = ax is None
     entries = sum(len(table) for table in state.tables.values())
-    with_arrows = max(entries, state.num_blocks) <= _MOST_ARROWS
-    legend = legend and with_arrows  # rows are labelled with their requests, and show no block that is free
-    extra = (0.35 if title else 0.1) + (0.6 if legend else 0)
-    if with_arrows:
-        height = 0.31 * (max(entries + 0.5 * len(state.tables), state.num_blocks) + 1.2)
-        ax = ax or style.new_axes(height + extra)
-        _draw_mapping(ax, state, colors)
-    else:
-        rows = sum(math.ceil(len(table) / _ROW_LENGTH) for table in state.tables.values())
-        ax = ax or style.new_axes(0.5 * rows + extra)
-        _draw_rows(ax, state, colors)
+    height = 0.31 * (max(entries + 0.5 * len(state.tables), state.num_blocks) + 1.2)
+    ax = ax or style.new_axes(height + (0.95 if title else 0.7))
+    _draw_mapping(ax, state, colors)
     ax.set_title(title)
     ax.axis("off")
-    if legend:
+    if with_legend:
         _pool_legend(ax, state, colors)
     return ax
 
@@ -241,24 +215,9 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
 def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
     curve = f"arc3,rad={0.06 if end[1] > start[1] else -0.06}"
     for line_color, width in ((BACKGROUND, 3.6), (color, 1.6)):  # a white rim keeps crossing arrows apart
-        look = {"color": line_color, "linewidth": width, "shrinkA": 0, "shrinkB": 0, "zorder": 5}
-        ax.add_patch(
-            FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=11, connectionstyle=curve, **look)  # type: ignore[arg-type]
-        )
-
-
-def _draw_rows(ax: Axes, state: PoolState, colors: RequestColors) -> None:
-    """Draw squares, each with the id of its physical block; each request begins a new row."""
-    across, row = cell_columns(state.block_size), 0
-    for request_id, table in state.tables.items():
-        ax.text(-0.2, row + _SIZE / 2, request_id, ha="right", va="center", fontsize=9)
-        for i, block_id in enumerate(table):
-            x, y = i % _ROW_LENGTH, row + i // _ROW_LENGTH
-            filled, owners = filled_of(state, request_id, i), [colors[request_id]]
-            draw_block(ax, x, y, _SIZE, _SIZE, filled, state.block_size, across, owners)
-            _badge(ax, x + _SIZE / 2, y + _SIZE / 2, str(block_id))
-        row += math.ceil(len(table) / _ROW_LENGTH)
-    ax.set(xlim=(-1.4, _ROW_LENGTH), ylim=(row, -0.1), aspect="equal", anchor="W")
+        look: dict[str, Any] = {"color": line_color, "linewidth": width, "shrinkA": 0, "shrinkB": 0, "zorder": 5}
+        look |= {"arrowstyle": "-|>", "mutation_scale": 11, "connectionstyle": curve}
+        ax.add_patch(FancyArrowPatch(start, end, **look))
 
 
 def filled_of(state: PoolState, request_id: str, index: int) -> int:

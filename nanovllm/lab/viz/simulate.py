@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.recorder import StepRecorder
@@ -72,61 +73,46 @@ def simulate(
         ValueError: a request that could never run, or an invalid option.
         RuntimeError: requests are left after `max_steps`.
     """
-    return _Simulation(requests, num_kv_blocks, num_host_blocks, step_cost, token_cost, engine_options).run(max_steps)
+    budget = engine_options.get("max_num_batched_tokens") or DEFAULT_TOKEN_BUDGET
+    engine_options = {"max_num_seqs": min(256, budget)} | engine_options
+    config = EngineConfig(num_kv_blocks=num_kv_blocks, **engine_options)
+    config.settle(config.max_model_len or num_kv_blocks * config.block_size, num_kv_blocks)
+    if num_host_blocks is None:
+        num_host_blocks = num_kv_blocks if config.preemption_mode == "swap" else 0
+    manager = KVCacheManager(num_kv_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks)
+    simulation = _Simulation(config, Scheduler(config, manager), step_cost, token_cost)
+    named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
+    arrivals = deque(sorted(named, key=lambda pair: pair[1].arrival_step))
+    aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
+    step = 0
+    for _ in range(max_steps):
+        if not simulation.scheduler.has_unfinished:
+            if not arrivals:
+                return simulation.recorder.trace
+            idle = max(0, arrivals[0][1].arrival_step - step)
+            step, simulation.clock = step + idle, simulation.clock + idle * step_cost
+        while arrivals and arrivals[0][1].arrival_step <= step:
+            simulation.add(*arrivals.popleft())
+        for name in [name for name, at in aborts.items() if at <= step]:
+            simulation.abort(name, step)
+            del aborts[name]
+        if simulation.scheduler.has_unfinished:
+            simulation.step(step)
+            step += 1
+    raise RuntimeError(f"requests are left after {max_steps} steps")
 
 
 class _Simulation:
-    def __init__(
-        self,
-        requests: Sequence[SimulatedRequest],
-        num_blocks: int,
-        num_host_blocks: int | None,
-        step_cost: float,
-        token_cost: float,
-        options: dict[str, Any],
-    ) -> None:
-        budget = options.get("max_num_batched_tokens") or DEFAULT_TOKEN_BUDGET
-        options = {"max_num_seqs": min(256, budget)} | options
-        config = EngineConfig(num_kv_blocks=num_blocks, **options)
-        config.settle(config.max_model_len or num_blocks * config.block_size, num_blocks)
-        if num_host_blocks is None:
-            num_host_blocks = num_blocks if config.preemption_mode == "swap" else 0
-        manager = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching, num_host_blocks)
-        self.config = config
-        self.scheduler = Scheduler(config, manager)
-        self.recorder = StepRecorder(
-            Trace(settings={"model": "simulated", "time_unit": "simulated units"}), self.scheduler
-        )
-        self.step_cost, self.token_cost = step_cost, token_cost
-        self.clock = 0.0
-        named = [(r.request_id or f"r{i}", r) for i, r in enumerate(requests)]
-        self.arrivals = sorted(named, key=lambda pair: pair[1].arrival_step)
-        self.aborts = {name: r.abort_step for name, r in named if r.abort_step is not None}
-        self.num_added = 0
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, step_cost: float, token_cost: float) -> None:
+        self.config, self.scheduler, self.step_cost, self.token_cost = config, scheduler, step_cost, token_cost
+        settings = {"model": "simulated", "time_unit": "simulated units"}
+        self.recorder = StepRecorder(Trace(settings=settings), scheduler)
+        self.clock, self.num_added = 0.0, 0
 
-    def run(self, max_steps: int) -> Trace:
-        step = 0
-        for _ in range(max_steps):
-            if not self.scheduler.has_unfinished:
-                if not self.arrivals:
-                    return self.recorder.trace
-                idle = max(0, self.arrivals[0][1].arrival_step - step)
-                step, self.clock = step + idle, self.clock + idle * self.step_cost
-            while self.arrivals and self.arrivals[0][1].arrival_step <= step:
-                self._add(*self.arrivals.pop(0))
-            self._abort(step)
-            if self.scheduler.has_unfinished:
-                self._step(step)
-                step += 1
-        raise RuntimeError(f"requests are left after {max_steps} steps")
-
-    def _add(self, name: str, source: SimulatedRequest) -> None:
-        if isinstance(source.prompt, int):
-            # Ids that no other request has, so that the prefix cache has no accidental hits.
-            first = 1_000_000 * (self.num_added + 1)
-            prompt = list(range(first, first + source.prompt))
-        else:
-            prompt = list(source.prompt)
+    def add(self, name: str, source: SimulatedRequest) -> None:
+        # By default ids that no other request has, so that the prefix cache has no accidental hits.
+        first = 1_000_000 * (self.num_added + 1)
+        prompt = list(range(first, first + source.prompt) if isinstance(source.prompt, int) else source.prompt)
         params = SamplingParams(max_tokens=source.output_len, ignore_eos=True, temperature=0.0)
         request = Request(EngineRequest(name, prompt, params, priority=source.priority), self.num_added)
         if self.config.scheduling_policy == "fcfs":
@@ -135,27 +121,22 @@ class _Simulation:
         self.recorder.arrived(name, len(prompt))
         self.num_added += 1
 
-    def _abort(self, step: int) -> None:
-        for name in [name for name, at in self.aborts.items() if at <= step]:
-            if self.scheduler.abort_request(name):
-                self.recorder.ended(name, "abort")
-            del self.aborts[name]
+    def abort(self, name: str, step: int) -> None:
+        if self.scheduler.abort_request(name):
+            self.recorder.ended(name, "abort")
         if not self.scheduler.has_unfinished:
             self.recorder.flush(step, self.clock)
 
-    def _step(self, step: int) -> None:
+    def step(self, step: int) -> None:
         plan = self.scheduler.schedule()
         if plan.empty:
             raise RuntimeError(f"no waiting request could be scheduled: {plan.blocked_by}")
         record = self.recorder.begin(plan, step, self.clock)
-        result = self._sample(plan)
+        # As the runner: a token for each request whose known tokens are all computed.
+        result = ModelRunnerOutput({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})
         outputs = self.scheduler.update_from_output(plan, result)
         duration = self.step_cost + self.token_cost * plan.num_tokens
         self.recorder.finish(record, duration, result, outputs)
         self.clock += duration
         if self.config.check_invariants:
             self.scheduler.check_invariants()
-
-    def _sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """What the runner would return: a token for each request whose known tokens are all computed."""
-        return ModelRunnerOutput({r.request_id: SampledToken(SAMPLED_TOKEN) for r in plan.requests if r.samples})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pathlib
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -30,62 +31,40 @@ BACKGROUND: str = _LANGUAGE["background"]
 MEANINGS: dict[str, str] = _LANGUAGE["meanings"]  # mark to a sentence
 MAX_WIDTH = 9.0  # inches
 
-_STYLE: dict[str, Any] = {
-    "figure.figsize": (MAX_WIDTH, 3.6),
-    "figure.dpi": 110,
-    "savefig.dpi": 110,
-    "figure.facecolor": BACKGROUND,
-    "savefig.facecolor": BACKGROUND,
-    "savefig.transparent": False,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # is part of matplotlib, so that figures are the same on every machine
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 11,
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "legend.handlelength": 1.8,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.facecolor": BACKGROUND,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.prop_cycle": cycler(color=PALETTE),
-    "grid.color": FAINT,
-    "grid.linewidth": 0.7,
-    "hatch.linewidth": 1.2,
-    "lines.linewidth": 2.0,
-    "svg.hashsalt": "nanovllm",  # else ids in SVG files are random
-    "svg.fonttype": "path",
+# Settings of matplotlib by group. DejaVu Sans is part of matplotlib, so that figures are the same on every machine; without
+# the hashsalt, ids in SVG files are random.
+_STYLE: dict[Any, dict[str, Any]] = {
+    "figure": {"figsize": (MAX_WIDTH, 3.6), "dpi": 110, "facecolor": BACKGROUND, "constrained_layout.use": True},
+    "savefig": {"dpi": 110, "facecolor": BACKGROUND, "transparent": False},
+    "font": {"family": "DejaVu Sans", "size": 11},
+    "text": {"color": INK},
+    "axes": {"titlesize": 12, "titlelocation": "left", "labelsize": 11, "labelcolor": INK, "edgecolor": MUTED}
+    | {"facecolor": BACKGROUND, "spines.top": False, "spines.right": False, "axisbelow": True}
+    | {"prop_cycle": cycler(color=PALETTE)},
+    "xtick": {"labelsize": 10, "color": INK},
+    "ytick": {"labelsize": 10, "color": INK},
+    "legend": {"fontsize": 10, "frameon": False, "handlelength": 1.8},
+    "grid": {"color": FAINT, "linewidth": 0.7},
+    "hatch": {"linewidth": 1.2},
+    "lines": {"linewidth": 2.0},
+    "svg": {"hashsalt": "nanovllm", "fonttype": "path"},
 }
 # Matplotlib writes its version and the date into files: a redrawn figure would differ for no visible reason.
-_PNG_METADATA: dict[str, Any] = {"Software": None}
-_SVG_METADATA: dict[str, Any] = {"Date": None, "Creator": None}
+_METADATA: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
 
 
 def use_style() -> None:
     """Give matplotlib the settings of the course; each lecture calls it once, at the top. In a notebook, figures become PNG
     images, and running it again gives the same bytes."""
-    matplotlib.rcParams.update(_STYLE)  # type: ignore[arg-type]
-    try:
-        from IPython import get_ipython
-        from matplotlib_inline.config import InlineBackend
-    except ImportError:
+    for group, values in _STYLE.items():
+        matplotlib.rc(group, **values)
+    if "IPython" not in sys.modules or (shell := sys.modules["IPython"].get_ipython()) is None:
         return  # no notebook here
-    shell = get_ipython()
-    if shell is None:
-        return
+    from matplotlib_inline.config import InlineBackend
+
     backend = InlineBackend.instance(parent=shell)
     backend.figure_formats = {"png"}
-    options: dict[str, Any] = {"bbox_inches": "tight", "metadata": _PNG_METADATA}
-    backend.print_figure_kwargs = options
+    backend.print_figure_kwargs = {"bbox_inches": "tight", "metadata": _METADATA["png"]}
 
 
 def request_color(index: int) -> str:
@@ -137,11 +116,7 @@ class RequestColors:
 
 
 def mark_style(kind: str, color: str) -> dict[str, Any]:
-    """Keyword arguments of a matplotlib patch for tokens of this kind.
-
-    Raises:
-        KeyError: no such kind of token is drawn as a patch.
-    """
+    """Keyword arguments of a matplotlib patch for tokens of this kind."""
     return {
         "prefill": {"facecolor": color, "edgecolor": color},
         "decode": {"facecolor": pale(color), "edgecolor": color},
@@ -153,11 +128,7 @@ def mark_style(kind: str, color: str) -> dict[str, Any]:
 
 
 def line_style(kind: str, color: str) -> dict[str, Any]:
-    """Keyword arguments of a matplotlib line for a request in this state.
-
-    Raises:
-        KeyError: no such state is drawn as a line.
-    """
+    """Keyword arguments of a matplotlib line for a request in this state."""
     return {
         "waiting": {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (1, 1.5))},
         "stalled": {"color": color, "linewidth": 1.6, "linestyle": "-"},
@@ -167,22 +138,18 @@ def line_style(kind: str, color: str) -> dict[str, Any]:
 
 # Its tip is the point it marks, so that it does not hide the bar below.
 _TRIANGLE = ((0.0, 0.0), (-0.6, 1.0), (0.6, 1.0), (0.0, 0.0))
+_TIP: dict[str, Any] = {"marker": _TRIANGLE, "markersize": 14, "markeredgecolor": BACKGROUND, "markeredgewidth": 0.5}
 
 
 def event_style(kind: str) -> dict[str, Any]:
-    """Keyword arguments of a matplotlib marker for an event.
-
-    Raises:
-        KeyError: no such event is drawn.
-    """
-    common: dict[str, Any] = {"color": INK, "linestyle": "none"}
-    return {
-        "first token": common
-        | {"marker": _TRIANGLE, "markersize": 14, "markeredgecolor": BACKGROUND, "markeredgewidth": 0.5},
-        "preempted": common | {"marker": "x", "markersize": 8, "markeredgewidth": 2.2},
-        "finished": common | {"marker": "|", "markersize": 11, "markeredgewidth": 2.4},
-        "aborted": common | {"marker": "s", "markersize": 6, "fillstyle": "none", "markeredgewidth": 1.6},
+    """Keyword arguments of a matplotlib marker for an event."""
+    look: dict[str, Any] = {
+        "first token": _TIP,
+        "preempted": {"marker": "x", "markersize": 8, "markeredgewidth": 2.2},
+        "finished": {"marker": "|", "markersize": 11, "markeredgewidth": 2.4},
+        "aborted": {"marker": "s", "markersize": 6, "fillstyle": "none", "markeredgewidth": 1.6},
     }[kind]
+    return {"color": INK, "linestyle": "none"} | look
 
 
 PATCHES, LINES, EVENTS = (tuple(_LANGUAGE["marks"][form]) for form in ("patches", "lines", "events"))
@@ -224,17 +191,10 @@ def new_axes(height: float, width: float = MAX_WIDTH) -> Axes:
 
 
 def image_bytes(where: Axes | Figure, format: str = "png") -> bytes:
-    """Return a figure as the bytes of a PNG or SVG image, without date and version.
-
-    Raises:
-        ValueError: another format.
-    """
-    metadata: dict[str, dict[str, Any]] = {"png": _PNG_METADATA, "svg": _SVG_METADATA}
-    if format not in metadata:
-        raise ValueError(f"figures are saved as png or svg, not {format!r}")
+    """A figure as the bytes of an image without date and version; the format is "png" or "svg"."""
     figure = where if isinstance(where, Figure) else where.get_figure(root=True)
     assert figure is not None
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": _STYLE["svg.hashsalt"]}):
-        figure.savefig(buffer, format=format, metadata=metadata[format], bbox_inches="tight")
+    with matplotlib.rc_context({"svg.hashsalt": _STYLE["svg"]["hashsalt"]}):
+        figure.savefig(buffer, format=format, metadata=_METADATA[format], bbox_inches="tight")
     return buffer.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -45,16 +45,22 @@ def draw_timeline(
     spans = timeline_spans(trace, x, merge=joined)
     cached = {(s.request_id, s.begin): s.num_tokens for s in spans if s.kind == "cached"}
     rows = {request_id: row for row, request_id in enumerate(ids)}
-    digits = len(
-        str(max((span.num_tokens for span in spans), default=0))
-    )  # either all prefills of equal width have a label or none
+    # Either all prefills of equal width have a label, or none.
+    digits = len(str(max((span.num_tokens for span in spans), default=0)))
     for span in (s for s in spans if s.kind != "cached"):
         row, color = rows[span.request_id], colors[span.request_id]
         num_cached = cached.get((span.request_id, span.begin), 0)
         _draw_span(ax, span, row, color, num_cached, joined)
         fits = pitch > 0.25 and (span.end - span.begin) * per_unit > 0.09 * digits + 0.08
         if span.kind == "prefill" and fits and not num_cached:
-            _label_prefill(ax, span, row, color)
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 9,
+                "color": style.ink_on(color),
+                "zorder": 5,
+            }
+            ax.text((span.begin + span.end) / 2, row, str(span.num_tokens), **look)
     for event in timeline_events(trace, x):
         _draw_event(ax, event, rows[event.request_id], pitch)
     every = max(1, math.ceil(_LABEL_PITCH / pitch))
@@ -62,7 +68,7 @@ def draw_timeline(
     ax.tick_params(axis="y", length=0, labelsize=10 if pitch > 0.17 else 9)
     ax.set_title(title)
     if legend:
-        style.legend(ax, *_timeline_legend([trace]))
+        style.legend(ax, *_legend_of(draw_timeline, [trace]))
     return ax
 
 
@@ -97,20 +103,11 @@ def _draw_span(ax: Axes, span: Span, row: int, color: str, num_cached: int, join
         ax.vlines(span.end, top, top + height, color=style.BACKGROUND, linewidth=1.2, zorder=3)
 
 
-def _label_prefill(ax: Axes, span: Span, row: int, color: str) -> None:
-    middle, ink = (span.begin + span.end) / 2, style.ink_on(color)
-    ax.text(middle, row, str(span.num_tokens), ha="center", va="center", fontsize=9, color=ink, zorder=5)
-
-
 def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
     """Draw a marker, smaller where rows are low, but large enough to be seen."""
-    look, y = style.event_style(event.kind), float(row)
-    if event.kind == "first token":
-        y -= _BAR / 2
-        look["markersize"] = min(look["markersize"], max(10.0, pitch * 60))
-    else:
-        look["markersize"] = min(look["markersize"], max(5.0, pitch * 46))
-    ax.plot(event.at, y, zorder=6, clip_on=False, **look)
+    look, is_first = style.event_style(event.kind), event.kind == "first token"
+    look["markersize"] = min(look["markersize"], max(10.0, pitch * 60) if is_first else max(5.0, pitch * 46))
+    ax.plot(event.at, row - _BAR / 2 if is_first else row, zorder=6, clip_on=False, **look)
 
 
 def draw_budget(
@@ -145,7 +142,7 @@ def draw_budget(
     _set_x(ax, trace, x)
     ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step", title=title)
     if legend:
-        style.legend(ax, *_budget_legend([trace]))
+        style.legend(ax, *_legend_of(draw_budget, [trace]))
     return ax
 
 
@@ -170,7 +167,7 @@ def draw_usage(
     _set_x(ax, trace, x)
     ax.set(ylim=(0, total * 1.1), ylabel="KV blocks", title=title)
     if legend:
-        style.legend(ax, *_usage_legend([trace]))
+        style.legend(ax, *_legend_of(draw_usage, [trace]))
     return ax
 
 
@@ -195,7 +192,7 @@ def compare(traces: Mapping[str, Trace], x: StepScale = "step") -> list[Axes]:
         if ax is not axes[-1]:
             ax.set_xlabel("")
     axes[-1].set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    style.legend(axes[-1], *_timeline_legend(list(traces.values())))
+    style.legend(axes[-1], *_legend_of(draw_timeline, list(traces.values())))
     return axes
 
 
@@ -212,11 +209,11 @@ def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Ax
     axes = _stacked([timeline_height(len(colors)), 1.6, 1.6], 1.1 + (0.3 if title else 0))
     kinds: set[str] = set()
     lines: dict[str, Line2D] = {}
-    for ax, (draw, explain) in zip(axes, _LEGENDS.items(), strict=True):
+    for ax, draw in zip(axes, (draw_timeline, draw_budget, draw_usage), strict=True):
         draw(trace, x, colors=colors, title=title if ax is axes[0] else "", ax=ax)
         if ax is not axes[-1]:
             ax.set_xlabel("")
-        more_kinds, more_lines = explain([trace])
+        more_kinds, more_lines = _legend_of(draw, [trace])
         kinds |= more_kinds
         lines |= {str(line.get_label()): line for line in more_lines}
     style.legend(axes[-1], kinds, lines.values())
@@ -264,23 +261,13 @@ _BUDGET_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.
 _HELD_LINE: dict[str, Any] = {"color": style.PALETTE[0]}
 
 
-def _timeline_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+def _legend_of(draw: Callable[..., Axes], traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
+    """The marks and lines in a picture of these traces."""
     kinds = {span.kind for trace in traces for span in timeline_spans(trace)}
-    return kinds | {event.kind for trace in traces for event in timeline_events(trace)}, []
-
-
-def _budget_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
-    kinds = {share.kind for trace in traces for step in trace for share in step.requests}
-    return kinds, [Line2D([], [], label="token budget", **_BUDGET_LINE)]
-
-
-def _usage_legend(traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
-    preempted = any(step.preempted for trace in traces for step in trace)
-    lines = [
-        Line2D([], [], label="held by requests", **_HELD_LINE),
-        Line2D([], [], label="size of the pool", **_BUDGET_LINE),
-    ]
-    return {"preempted"} if preempted else set(), lines
-
-
-_LEGENDS = {draw_timeline: _timeline_legend, draw_budget: _budget_legend, draw_usage: _usage_legend}
+    kinds |= {event.kind for trace in traces for event in timeline_events(trace)}
+    if draw is draw_timeline:
+        return kinds, []
+    if draw is draw_budget:
+        return kinds & {"prefill", "decode"}, [Line2D([], [], label="token budget", **_BUDGET_LINE)]
+    size = Line2D([], [], label="size of the pool", **_BUDGET_LINE)
+    return kinds & {"preempted"}, [Line2D([], [], label="held by requests", **_HELD_LINE), size]

@@ -84,6 +84,8 @@ class WhatIf(widgets.VBox):
         trace = self._run()
         self.player = play(trace, views)
         self.figures = self._first = figures(trace)
+        timed = options.get("token_cost") or options.get("step_cost", 1) != 1
+        self._unit = "units" if timed else "steps"
         self._table = widgets.HTML(_table(self.figures, self.figures, self._unit))
         self._message = widgets.HTML()
         for control in self.controls.values():
@@ -95,19 +97,13 @@ class WhatIf(widgets.VBox):
         """The value that a control has at first."""
         defaults = {"arrival_rate": 1, "max_num_batched_tokens": DEFAULT_TOKEN_BUDGET, "kv_tokens": 1024}
         for signature in (self._parameters, inspect.signature(simulate).parameters):
-            if name in signature and signature[name].default is not inspect.Parameter.empty:
-                defaults[name] = signature[name].default
+            defaults |= {n: p.default for n, p in signature.items() if p.default is not inspect.Parameter.empty}
         return self._options.get(name, defaults.get(name, getattr(EngineConfig, name, None)))
 
     @property
     def values(self) -> dict[str, Any]:
         """The settings of the controls."""
         return {name: control.value for name, control in self.controls.items()}
-
-    @property
-    def _unit(self) -> str:
-        timed = self._options.get("token_cost") or self._options.get("step_cost", 1) != 1
-        return "units" if timed else "steps"
 
     def _run(self) -> Trace:
         said = self._options | self.values
