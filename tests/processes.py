@@ -76,6 +76,7 @@ class StartedOrForked(subprocess.Popen[Any]):
 
 def _run(kind: str, program: str, connection: socket.socket, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment] # a test's may be captured
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [kind, str(connection.detach())]

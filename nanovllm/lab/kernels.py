@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
-from nanovllm.lab.kernel_compiler import KIB, TARGETS, Launch, compile_launch
+from nanovllm.lab.kernel_compiler import INSTRUCTIONS, KIB, TARGETS, Launch, compile_launch
 
 if TYPE_CHECKING:
     import rich.table
@@ -31,12 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = f"(default: {' '.join(DEFAULT_TARGETS)})"
     parser.add_argument("--target", nargs="+", action="extend", choices=TARGETS, help=f"GPUs to compile for {default}")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="only these (default: all)")
-    parser.add_argument(
-        "--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS, help="only these (default: all)"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="all combinations of sizes, for hours (default: each size at least once)"
-    )
+    dims: dict[str, Any] = {"nargs": "+", "type": int, "choices": HEAD_DIMS, "default": HEAD_DIMS}
+    parser.add_argument("--head-dim", **dims, help="only these (default: all)")
+    everything = "all combinations of sizes, for hours (default: each size at least once)"
+    parser.add_argument("--all", action="store_true", help=everything)
     parser.add_argument("--verbose", action="store_true", help="print one line per configuration")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to a file")
 
@@ -86,21 +85,19 @@ def examine(launch: Launch, target: str) -> dict[str, Any]:
         cause: BaseException = error
         while cause.__cause__ is not None:  # Triton wraps the error once per call within the kernel
             cause = cause.__cause__
-        return row | {
-            "problems": [f"does not compile: {(str(cause) or type(cause).__name__).strip().splitlines()[-1]}"]
-        }
+        words = str(cause).strip() or type(cause).__name__
+        return row | {"problems": [f"does not compile: {words.splitlines()[-1]}"]}
     gpu, rows, instructions = TARGETS[target], constants.get("TILE_ROWS", 0), row["instructions"]
     shared, spilled = row["shared_memory"], row["spilled_bytes"]
     reads_pages = {"BLOCK_SIZE", "TILE_KEYS"} <= constants.keys()
     # Hopper's matrix instruction takes 64 rows, and no exact float32.
     wants_wgmma = target == "sm_90" and rows >= 64 and row["dtype"] != "float32"
+    waits = gpu.backend == "cuda" and reads_pages and not instructions["cp.async"]
     problems = {
         f"needs {shared} bytes of shared memory; {gpu.shared_memory} is the limit": shared > gpu.shared_memory,
         f"spills {spilled} bytes per thread": spilled and target in NO_SPILL_TARGETS,
         f"has tiles of {rows} rows and no wgmma": wants_wgmma and not instructions["wgmma"],
-        "waits for each tile of keys: no cp.async": gpu.backend == "cuda"
-        and reads_pages
-        and not instructions["cp.async"],
+        "waits for each tile of keys: no cp.async": waits,
     }
     return row | {"problems": [problem for problem, applies in problems.items() if applies]}
 
@@ -113,38 +110,28 @@ def as_table(rows: Iterable[dict[str, Any]], verbose: bool) -> rich.table.Table:
     from rich.table import Table
 
     table = Table("target", "kernel", "dtype", *(("constants",) if verbose else ("head", "tile")))
-    numbers = (
-        "of",
-        "registers",
-        "spilled",
-        "shared KiB",
-        "tensor cores",
-        "cp.async",
-        "16-byte load",
-        "warps",
-        "stages",
-    )
-    for name in numbers:
+    numbers = "of, registers, spilled, shared KiB, tensor cores, cp.async, 16-byte load, warps, stages"
+    for name in numbers.split(", "):
         table.add_column(name, justify="right")
 
     def line_of(row: dict[str, Any]) -> tuple[str, ...]:
         constants, kernel = row["constants"], row["kernel"].removesuffix("_kernel")
-        tile = [str(constants[name]) for name in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if name in constants]
+        tile = "×".join(
+            str(constants[name]) for name in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if name in constants
+        )
         head = str(constants.get("HEAD_DIM", constants.get("RANK", "")))
-        return row["target"], kernel, row["dtype"], *([_words(constants)] if verbose else [head, "×".join(tile)])
+        return row["target"], kernel, row["dtype"], *([_words(constants)] if verbose else [head, tile])
 
-    lines: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        if "registers" in row:
-            lines.setdefault(line_of(row), []).append(row)
-    for line, group in lines.items():
-        most = {name: max(row[name] for row in group) for name in ("registers", "spilled_bytes", "shared_memory")}
-        fewest = {name: min(row["instructions"][name] for row in group) for name in group[0]["instructions"]}
+    compiled = sorted((row for row in rows if "registers" in row), key=line_of)
+    for line, group in itertools.groupby(compiled, line_of):
+        same = list(group)
+        most = {name: max(row[name] for row in same) for name in ("registers", "spilled_bytes", "shared_memory")}
+        fewest = {name: min(row["instructions"][name] for row in same) for name in INSTRUCTIONS}
         cores = " ".join(f"{name} {fewest[name]}" for name in TENSOR_CORES if fewest[name]) or "-"
         shared = f"{most['shared_memory'] / KIB:.1f} of {TARGETS[line[0]].shared_memory // KIB}"
-        chosen = ["/".join(map(str, sorted({row[name] for row in group}))) for name in ("num_warps", "num_stages")]
-        cells = len(group), most["registers"], most["spilled_bytes"], shared, cores
-        table.add_row(*line, *map(str, cells), str(fewest["cp.async"]), str(fewest["16-byte load"]), *chosen)
+        chosen = ["/".join(map(str, sorted({row[name] for row in same}))) for name in ("num_warps", "num_stages")]
+        cells = len(same), most["registers"], most["spilled_bytes"], shared, cores, fewest["cp.async"]
+        table.add_row(*line, *map(str, cells), str(fewest["16-byte load"]), *chosen)
     return table
 
 

@@ -87,7 +87,7 @@ def all_cases() -> Cases:
 
 
 def parameters(small: Cases, others: Cases) -> Any:
-    cases = small if DRY_RUN else small | others
+    cases = dict([*small.items()][:1]) if DRY_RUN else small | others  # other tests interpret more
     return pytest.mark.parametrize(("seed", "options"), list(enumerate(cases.values())), ids=list(cases))
 
 
@@ -129,7 +129,7 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
 def test_rms_norm(name: str) -> None:
     from nanovllm.ops import triton as operators
 
@@ -142,7 +142,7 @@ def test_rms_norm(name: str) -> None:
     assert relative_error(normed, exact_norm(total, weight)) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
 def test_silu_and_mul(name: str) -> None:
     from nanovllm.ops import triton as operators
 
@@ -151,7 +151,7 @@ def test_silu_and_mul(name: str) -> None:
     assert relative_error(operators.silu_and_mul(x), gate * torch.sigmoid(gate) * up) <= TOLERANCES[DTYPES[name]]
 
 
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", ["bf16"] if DRY_RUN else DTYPES)
 def test_apply_rope(name: str) -> None:
     from nanovllm.ops import triton as operators
 

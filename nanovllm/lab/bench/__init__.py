@@ -7,139 +7,140 @@ are compared pair by pair, because the load of a shared machine changes all the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import UsageError
 from nanovllm.lab.bench.engines import ENGINES, SERVING_ENGINES, EngineFailed, EngineSettings
 from nanovllm.lab.bench.machine import measure_limits, usable_cores
+from nanovllm.lab.bench.parts import PARTS, Runner, Setting
+from nanovllm.lab.bench.report import Report, conditions
 from nanovllm.lab.bench.workloads import NAMED, Workload, custom_workload, endless_workload
 
 if TYPE_CHECKING:
     from nanovllm.lab.bench.suite import Suite
 
 MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
+_ENGINES, _LENGTHS = "engine vllm-python workload repeats threads ", "input-len output-len "
+#: What each measures, and its options.
 BENCHMARKS = {
-    "latency": "one batch",
-    "throughput": "many requests at once, offline",
-    "serve": "requests to a server",
-    "all": "the named workloads of these three",
-    "watch": "what it costs nanovllm's server that a client reads its /trace",
-    "parallel": "what it costs that several processes compute together",
-    "kv": "what it costs to move KV, and what it gains to keep it",
-    "gpu": "prove and measure everything that needs an NVIDIA GPU",
+    "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
+    "throughput": ("many requests at once, offline", _ENGINES + _LENGTHS + "num-prompts"),
+    "serve": ("requests to a server", _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency"),
+    "all": ("the named workloads of these three", _ENGINES),
+    "watch": ("the cost of a client that reads the server's /trace", _LENGTHS + "threads pairs streams window"),
+    "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
+    "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
+    "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
 }
-_SUITE, _PARTS = ("latency", "throughput", "serve", "all"), ("parallel", "kv")
-_OFFLINE_AND_SERVE = ("latency", "throughput", "serve")
-#: Option, type, default, the benchmarks that have it, help.
-OPTIONS: list[tuple[str, Any, Any, tuple[str, ...], str]] = [
-    ("engine", [str], "nanovllm", _SUITE, f"of {', '.join(ENGINES)} (hf is transformers), separated by commas or by "
-     "repeating the flag; they run in turn, and the first is compared with the others"),
-    ("vllm-python", str, None, _SUITE, "interpreter of the environment that has vLLM"),
-    ("workload", [str], None, _SUITE, f"some of {', '.join(NAMED)} (default: all that the benchmark has)"),
-    ("input-len", int, None, (*_OFFLINE_AND_SERVE, "watch"), "a workload of your own: prompt length in tokens"),
-    ("output-len", int, None, (*_OFFLINE_AND_SERVE, "watch"), "the same: output tokens"),
-    ("batch-size", int, None, ("latency",), "the same: requests in the batch"),
-    ("num-prompts", int, None, ("throughput", "serve"), "the same: requests"),
-    ("request-rate", float, None, ("serve",), "requests per second (default: inf)"),
-    ("max-concurrency", int, None, ("serve",), "requests at once (default: all)"),
-    ("repeats", int, 3, (*_SUITE, *_PARTS), "runs of each workload"),
-    ("threads", int, None, (*_SUITE, "watch", *_PARTS), "cores that an engine computes on (default: all)"),
-    ("pairs", int, 100, ("watch",), "pairs of windows with a watcher, and as many without"),
-    ("streams", int, 16, ("watch",), "requests at once"),
-    ("window", float, 1.0, ("watch",), "seconds of a window"),
-    ("dry-run", bool, None, ("gpu", *_PARTS), "run the same code with tiny sizes, on the CPU; nothing is measured"),
-    ("part", [str], None, _PARTS, "some of orders, executor, all-reduce, pipeline, experts, weights, throughput "
-     "(parallel), or transport, router, latency, first-token, tiers (kv)"),
-    ("minutes", float, 9.0, ("gpu",), "how long it may take"),
-]  # fmt: skip
-#: Settings of the engine that a benchmark leaves free; the others leave all.
-_FREE = {**dict.fromkeys(_PARTS, ("model", "revision", "dtype", "seed")), "gpu": ()}
 
 
-class BenchError(ValueError):
-    """The command line asks for something that cannot be measured; the message lists what can."""
+def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an option whose value is a number."""
+
+    def parse(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_allowed(value := kind(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+
+    return parse
+
+
+_NUM_CORES = len(usable_cores())
+_at_least_1 = _number(int, "1 or more", lambda value: value >= 1)
+_threads = _number(int, f"a number of the {_NUM_CORES} cores", lambda value: 1 <= value <= _NUM_CORES)
+_rate = _number(float, "above 0", lambda value: value > 0)
+_seconds = _number(float, "above 0", lambda value: 0 < value < float("inf"))
+
+
+def _file(text: str) -> pathlib.Path:
+    path = pathlib.Path(text)
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: there is no such folder, or it is one")
+    return path
+
+
+def _names(what: str, known: Iterable[str]) -> dict[str, Any]:
+    """An option whose value is some of the names that are known."""
+
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"unknown name {unknown[0]!r}; there are {', '.join(known)}")
+        return names
+
+    return {"action": "extend", "type": parse, "metavar": "NAMES", "help": f"some of {', '.join(known)}{what}"}
+
+
+def _options(benchmark: str) -> dict[str, dict[str, Any]]:
+    """All options with their arguments for argparse."""
+    own = "a workload of your own: "
+    turns = " (hf is transformers), which run in turn; the first is compared with the others (default: nanovllm)"
+    return {
+        "engine": _names(turns, ENGINES),
+        "vllm-python": {"metavar": "PYTHON", "help": "interpreter of the environment that has vLLM"},
+        "workload": _names(" (default: all that the benchmark has)", NAMED),
+        "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
+        "output-len": {"type": _at_least_1, "help": own + "output tokens"},
+        "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
+        "num-prompts": {"type": _at_least_1, "help": own + "requests"},
+        "request-rate": {"type": _rate, "help": own + "requests per second (default: inf)"},
+        "max-concurrency": {"type": _at_least_1, "help": own + "requests at once (default: all)"},
+        "repeats": {"type": _at_least_1, "default": 3, "help": "runs of each workload (default: 3)"},
+        "threads": {"type": _threads, "default": _NUM_CORES, "help": "cores that an engine computes on (default: all)"},
+        "pairs": {"type": _at_least_1, "default": 100, "help": "pairs of windows with a watcher, and as many without (default: 100)"},
+        "streams": {"type": _at_least_1, "default": 16, "help": "requests at once (default: 16)"},
+        "window": {"type": _seconds, "default": 1.0, "help": "seconds of a window (default: 1)"},
+        "part": _names(" (default: all)", PARTS.get(benchmark, ())),
+        "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
+        "minutes": {"type": _seconds, "default": 9.0, "help": "how long it may take (default: 9)"},
+    }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the flags of `bench`."""
-    names = "; ".join(f"{name}: {what}" for name, what in BENCHMARKS.items())
-    parser.add_argument("benchmark", choices=list(BENCHMARKS), help=f"what to measure. {names}")
-    group = parser.add_argument_group("benchmark")
-    for name, kind, default, owners, what in OPTIONS:
-        how: dict[str, Any] = {"metavar": name.rpartition("-")[2].upper(), "type": kind}
-        if kind is bool:
-            how = {"action": "store_const", "const": True}
-        elif kind == [str]:
-            how = {"action": "append", "metavar": "NAMES"}
-        shown = f" (default: {default})" if default is not None else ""
-        only = f"{' and '.join(owners)}: " if len(owners) < 4 else ""
-        group.add_argument(f"--{name}", help=only + what + shown, **how)
-    group.add_argument("--json", metavar="FILE", help="write all measurements to this file")
-    group.add_argument("--markdown", metavar="FILE", help="write the tables to this file")
-    EngineConfig.add_arguments(parser.add_argument_group("engine"))
+    """Give the parser the benchmarks, each with its own flags."""
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    measure = {"watch": _measure_watched, "gpu": _measure_gpu, "parallel": _measure_parts, "kv": _measure_parts}
+    for name, (what, options) in BENCHMARKS.items():
+        command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+        command.set_defaults(measure=measure.get(name, _measure_suite))
+        every = _options(name)
+        for option in options.split():
+            command.add_argument(f"--{option}", **every[option])
+        command.add_argument("--json", metavar="FILE", type=_file, help="write all measurements to this file")
+        command.add_argument("--markdown", metavar="FILE", type=_file, help="write the tables to this file")
+        if name in ("parallel", "kv"):  # they choose the other settings of the engine
+            command.add_argument("--model", default=EngineConfig.model, help="model to load (default: %(default)s)")
+            command.add_argument("--revision", help="branch, tag or commit of a hub model")
+            command.add_argument("--dtype", default="auto", choices=EngineConfig.choices()["dtype"], help="data type")
+            command.add_argument("--seed", type=int, default=0, help="seeds requests and dummy weights (default: 0)")
+        elif name != "gpu":
+            EngineConfig.add_arguments(command.add_argument_group("engine"))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and report; returns the exit code: 2 for a bad command line, 1 if an engine or a part failed."""
-    from nanovllm.models.config import UnsupportedModelError
-
-    measure = {"watch": _measure_watched, "gpu": _measure_gpu, "parallel": _measure_parts, "kv": _measure_parts}
+    """Measure and report; returns the exit code: 1 if a part or a proof failed."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines have sessions of their own
     try:
-        _check(arguments)
-        return measure.get(arguments.benchmark, _measure_suite)(arguments)
-    except (BenchError, UnsupportedModelError) as error:
-        print(f"nanovllm bench: error: {error}", file=sys.stderr)
-        return 2
-    except EngineFailed as error:
-        print(f"nanovllm bench: error: {error}", file=sys.stderr)
-        return 1
+        measure: Callable[[argparse.Namespace], int] = arguments.measure
+        return measure(arguments)
     finally:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot work before anything starts, and fill in defaults."""
-    benchmark = arguments.benchmark
-    for option, _, default, owners, _ in OPTIONS:
-        name = option.replace("-", "_")
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, [default] if name == "engine" else default)
-        elif benchmark not in owners:
-            where = " and ".join(f"`bench {owner}`" for owner in owners)
-            raise BenchError(f"`bench {benchmark}` has no option --{option}: it belongs to {where}")
-    if benchmark in _FREE:
-        free = _FREE[benchmark]
-        if EngineConfig.from_arguments(arguments) != EngineConfig(**{name: getattr(arguments, name) for name in free}):
-            but = f", except {', '.join(f'--{name}' for name in free)}" if free else ""
-            raise BenchError(f"`bench {benchmark}` chooses the engine's settings itself{but}: leave the others out")
-    num_cores = len(usable_cores())
-    if arguments.threads is None:
-        arguments.threads = num_cores
-    if not 1 <= arguments.threads <= num_cores:
-        raise BenchError(f"--threads must be from 1 to {num_cores}, the cores there are, got {arguments.threads}")
-    for name in ("repeats", "pairs"):
-        if getattr(arguments, name) < 1:
-            raise BenchError(f"--{name} must be 1 or more, got {getattr(arguments, name)}")
-    for name in ("minutes", "window"):
-        if not 0 < getattr(arguments, name) < float("inf"):
-            raise BenchError(f"--{name} must be above 0, got {getattr(arguments, name)}")
-    for path in filter(None, (arguments.json, arguments.markdown)):
-        if not pathlib.Path(path).absolute().parent.is_dir() or pathlib.Path(path).is_dir():
-            raise BenchError(f"cannot write {path!r}: there is no such folder, or it is one")
-
-
 def _measure_suite(arguments: argparse.Namespace) -> int:
-    from nanovllm.lab.bench.report import Report
-
     suite = _prepare(arguments)
     start, failure = time.perf_counter(), None
     try:
@@ -155,7 +156,6 @@ def _measure_suite(arguments: argparse.Namespace) -> int:
 
 def _measure_watched(arguments: argparse.Namespace) -> int:
     from nanovllm.lab.bench import watch
-    from nanovllm.lab.bench.report import Report
 
     suite, start = _prepare(arguments), time.perf_counter()
     rows = watch.measure(suite, arguments.pairs, arguments.window)
@@ -165,12 +165,8 @@ def _measure_watched(arguments: argparse.Namespace) -> int:
 def _measure_parts(arguments: argparse.Namespace) -> int:
     from nanovllm.checkpoint.hub import resolve_model
     from nanovllm.lab.bench.local import TINY, write_checkpoint
-    from nanovllm.lab.bench.parts import PARTS, Runner, Setting
-    from nanovllm.lab.bench.report import Report, conditions
 
-    parts = PARTS[arguments.benchmark]
-    names = _split_names(arguments.part, "part", parts)
-    dry_run, start = bool(arguments.dry_run), time.perf_counter()
+    parts, dry_run, start = PARTS[arguments.benchmark], arguments.dry_run, time.perf_counter()
     with tempfile.TemporaryDirectory() as work:
         if dry_run:  # the course model would take too long
             folder, model = write_checkpoint(pathlib.Path(work) / "tiny", TINY), "a tiny one"
@@ -178,7 +174,7 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
             folder, model = resolve_model(arguments.model, arguments.revision).resolve(), arguments.model
         settings = arguments.dtype, arguments.threads, arguments.seed, arguments.repeats
         runner = Runner(Setting(dry_run, str(folder), *settings))
-        rows = runner.run([part for name, part in parts.items() if name in names])
+        rows = runner.run([part for name, part in parts.items() if name in (arguments.part or parts)])
     facts = conditions(f"{model}, {arguments.dtype}", arguments.threads, time.perf_counter() - start)
     return Report(_command_line(), facts, rows, dry_run).finish(arguments)
 
@@ -187,22 +183,18 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
     import torch
 
     from nanovllm.lab.bench.gpu.plan import goals, plan
-    from nanovllm.lab.bench.parts import Runner, Setting
-    from nanovllm.lab.bench.report import Report, conditions
 
-    dry_run, start = bool(arguments.dry_run), time.perf_counter()
+    dry_run, start = arguments.dry_run, time.perf_counter()
     environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if not dry_run:
-        obstacle = None
-        if torch.version.cuda is None:
-            obstacle = f"torch {torch.__version__} was built without CUDA: install a build for CUDA"
-        elif not torch.cuda.is_available():
-            obstacle = "torch sees no NVIDIA GPU"
-        if obstacle is not None:
-            raise BenchError(f"{obstacle}; to run the same code on the CPU, without measuring, add --dry-run")
+        if not torch.cuda.is_available():
+            built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
+            raise UsageError(
+                f"torch {torch.__version__}, built {built}, sees no NVIDIA GPU; --dry-run runs the same code on the CPU"
+            )
         environment = {"NANOVLLM_NATIVE": "0"}  # the CPU is only a reference, and its C++ kernels need not be compiled
     rows = Runner(Setting(dry_run), start + 60 * arguments.minutes, environment).run(plan(dry_run))
-    facts = conditions("shapes of well-known models", arguments.threads, time.perf_counter() - start)
+    facts = conditions("shapes of well-known models", _NUM_CORES, time.perf_counter() - start)
     return Report(_command_line(), facts, [*goals(rows), *rows], dry_run).finish(arguments)
 
 
@@ -215,28 +207,27 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     """What to measure, checked as far as that is possible before anything starts."""
     from nanovllm.checkpoint.hub import resolve_model
     from nanovllm.lab.bench.suite import Suite
-    from nanovllm.models.config import ModelConfig
+    from nanovllm.models.config import ModelConfig, UnsupportedModelError
 
-    names = _split_names(arguments.engine, "engine", ENGINES)
-    if len(set(names)) < len(names):
-        raise BenchError(f"an engine is named twice: {', '.join(names)}")
-    workloads = choose_workloads(arguments)
+    names = list(dict.fromkeys(getattr(arguments, "engine", None) or ["nanovllm"]))
+    workloads, python = choose_workloads(arguments), getattr(arguments, "vllm_python", None)
     for name in set(names) - set(SERVING_ENGINES):
         if all(workload.mode == "serve" for workload in workloads):
-            raise BenchError(f"engine {name!r} has no server; it can do latency and throughput")
-    python = arguments.vllm_python
-    if "vllm" in names:
-        if python is None:
-            raise BenchError("--engine vllm needs --vllm-python, the interpreter of the environment that has it")
-        if not os.access(python, os.X_OK) or pathlib.Path(python).is_dir():
-            raise BenchError(f"--vllm-python: {python!r} is not an executable file")
+            raise UsageError(f"engine {name!r} has no server; it can do latency and throughput")
+    if "vllm" in names and not shutil.which(python or ""):
+        raise UsageError(
+            f"--engine vllm needs --vllm-python, the interpreter of an environment that has it, got {python}"
+        )
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
-    model = ModelConfig.from_pretrained(folder)
+    try:
+        model = ModelConfig.from_pretrained(folder)
+    except UnsupportedModelError as error:
+        raise UsageError(str(error)) from error
     options.setdefault("max_model_len", min(MAX_MODEL_LEN, model.max_position_embeddings))
     for workload in workloads:
         if workload.max_request_tokens > options["max_model_len"]:
-            raise BenchError(
+            raise UsageError(
                 f"workload {workload.name} has requests of {workload.max_request_tokens} tokens, over the "
                 f"{options['max_model_len']} that fit: raise --max-model-len, or choose others with --workload"
             )
@@ -246,56 +237,41 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     engines = [
         EngineSettings(name, folder, options, arguments.threads, pythons.get(name, sys.executable)) for name in names
     ]
-    return Suite(arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits)
-
-
-def _split_names(given: list[str] | None, what: str, known: Any) -> list[str]:
-    """["nanovllm,vllm", "hf"] -> ["nanovllm", "vllm", "hf"]; all that are known for None."""
-    names = list(known) if given is None else [name.strip() for words in given for name in words.split(",")]
-    for name in names:
-        if name not in known:
-            raise BenchError(f"unknown {what} {name!r}; there are {', '.join(known)}")
-    return names
+    repeats = getattr(arguments, "repeats", 1)
+    return Suite(arguments.model, engines, workloads, repeats, arguments.seed, model, limits)
 
 
 def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
     """The workloads that the command line asks for, in the order of their names.
 
     Raises:
-        BenchError: an unknown workload, one of another benchmark, or options that exclude each other.
+        UsageError: a workload of another benchmark, or options that exclude each other.
     """
-    mode = arguments.benchmark
+    mode, chosen = arguments.benchmark, getattr(arguments, "workload", None)
     names = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    try:
-        if mode == "watch":
-            return [endless_workload(arguments.streams, **given)]
-        if given and not arguments.workload:
-            return [custom_workload(mode, **given)]
-    except ValueError as error:
-        raise BenchError(str(error)) from error
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    if mode == "watch":
+        return [endless_workload(arguments.streams, **given)]
+    if given and not chosen:
+        return [custom_workload(mode, **given)]
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
-        raise BenchError(f"{flag} and --workload exclude each other: named workloads have their own lengths")
-    chosen = _split_names(arguments.workload, "workload", NAMED)
-    for name in chosen if arguments.workload and mode != "all" else ():
-        if NAMED[name][0].mode != mode:
-            raise BenchError(f"workload {name} belongs to `bench {NAMED[name][0].mode}`, not to `bench {mode}`")
-    return [w for name in NAMED if name in chosen for w in NAMED[name] if mode in ("all", w.mode)]
+        raise UsageError(f"{flag} and --workload exclude each other: named workloads have their own lengths")
+    for name in chosen or ():
+        if mode not in ("all", NAMED[name][0].mode):
+            raise UsageError(f"workload {name} belongs to `bench {NAMED[name][0].mode}`, not to `bench {mode}`")
+    return [w for name in NAMED if name in (chosen or NAMED) for w in NAMED[name] if mode in ("all", w.mode)]
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """The engine's settings that differ from the defaults; the model and the dtype are chosen elsewhere.
 
     Raises:
-        BenchError: a bad value, or a setting that would change what is compared.
+        UsageError: a bad value, or a setting that would change what is compared.
     """
-    try:
-        config = EngineConfig.from_arguments(arguments)
-    except ValueError as error:
-        raise BenchError(str(error)) from error
+    config = EngineConfig.from_arguments(arguments)
     if config.device == "cuda":
-        raise BenchError("the benchmark measures CPUs; leave --device out")
+        raise UsageError("the benchmark measures CPUs; leave --device out")
     options = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)

@@ -117,18 +117,14 @@ async def keep_busy(
             sent.append(_Stream(request))
             await sent[-1].run(client, model_name)
 
-    async with _client(url) as client:
-        over = asyncio.create_task(during)
-        streams = [asyncio.create_task(stream()) for _ in range(num_streams)]
-        try:
-            done, _ = await asyncio.wait([over, *streams], return_when=asyncio.FIRST_COMPLETED)
-            for task in done - {over}:  # a stream that has ended has failed
-                task.result()
-            result = over.result()
-        finally:
-            for task in (over, *streams):
+    try:
+        async with _client(url) as client, asyncio.TaskGroup() as group:
+            streams = [group.create_task(stream()) for _ in range(num_streams)]
+            result = await during
+            for task in streams:
                 task.cancel()
-            await asyncio.gather(over, *streams, return_exceptions=True)
+    except ExceptionGroup as failures:  # of a stream or of `during`, each of which ends the others
+        raise failures.exceptions[0] from None
     return [_timeline(0.0, each.chunks) for each in sent], result
 
 

@@ -24,10 +24,11 @@ import psutil
 
 from nanovllm.data.config import parse_bytes
 from nanovllm.lab.bench import client
-from nanovllm.lab.bench.machine import MemoryMeter, process_tree, usable_cores
+from nanovllm.lab.bench.machine import peak_memory, process_tree, usable_cores
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import free_port, python_environment
+from nanovllm.server.commandline import ServerError
 
 ENGINES = ("nanovllm", "hf", "vllm")
 #: `generate` of transformers is a function, not a server.
@@ -45,7 +46,7 @@ _VLLM_OPTIONS = {
 }  # fmt: skip
 
 
-class EngineFailed(Exception):
+class EngineFailed(ServerError):
     """An engine did not start, or ended while it was needed; the message says how, and where its log is."""
 
 
@@ -108,17 +109,22 @@ def preload_libraries(python: str) -> list[str]:
 
 @dataclass
 class Started:
-    """Measurements of an engine's start.
+    """A start of an engine.
 
     Attributes:
+        kind: "offline" or "server".
         seconds: from nothing to the first token of a first request.
         versions: of the packages it runs on.
         peak_bytes: the most resident memory of all its processes together, so far.
+        group: starts of different engines with the same number belong together.
     """
 
+    engine: str
+    kind: str
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     peak_bytes: int = 0
+    group: int = 0
 
 
 class EngineProcess:
@@ -138,18 +144,17 @@ class EngineProcess:
     def __enter__(self) -> Self:
         begin = time.perf_counter()
         self._spawn()
-        self._memory = MemoryMeter(self.process.pid)
         try:
             versions = self._first_token()
         except BaseException:
             self._end()
             raise
-        self.started = Started(time.perf_counter() - begin, versions)
+        self.started = Started(self.settings.name, self.kind, time.perf_counter() - begin, versions)
         return self
 
     def __exit__(self, exception_type: type[BaseException] | None, *rest: object) -> None:
+        self.started.peak_bytes = peak_memory(self.process.pid)
         self._end()
-        self.started.peak_bytes = self._memory.peak_bytes
         # After a failure the log stays.
         if exception_type is None or not issubclass(exception_type, EngineFailed):
             shutil.rmtree(self._folder)
@@ -196,7 +201,6 @@ class EngineProcess:
         return EngineFailed(f"{self.settings.name} {what}{end_of_log(self._log)} (log: {self._log})")
 
     def _end(self) -> None:
-        self._memory.stop()
         self.wake()
         tree = process_tree(self.process.pid)
         self.process.terminate()

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pathlib
 import platform
+import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import psutil
 
+from nanovllm.lab.bench.metrics import timed
 from nanovllm.lab.processes import run_ranks
 
 
@@ -75,12 +76,7 @@ def _measure(dtype_name: str) -> Limits:
 def _rate(work: Callable[[], object], amount: float, repeats: int = 7) -> float:
     """Amount per second, in the fastest of several runs."""
     work()
-    fastest = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        fastest = min(fastest, time.perf_counter() - start)
-    return amount / fastest
+    return amount / min(timed(work) for _ in range(repeats))
 
 
 def cpu_model() -> str:
@@ -153,48 +149,20 @@ class NoiseMeter:
         total = sum(now) - getattr(now, "guest", 0.0) - getattr(now, "guest_nice", 0.0)
         own = sum(os.times()[:4])
         if self._pid is not None:
-            own = sum(
-                _of_process(p, lambda p: sum(p.cpu_times()[:2])) for p in {psutil.Process(), *process_tree(self._pid)}
-            )
+            own = 0.0
+            for process in {psutil.Process(), *process_tree(self._pid)}:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    own += sum(process.cpu_times()[:2])
         return total, total - waiting - steal, steal, own
 
 
-class MemoryMeter:
-    """Watches the resident memory of a process and its descendants, and keeps the high-water mark.
-
-    Pages that several processes share are counted in each of them, as `ps` does.
-    """
-
-    INTERVAL_SECONDS = 0.1
-    # Listing descendants reads all of /proc, so it is done less often.
-    INTERVALS_A_LISTING = 10
-
-    def __init__(self, pid: int) -> None:
-        self.peak_bytes = 0
-        self._pid = pid
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop watching."""
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        count, tree = 0, process_tree(self._pid)
-        while True:
-            if count % self.INTERVALS_A_LISTING == 0:
-                tree = process_tree(self._pid)
-            self.peak_bytes = max(self.peak_bytes, sum(_of_process(p, lambda p: p.memory_info().rss) for p in tree))
-            count += 1
-            if self._stop.wait(self.INTERVAL_SECONDS):
-                return
-
-
-def _of_process(process: psutil.Process, measure: Callable[[psutil.Process], Any]) -> Any:
-    """A measurement of a process; 0 if it has ended."""
-    try:
-        return measure(process)
-    except psutil.NoSuchProcess:
-        return 0
+def peak_memory(pid: int) -> int:
+    """The most resident memory in bytes that a process has had so far, and with it each of its descendants; where the system
+    does not say so, what they have now. Pages that several processes share are counted in each of them, as `ps` does."""
+    found = 0
+    for process in process_tree(pid):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            status = pathlib.Path(f"/proc/{process.pid}/status")
+            peak = re.search(r"VmHWM:\s*(\d+) kB", status.read_text()) if status.exists() else None
+            found += 1024 * int(peak[1]) if peak else process.memory_info().rss
+    return found

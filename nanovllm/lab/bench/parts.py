@@ -17,15 +17,18 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.lab.bench import report
+from nanovllm.lab.bench.engines import end_of_log
 from nanovllm.lab.bench.machine import NoiseMeter, usable_cores
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.processes import python_environment
-from nanovllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanovllm.models.config import ModelConfig
 
 #: A part is not started with less time than this.
 LEAST_SECONDS = 10.0
@@ -69,11 +72,15 @@ class Setting:
     @functools.cached_property
     def model(self) -> ModelConfig:
         """The checkpoint's configuration."""
+        from nanovllm.models.config import ModelConfig
+
         return ModelConfig.from_pretrained(pathlib.Path(self.folder))
 
     @property
     def device(self) -> torch.device:
         """The GPU of `bench gpu`; in a dry run the CPU."""
+        import torch
+
         return torch.device("cpu" if self.dry_run else "cuda")
 
     @property
@@ -217,8 +224,7 @@ class Runner:
         finally:
             _kill(process)
             self._processes.discard(process)
-        lines = [line.strip() for line in (folder / "log").read_text(errors="replace").splitlines() if line.strip()]
-        return f"{why}: {lines[-1][:300]}" if why and lines else why
+        return why and why + end_of_log(folder / "log")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import rich.console
-import rich.table
+import rich.markdown
 
 from nanovllm.lab.bench.machine import cpu_model, usable_cores
 from nanovllm.lab.bench.worker import versions
@@ -140,17 +140,8 @@ class Report:
         return {title: rows for title, rows in found.items() if rows}
 
     def show(self) -> None:
-        """Print the tables, and below them the facts."""
-        console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
-        for title, rows in self.tables().items():
-            table = rich.table.Table(title=title, title_justify="left")
-            for name, is_label in columns_of(rows).items():
-                table.add_column(name, justify="left" if is_label else "right")
-            for row in rows:
-                table.add_row(*(text_of(row.get(name, "")) for name in columns_of(rows)))
-            console.print(table)
-        for fact in self.facts:
-            console.print(fact, highlight=False, markup=False)
+        """Print it."""
+        rich.console.Console(width=None if sys.stdout.isatty() else 160).print(rich.markdown.Markdown(self.markdown()))
 
     def markdown(self) -> str:
         """The command, the facts and the tables as a Markdown document."""

@@ -14,11 +14,13 @@ from nanovllm.lab.bench.machine import Limits, Noise, NoiseMeter, best, measure_
 from nanovllm.lab.bench.metrics import AGREEING_PAIRS, TIE, Figures, compare, figures, intruder_figures
 from nanovllm.lab.bench.report import Row, conditions
 from nanovllm.lab.bench.roofline import ModelCost, Work, roofline_share, workload_work
-from nanovllm.lab.bench.workloads import BenchRequest, Workload
+from nanovllm.lab.bench.workloads import BenchRequest, Workload, shortened
 from nanovllm.models.config import ModelConfig
 
 # A warm-up has other tokens than any repeat.
-WARM_UP, WARM_UP_REQUESTS, WARM_UP_TOKENS = -1, 4, 8
+WARM_UP, WARM_UP_REQUESTS = -1, 4
+
+KINDS = ("offline", "server")
 
 #: What engines are compared by: field of `Figures`, its title and factor, and whether more is better.
 COMPARED = (
@@ -43,16 +45,6 @@ class Run:
 
 
 @dataclass
-class Launch:
-    """One start of one engine; starts of different engines with the same `group` belong together."""
-
-    group: int
-    engine: str
-    kind: str  # "offline" or "server"
-    started: Started
-
-
-@dataclass
 class Suite:
     """What to measure on what, and everything that was measured.
 
@@ -70,7 +62,7 @@ class Suite:
     seed: int
     model: ModelConfig
     limits: Limits
-    launches: list[Launch] = field(default_factory=list)
+    starts: list[Started] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     # ---------------------------------------------------------------- measuring
@@ -86,14 +78,12 @@ class Suite:
             # Workloads with equal keys run on the same engine processes.
             key = (workload.mode == "serve", *sorted(workload.options.items()))
             groups.setdefault(key, []).append(workload)
-        for number, group in enumerate(groups.values()):
+        for number, (key, group) in enumerate(groups.items()):
+            able = [each for each in self.engines if not key[0] or each.name in SERVING_ENGINES]
             with contextlib.ExitStack() as stack:
-                running = [self._start(stack, number, group[0], settings) for settings in self._able(group[0])]
+                running = [self._start(stack, number, group[0], settings) for settings in able]
                 for repeat in range(self.repeats):
                     self._take_turns(running, group, repeat)
-
-    def _able(self, workload: Workload) -> list[EngineSettings]:
-        return [each for each in self.engines if workload.mode != "serve" or each.name in SERVING_ENGINES]
 
     def _start(
         self, stack: contextlib.ExitStack, number: int, workload: Workload, settings: EngineSettings
@@ -101,14 +91,18 @@ class Suite:
         """Start an engine for this workload and others like it."""
         make = Server if workload.mode == "serve" else OfflineEngine
         engine = stack.enter_context(make(replace(settings, options=settings.options | workload.options)))
-        say(f"{settings.name}: first token {engine.started.seconds:.1f} s after its start ({make.kind})")
-        self.launches.append(Launch(number, settings.name, make.kind, engine.started))
+        self.note_start(engine.started, number)
         # What an engine does only once, such as compiling or growing its buffers, is done before it counts.
         requests = workload.requests(self.model.vocab_size, self.seed, WARM_UP)[:WARM_UP_REQUESTS]
-        requests = [replace(r, max_tokens=min(r.max_tokens, WARM_UP_TOKENS), arrival=0.0) for r in requests]
-        engine.run(replace(workload, intruder_len=0), requests)
+        engine.run(replace(workload, intruder_len=0), shortened(requests))
         engine.rest()
         return engine
+
+    def note_start(self, started: Started, group: int = 0) -> None:
+        """Keep the measurements of a start."""
+        say(f"{started.engine}: first token {started.seconds:.1f} s after its start ({started.kind})")
+        started.group = group
+        self.starts.append(started)
 
     def _take_turns(self, running: list[EngineProcess], workloads: list[Workload], repeat: int) -> None:
         """Run every workload once on every engine; neighbouring runs of a workload make a pair."""
@@ -141,8 +135,8 @@ class Suite:
     def facts(self, seconds: float) -> list[str]:
         """The conditions, one fact per line."""
         settings, versions = self.engines[0], dict[str, dict[str, str]]()
-        for launch in self.launches:
-            versions.setdefault(launch.engine, {}).update(launch.started.versions)
+        for start in self.starts:
+            versions.setdefault(start.engine, {}).update(start.versions)
         return [
             *conditions(f"{self.name}, {settings.options['dtype']}", settings.num_threads, seconds, versions),
             f"measured roofs: {self.limits.bytes_per_second / 1e9:.1f} GB/s read, "
@@ -157,30 +151,24 @@ class Suite:
     def rows(self) -> Iterator[Row]:
         """The tables: speed, use of the machine, starts, and ratios."""
         for workload, engine in itertools.product(self.workloads, self.engines):
-            runs = self.of(workload.name, engine.name)
-            label = {"workload": workload.name, "engine": engine.name}
-            if not runs:
+            if not (runs := self.of(workload.name, engine.name)):
                 continue
+            label = {"workload": workload.name, "engine": engine.name}
             yield {"table": "Speed"} | label | {title: _values(runs, name, f) for name, title, f, _ in COMPARED}
             shares: Any = [(None, None)]
             if runs[0].work is not None:
                 rates = self.limits.bytes_per_second, self.limits.flops_per_second
                 shares = [roofline_share(runs[0].work, run.figures.seconds, *rates) for run in runs]
-            noises = [run.noise for run in runs]
-            yield (
-                {"table": "Use of the machine, by the run and by others"}
-                | label
-                | {
-                    "% of roofline": [None if None in share else max(share) for share in shares],
-                    "bandwidth %": [share[0] for share in shares],
-                    "compute %": [share[1] for share in shares],
-                    "cores busy": [noise.cores for noise in noises],
-                    "worst steal %": 100 * max(noise.steal for noise in noises),
-                    "worst others %": 100 * max(noise.others for noise in noises),
-                }
-            )
-        for kind, engine in itertools.product(("offline", "server"), self.engines):
-            if starts := [each.started for each in self.launches if (each.kind, each.engine) == (kind, engine.name)]:
+            yield {"table": "Use of the machine, by the run and by others"} | label | {
+                "% of roofline": [None if None in share else max(share) for share in shares],
+                "bandwidth %": [share[0] for share in shares],
+                "compute %": [share[1] for share in shares],
+                "cores busy": [run.noise.cores for run in runs],
+                "worst steal %": 100 * max(run.noise.steal for run in runs),
+                "worst others %": 100 * max(run.noise.others for run in runs),
+            }  # fmt: skip
+        for kind, engine in itertools.product(KINDS, self.engines):
+            if starts := list(self._starts(kind, engine.name).values()):
                 yield {
                     "table": "Start-up and memory",
                     "used as": kind,
@@ -190,36 +178,34 @@ class Suite:
                     "peak memory MiB": max(start.peak_bytes for start in starts) / 2**20,
                 }
         for other in self.engines[1:]:
-            for workload in self.workloads:
-                for name, title, _, higher_is_better in COMPARED:
-                    # If an engine's failure cut the suite short, the last run has no partner.
-                    both = [_values(self.of(workload.name, each.name), name) for each in (self.engines[0], other)]
-                    pairs = list(zip(*both, strict=False))
-                    if pairs and not any(None in pair for pair in pairs):
-                        yield self._ratio(workload.name, title, other.name, pairs, higher_is_better)
-            for kind, (name, title) in itertools.product(
-                ("offline", "server"), (("seconds", "start to first token"), ("peak_bytes", "peak memory"))
-            ):
-                mine, theirs = (
-                    {s.group: getattr(s.started, name) for s in self.launches if (s.kind, s.engine) == (kind, engine)}
-                    for engine in (self.engines[0].name, other.name)
-                )
-                if pairs := [(mine[group], theirs[group]) for group in sorted(mine.keys() & theirs.keys())]:
-                    yield self._ratio(kind, title, other.name, pairs, higher_is_better=False)
+            yield from self._ratios(other.name)
 
-    def _ratio(self, where: str, figure: str, other: str, pairs: list[Any], higher_is_better: bool) -> Row:
+    def _starts(self, kind: str, engine: str) -> dict[int, Started]:
+        """The starts of an engine, by group."""
+        return {start.group: start for start in self.starts if (start.kind, start.engine) == (kind, engine)}
+
+    def _ratios(self, other: str) -> Iterator[Row]:
+        """The first engine against another one."""
         first = self.engines[0].name
-        ratios, verdict = compare(pairs, higher_is_better)
-        return {
-            "table": f"{first} against the others, pair by pair (above 1: {first} is better; below {TIE} it is a tie "
-            f"unless {AGREEING_PAIRS} pairs or more agree)",
-            "workload": where,
-            "figure": figure,
-            "against": other,
-            "ratio": ratios,
-            "pairs": " ".join(f"{ratio:.2f}" for ratio in ratios),
-            "verdict": verdict,
-        }
+        row: Row = {"table": f"{first} against the others, pair by pair (above 1: {first} is better; below {TIE} it is a tie "
+               f"unless {AGREEING_PAIRS} pairs or more agree)"}  # fmt: skip
+        compared: list[tuple[str, str, list[Any], bool]] = []
+        for workload, (name, title, _, more_is_better) in itertools.product(self.workloads, COMPARED):
+            # If an engine's failure cut the suite short, the last run has no partner.
+            both = (_values(self.of(workload.name, engine), name) for engine in (first, other))
+            compared.append((workload.name, title, list(zip(*both, strict=False)), more_is_better))
+        titles = {"seconds": "start to first token", "peak_bytes": "peak memory"}
+        for kind, (name, title) in itertools.product(KINDS, titles.items()):
+            mine, theirs = (self._starts(kind, engine) for engine in (first, other))
+            common = sorted(mine.keys() & theirs.keys())
+            pairs = [(getattr(mine[group], name), getattr(theirs[group], name)) for group in common]
+            compared.append((kind, title, pairs, False))
+        for where, figure, pairs, more_is_better in compared:
+            if pairs and not any(None in pair for pair in pairs):
+                ratios, verdict = compare(pairs, more_is_better)
+                shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
+                row |= {"workload": where, "figure": figure, "against": other, "ratio": ratios, "pairs": shown}
+                yield row | {"verdict": verdict}
 
 
 def _values(runs: Sequence[Run], name: str, factor: float = 1) -> list[float | None]:

@@ -8,24 +8,22 @@ watcher: how far their ratio is from 1 is the error of the method.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import os
-import pathlib
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import httpx
 import numpy as np
 
 from nanovllm.lab.bench.engines import EngineFailed, Server
 from nanovllm.lab.bench.machine import Noise, NoiseMeter
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.report import Row, estimate
-from nanovllm.lab.bench.suite import Launch, Suite, say
+from nanovllm.lab.bench.suite import Suite, say
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 
 #: After the watcher has come or gone, nothing counts for this share of a window.
@@ -56,38 +54,19 @@ def plan(num_pairs: int) -> list[Pair]:
     return [Pair(watched, bool(i % 2)) for i in range(num_pairs) for watched in (True, False)]
 
 
-class Watcher:
-    """A process that reads a server's steps for a while, when it is told to; a context manager."""
-
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, str(pathlib.Path(__file__).with_name("watcher.py")), f"{url}/trace"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Watcher:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def watch(self, seconds: float) -> None:
-        """Begin to watch, for so long."""
-        assert self._process.stdin is not None
-        try:
-            print(seconds, file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise EngineFailed("nanovllm does not let itself be watched") from None
-
-    def counts(self) -> list[int]:
-        """Wait for the watcher's end; returns the lines that it read each time.
-
-        Raises:
-            EngineFailed: the server showed no step.
-        """
-        counts = [int(line) for line in self._process.communicate()[0].splitlines()]
-        if self._process.returncode or sum(counts) <= len(counts):  # a header each
-            raise EngineFailed("nanovllm was watched, and showed no step")
-        return counts
+async def read_steps(url: str, until: float) -> int:
+    """Read the stream of a server's steps, as the live page does, and throw it away; returns the number of its lines: the
+    header, and one per step."""
+    count, seconds = 0, until - time.perf_counter()
+    with contextlib.suppress(TimeoutError):
+        async with (
+            asyncio.timeout(seconds),
+            httpx.AsyncClient(timeout=seconds) as client,
+            client.stream("GET", url, headers={"Accept-Encoding": "identity"}) as stream,
+        ):
+            async for chunk in stream.aiter_raw():
+                count += chunk.count(b"\n")
+    return count
 
 
 def measure(suite: Suite, num_pairs: int, seconds: float) -> list[Row]:
@@ -102,14 +81,17 @@ def measure(suite: Suite, num_pairs: int, seconds: float) -> list[Row]:
     """
     (workload,), settings = suite.workloads, suite.engines[0]
     pairs = plan(num_pairs + WARM_UP_PAIRS)
-    with Server(settings) as engine, Watcher(engine.url) as watcher:
-        suite.launches.append(Launch(0, settings.name, "server", engine.started))
-        say(f"{settings.name}: first token {engine.started.seconds:.1f} s after its start")
-        meter = NoiseMeter(os.getpid())  # the watcher is a child, too
+    with Server(settings) as engine:
+        suite.note_start(engine.started)
+        meter = NoiseMeter(engine.process.pid)
         requests = endless_requests(workload, suite.model.vocab_size, suite.seed)
-        timelines, windows = engine.keep_busy(requests, workload.num_prompts, _take_turns(watcher, pairs, seconds))
-        noise, counts = meter.read(), watcher.counts()
-    return compare(pairs, rates(timelines, windows), sum(counts) / (len(counts) * seconds), seconds, noise)
+        turns = _take_turns(f"{engine.url}/trace", pairs, seconds)
+        timelines, (windows, num_lines) = engine.keep_busy(requests, workload.num_prompts, turns)
+        noise = meter.read()
+    watched = sum(pair.watched for pair in pairs)
+    if num_lines <= watched:  # a header each
+        raise EngineFailed("nanovllm was watched, and showed no step")
+    return compare(pairs, rates(timelines, windows), num_lines / (watched * seconds), seconds, noise)
 
 
 def endless_requests(workload: Workload, vocab_size: int, seed: int) -> Iterator[BenchRequest]:
@@ -122,18 +104,17 @@ def endless_requests(workload: Workload, vocab_size: int, seed: int) -> Iterator
         yield from workload.requests(vocab_size, seed, repeat)
 
 
-async def _take_turns(watcher: Watcher, pairs: Sequence[Pair], seconds: float) -> list[tuple[float, float]]:
-    """Watch or not, window by window; returns from when to when each window counts."""
-    windows = []
-    end = time.perf_counter()
+async def _take_turns(url: str, pairs: Sequence[Pair], seconds: float) -> tuple[list[tuple[float, float]], int]:
+    """Watch or not, window by window; returns from when to when each window counts, and the lines of the stream."""
+    windows, num_lines, end = [], 0, time.perf_counter()
     say(f"{len(pairs)} pairs of windows: {2 * len(pairs) * seconds / 60:.1f} minutes")
     for watched in itertools.chain.from_iterable(pair.windows for pair in pairs):
-        if watched:
-            watcher.watch(seconds)
         begin, end = end, end + seconds
         windows.append((begin + SETTLING * seconds, end))
+        if watched:
+            num_lines += await read_steps(url, end)
         await asyncio.sleep(end - time.perf_counter())
-    return windows
+    return windows, num_lines
 
 
 def rates(timelines: Sequence[Timeline], windows: Sequence[tuple[float, float]]) -> list[float]:
@@ -165,20 +146,10 @@ def compare(
         ]
         if not ratios:
             raise EngineFailed("steps took longer than windows: make them longer, with --window")
-        title = f"Speed while a client watches, against {statistics.median(unwatched):.0f} tokens/s without"
-        found = estimate(ratios)
-        rows.append(
-            {
-                "table": title,
-                "windows": kind,
-                "pairs": len(ratios),
-                "ratio": found,
-                "cost": f"{1 - found['median']:.1%}",
-            }
-        )
-    details = {"seconds per window": seconds, "left out at its begin": f"{SETTLING:.0%}"}
-    details |= {
-        "lines/s that the watcher read": lines_per_second,
-        "tokens/s without a watcher": statistics.median(unwatched),
-    }
-    return [*rows, {"table": "Windows", **details, "steal %": 100 * noise.steal, "others %": 100 * noise.others}]
+        found, unseen = estimate(ratios), statistics.median(unwatched)
+        title = f"Speed while a client watches, against {unseen:.0f} tokens/s without"
+        row = {"table": title, "windows": kind, "pairs": len(ratios), "ratio": found}
+        rows.append(row | {"cost": f"{1 - found['median']:.1%}"})
+    windows: Row = {"table": "Windows", "seconds per window": seconds, "left out at its begin": f"{SETTLING:.0%}"}
+    windows |= {"lines/s that the watcher read": lines_per_second, "tokens/s without a watcher": unseen}
+    return [*rows, windows | {"steal %": 100 * noise.steal, "others %": 100 * noise.others}]

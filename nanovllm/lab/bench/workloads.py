@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -83,6 +84,11 @@ class Workload:
         return requests
 
 
+def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """The same requests at once and with few tokens of output, to warm up."""
+    return [replace(request, max_tokens=min(request.max_tokens, 8), arrival=0.0) for request in requests]
+
+
 INTRUDER_OUTPUT_LEN = 4
 # A budget below max_num_seqs is refused by vLLM and by nanovllm.
 SMALL_CHUNK = {"max_num_batched_tokens": 128, "max_num_seqs": 64}
@@ -125,18 +131,10 @@ def custom_workload(
     request_rate: float = math.inf,
     max_concurrency: int | None = None,
 ) -> Workload:
-    """A workload of equal requests, from the options of vLLM's benchmarks and with its defaults where it has any.
-
-    Raises:
-        ValueError: a value out of range.
-    """
+    """A workload of equal requests, from the options of vLLM's benchmarks and with its defaults where it has any."""
     count = batch_size if mode == "latency" else num_prompts
     if input_len is None:
         input_len = 32 if mode == "latency" else 256
-    if min(input_len, output_len, count, 1 if max_concurrency is None else max_concurrency) < 1:
-        raise ValueError("lengths, batch size, number of prompts and concurrency must be 1 or more")
-    if not request_rate > 0:
-        raise ValueError(f"--request-rate must be above 0, got {request_rate}")
     title = f"{count} requests, {input_len} + {output_len} tokens"
     if max_concurrency is not None:
         title += f", {max_concurrency} at once"
@@ -147,10 +145,6 @@ def custom_workload(
 
 
 def endless_workload(num_streams: int, input_len: int = 32, output_len: int = 512) -> Workload:
-    """One wave of `bench watch`'s load: that many streams, each of which is followed by another one.
-
-    Raises:
-        ValueError: a number out of range.
-    """
+    """One wave of `bench watch`'s load: that many streams, each of which is followed by another one."""
     made = custom_workload("serve", input_len, output_len, num_prompts=num_streams, max_concurrency=num_streams)
     return replace(made, name="watch", title=f"{num_streams} streams without an end, {input_len} + {output_len} tokens")

@@ -176,7 +176,9 @@ def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
         pytest.param("tiers", marks=pytest.mark.slow),
     ],
 )
-def test_the_dry_run(names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run(
+    names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], forked_parts: None
+) -> None:
     files = tmp_path / "found.json", tmp_path / "found.md"
     words = ["bench", "kv", "--dry-run", "--repeats", "1", "--part", names]
     assert main([*words, "--json", str(files[0]), "--markdown", str(files[1])]) == 0, capsys.readouterr().err
@@ -189,8 +191,14 @@ def test_the_dry_run(names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureF
     assert "NOT A MEASUREMENT" in text and all(f"| {row['figure']} |" in text for row in found)
 
 
-def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "kv", "--part", "weights"]) == 2
-    assert "there are transport, router, latency, first-token, tiers" in capsys.readouterr().err
-    assert main(["bench", "kv", "--kv-role", "both"]) == 2
-    assert "`bench kv` chooses the engine's settings itself" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--part", "weights"], "there are transport, router, latency, first-token, tiers"),
+        (["--kv-role", "both"], "unrecognized arguments: --kv-role both"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "kv", *words])
+    assert message in capsys.readouterr().err

@@ -140,7 +140,9 @@ def test_small_things() -> None:
 @pytest.mark.parametrize(
     "names", ["weights,all-reduce,experts", pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.slow)]
 )
-def test_the_dry_run(names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run(
+    names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], forked_parts: None
+) -> None:
     files = tmp_path / "found.json", tmp_path / "found.md"
     words = ["bench", "parallel", "--dry-run", "--repeats", "1", "--part", names]
     assert main([*words, "--json", str(files[0]), "--markdown", str(files[1])]) == 0

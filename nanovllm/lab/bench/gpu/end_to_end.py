@@ -21,7 +21,7 @@ from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.bench.roofline import ModelCost, least_work
-from nanovllm.lab.bench.workloads import NAMED, BenchRequest, Workload
+from nanovllm.lab.bench.workloads import NAMED, BenchRequest, Workload, shortened
 from nanovllm.models.config import ModelConfig
 
 RunRequests = Callable[[Sequence[BenchRequest]], list[Timeline]]
@@ -78,11 +78,6 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
         yield {"table": STEP} | label | _split(core, workload, setting)
     if extent == "all":
         yield measured(label, some, core.model_config, run, setting)
-
-
-def shortened(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
-    """The same requests with few tokens of output, to warm up."""
-    return [replace(request, max_tokens=min(request.max_tokens, 8)) for request in requests]
 
 
 def measured(label: Row, workload: Workload, model: ModelConfig, run: RunRequests, setting: Setting) -> Row:

@@ -12,20 +12,9 @@ import subprocess
 import sys
 
 NEEDS = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "psutil",
-    "httpx",
-    "rich",
-    "tqdm",
-    "filelock",
-    "msgspec",
-    "pytest",
-)
+    "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "psutil", "httpx", "rich", "tqdm", "filelock",
+    "msgspec", "pytest",
+)  # fmt: skip
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
 

@@ -11,13 +11,13 @@ import torch
 import transformers as library
 from transformers import GenerationConfig
 
-from nanovllm.lab.bench.gpu.end_to_end import MAX_MODEL_LEN, RunRequests, measured, model_folder, shortened, workloads
+from nanovllm.lab.bench.gpu.end_to_end import MAX_MODEL_LEN, RunRequests, measured, model_folder, workloads
 from nanovllm.lab.bench.gpu.plan import MODELS
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.parts import Setting, reason_of
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.bench.worker import generate_batch
-from nanovllm.lab.bench.workloads import BenchRequest
+from nanovllm.lab.bench.workloads import BenchRequest, shortened
 from nanovllm.models.config import ModelConfig
 
 

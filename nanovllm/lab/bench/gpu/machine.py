@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.metadata
-import platform
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 
 import torch
 
+from nanovllm.lab.bench.metrics import timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row
 
-PACKAGES = ("nanovllm", "torch", "triton", "transformers", "numpy")
 _SMI_FIELDS = "name,driver_version,memory.total,clocks.max.sm,clocks.max.memory,clocks.sm,power.limit,temperature.gpu"
 # More than the L2 cache of any GPU there is.
 _FLUSH_BYTES = 2**28
@@ -32,42 +29,35 @@ def median_seconds(work: Callable[[], object], device: torch.device, repeats: in
     """
     if device.type == "cpu":
         work()
-        return _host_seconds(work)
+        return timed(work)
     for _ in range(_WARM_UP):
         work()
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     torch.cuda.synchronize()
-    queueing = max(_host_seconds(work) for _ in range(_WARM_UP))
+    queueing = max(timed(work) for _ in range(_WARM_UP))
     torch.cuda.synchronize()
-    flushing = _event_seconds([functools.partial(flush.fill_, 1)] * 4) / 4
+    flushing = _gpu_seconds([_between_events(lambda: [flush.fill_(1) for _ in range(4)])]) / 4
     rounds = max(1, round(2 * queueing / flushing))
     pairs = []
     for _ in range(repeats):
         for _ in range(rounds):
             flush.fill_(0)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        pairs.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1000
+        pairs.append(_between_events(work))
+    return _gpu_seconds(pairs)
 
 
-def _host_seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-def _event_seconds(works: list[Callable[[], object]]) -> float:
+def _between_events(work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for work in works:
-        work()
+    work()
     end.record()
+    return start, end
+
+
+def _gpu_seconds(pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """The median time between two events."""
     torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1000
+    return statistics.median(start.elapsed_time(end) for start, end in pairs) / 1000
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -102,17 +92,13 @@ def machine(setting: Setting) -> Iterator[Row]:
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        yield "GPU", properties.name
         yield "compute capability", f"{properties.major}.{properties.minor}"
         yield "multiprocessors", str(properties.multi_processor_count)
-        yield "memory", f"{properties.total_memory / 2**30:.1f} GiB"
         yield "CUDA of torch", str(torch.version.cuda)
         if smi := shutil.which("nvidia-smi"):
-            command = [smi, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader"]
-            answer = subprocess.run(command, capture_output=True, text=True)
-            values = answer.stdout.splitlines()[0].split(", ") if answer.stdout else []
+            command = [smi, f"--query-gpu={_SMI_FIELDS}", "--format=csv,noheader", "--id=0"]
+            values = subprocess.run(command, capture_output=True, text=True).stdout.strip().split(", ")
             yield from zip(_SMI_FIELDS.split(","), values, strict=False)
-    yield "python", platform.python_version()
-    for name in PACKAGES:
+    for name in ("triton", "transformers", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)

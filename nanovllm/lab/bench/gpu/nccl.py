@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,9 +10,10 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.groups import Grid, get_tp_group
+from nanovllm.lab.bench.metrics import slowest
 from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row
-from nanovllm.lab.cost_model import LINKS, Link, fit, ring_all_gather, ring_all_reduce, wire_bytes
+from nanovllm.lab.cost_model import fit, ring_all_gather, ring_all_reduce, wire_bytes
 from nanovllm.lab.processes import run_ranks
 
 RANKS = 2
@@ -65,20 +64,11 @@ def nccl(setting: Setting) -> Iterator[Row]:
         "timeout": max(1.0, setting.seconds_left),
     }
     ranks = run_ranks(time_collectives, Grid(tensor=RANKS), sizes, device, rounds, **limits)
-    link = None if setting.dry_run else find_link()
-    yield {
-        "table": "The machine",
-        "what": "link between the first two GPUs",
-        "value": link.name if link else "not known",
-    }
-    yield from compare(
-        {name: [max(rank[name][i] for rank in ranks) for i in range(len(sizes))] for name in ranks[0]}, sizes, link
-    )
+    yield from compare({name: slowest([rank[name] for rank in ranks]) for name in ranks[0]}, sizes)
 
 
-def compare(times: dict[str, list[float]], sizes: tuple[int, ...], link: Link | None) -> Iterator[Row]:
-    """Compare measured times with the cost model: of the link as in its data sheet, and of a link with the latency and
-    bandwidth that fit these times best.
+def compare(times: dict[str, list[float]], sizes: tuple[int, ...]) -> Iterator[Row]:
+    """Compare measured times with the cost model of a link with the latency and bandwidth that fit these times best.
 
     Args:
         times: by operation, in the order of `sizes`, the bytes that a rank hands in.
@@ -86,36 +76,14 @@ def compare(times: dict[str, list[float]], sizes: tuple[int, ...], link: Link | 
     for name, seconds in times.items():
         # Around a ring of two, an all-reduce is two messages of half, and an all-gather one of all.
         cost, messages = (ring_all_reduce, 2) if name == "all-reduce" else (ring_all_gather, 1)
-        fitted = fit(name, [size / messages for size in sizes], [s / messages for s in seconds])
+        link = fit(name, [size / messages for size in sizes], [s / messages for s in seconds])
         for size, measured in zip(sizes, seconds, strict=True):
-            row: Row = {"table": "Collectives on 2 GPUs, and the predictions of the cost model", "operation": name}
-            row |= {"bytes per rank": size, "µs": 1e6 * measured}
-            row["GB/s sent"] = wire_bytes(name.replace("-", "_"), RANKS, size) / measured / 1e9
-            for column, known in (("data sheet", link), ("best fit", fitted)):
-                predicted = None if known is None else cost(known, RANKS, size)
-                row[f"{column}: µs"] = None if predicted is None else 1e6 * predicted
-                row[f"{column} ÷ measured"] = None if predicted is None else predicted / measured
-            yield row
-
-
-def find_link() -> Link | None:
-    """The link between the first two GPUs, if nvidia-smi shows it and the cost model knows it."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return None
-    topology, generation = (
-        subprocess.run([smi, *words], capture_output=True, text=True).stdout
-        for words in (["topo", "-m"], ["--query-gpu=pcie.link.gen.max", "--format=csv,noheader", "--id=0"])
-    )
-    return link_of(topology, torch.cuda.get_device_capability(0)[0], generation.strip())
-
-
-def link_of(topology: str, capability: int, pcie_generation: str) -> Link | None:
-    """The link that `nvidia-smi topo -m` shows between GPU0 and GPU1: "NV18" for 18 lanes of NVLink, else a way over PCIe."""
-    rows = [line.split() for line in topology.splitlines()]
-    own = next((row for row in rows if row[:1] == ["GPU0"] and len(row) > 2 and row[1] == "X"), None)
-    if own is None:
-        return None
-    if own[2].startswith("NV"):
-        return LINKS.get({9: "NVLink 4", 10: "NVLink 5"}.get(capability, ""))
-    return LINKS.get(f"PCIe {pcie_generation}.0 x16")
+            yield {
+                "table": "Collectives on 2 GPUs, and the cost model of the link that fits them best",
+                "operation": name,
+                "bytes per rank": size,
+                "µs": 1e6 * measured,
+                "GB/s sent": wire_bytes(name.replace("-", "_"), RANKS, size) / measured / 1e9,
+                "predicted µs": 1e6 * cost(link, RANKS, size),
+                "predicted ÷ measured": cost(link, RANKS, size) / measured,
+            }

@@ -83,6 +83,8 @@ def plan(dry_run: bool) -> list[Part]:
         (f"{small}, transformers", "hugging_face:transformers", (small,), 75),
         (f"{large}, transformers", "hugging_face:transformers", (large,), 75),
     ]
+    if dry_run:  # all shapes are the same tiny one
+        parts = [part for part in parts if large not in part[2]]
     # The ceilings come first, because later parts compare with them. A dry run measures nothing, so all else runs at once.
     return [Part("the machine", _HERE + "machine:machine", (), 60)] + [
         Part(title, _HERE + function, arguments, seconds, not dry_run and function != "proofs:prove")

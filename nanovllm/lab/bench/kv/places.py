@@ -7,10 +7,8 @@ import importlib.util
 import os
 import pathlib
 import shutil
-import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -111,6 +109,8 @@ def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     if program is None or importlib.util.find_spec("redis") is None:
         yield "there is no redis-server, or no client: pip install 'nanovllm[redis]'"
         return
+    import redis
+
     port = free_port()
     command = [program, "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--dir", str(folder)]
     command += ["--maxmemory", str((64 << 20) + int(gib * GIB)), "--maxmemory-policy", "allkeys-lru"]
@@ -121,7 +121,8 @@ def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     )
     assert process.stdin is not None
     try:
-        _wait_until_it_listens(process, port)
+        patience = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), int(SERVER_SECONDS / 0.02))
+        redis.Redis(port=port, retry=patience).ping()
         url = f"redis://127.0.0.1:{port}/0"
         yield Place("redis", _pool({"store": "redis", "url": url}), lambda: RedisStore(url))
     finally:
@@ -150,15 +151,3 @@ def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
 
 def _pool(extra: dict[str, Any]) -> dict[str, Any]:
     return {"kv_transfer_config": {"kv_connector": "pool", "kv_connector_extra_config": extra}}
-
-
-def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
-    end = time.monotonic() + SERVER_SECONDS
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"redis-server does not answer on port {port}") from error
-            time.sleep(0.02)

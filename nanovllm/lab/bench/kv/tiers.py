@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -223,15 +223,10 @@ def measured_crossing(tiers: Tiers, place: str) -> float:
 
 def lru_share(questions: Sequence[int], room: int) -> float:
     """The share of questions whose document is cached, if `room` documents fit and the least recently used one is evicted."""
-    there: OrderedDict[int, None] = OrderedDict()
-    hits = 0
+    ask = functools.lru_cache(room)(lambda document: None)
     for document in questions:
-        hits += document in there
-        there[document] = None
-        there.move_to_end(document)
-        if len(there) > room:
-            there.popitem(last=False)
-    return hits / len(questions)
+        ask(document)
+    return ask.cache_info().hits / len(questions)
 
 
 def compare_lengths(measured: Tiers) -> Iterator[Row]:
