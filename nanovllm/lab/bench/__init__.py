@@ -210,14 +210,13 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     from nanovllm.models.config import ModelConfig, UnsupportedModelError
 
     names = list(dict.fromkeys(getattr(arguments, "engine", None) or ["nanovllm"]))
-    workloads, python = choose_workloads(arguments), getattr(arguments, "vllm_python", None)
+    workloads, given = choose_workloads(arguments), getattr(arguments, "vllm_python", None)
+    python = shutil.which(given or "")
     for name in set(names) - set(SERVING_ENGINES):
         if all(workload.mode == "serve" for workload in workloads):
             raise UsageError(f"engine {name!r} has no server; it can do latency and throughput")
-    if "vllm" in names and not shutil.which(python or ""):
-        raise UsageError(
-            f"--engine vllm needs --vllm-python, the interpreter of an environment that has it, got {python}"
-        )
+    if "vllm" in names and not python:
+        raise UsageError(f"--engine vllm needs --vllm-python, the interpreter of an environment with it, got {given}")
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
     try:
