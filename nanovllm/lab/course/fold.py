@@ -123,10 +123,9 @@ def _reopens(piece: Piece) -> bool:
     bases, decorators = [ast.unparse(base) for base in node.bases], [ast.unparse(d) for d in node.decorator_list]
     if node.name not in bases and "extend" not in decorators:
         return False
-    is_bare = bases == [node.name] and decorators == ["extend"] and not node.keywords
-    if (
-        not is_bare or piece.kind != "class" or piece.start < first_row(node)
-    ):  # a comment would have no place in the module
+    # A comment above @extend would have no place in the module.
+    is_bare = not node.keywords and piece.start == first_row(node)
+    if bases != [node.name] or decorators != ["extend"] or not is_bare or piece.kind != "class":
         wanted = f"`@extend`, `class {node.name}({node.name}):` and the members on lines of their own, nothing else"
         raise piece.source.error(f"a class is continued by {wanted}", first_row(node) + 1)
     return True
