@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from nanovllm.attention.latent import LatentShape
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid
 from nanovllm.lab.cost_model import Link
@@ -454,21 +453,24 @@ def draw_two_ways() -> Figure:
 
 
 def draw_crossover(
-    shape: LatentShape, seq_len: int, measured: Mapping[str, Mapping[int, float]], unit: float
+    flops: Mapping[str, Callable[[int, int], int]],
+    seq_len: int,
+    measured: Mapping[str, Mapping[int, float]],
+    unit: float,
 ) -> Figure:
     """Operations of naive and absorbed attention over the number of new tokens, and what was measured.
 
     Args:
+        flops: "naive" and "absorbed": number of new tokens and of all tokens to operations.
         measured: "naive" and "absorbed": number of new tokens to seconds.
         unit: operations that this machine does per second, which puts both on one axis.
     """
     figure, ax = plt.subplots(figsize=(9, 3.8))
     counts = range(1, seq_len + 1)
-    flops = {"naive": shape.naive_flops, "absorbed": shape.absorbed_flops}
     curves(ax, {f"{name}, counted": (counts, [f(n, seq_len) / 1e9 for n in counts]) for name, f in flops.items()})
     points = {f"{name}, measured": (list(m), [s * unit / 1e9 for s in m.values()]) for name, m in measured.items()}
     curves(ax, points, "o", xlabel=f"new tokens, of {seq_len:,} in the sequence", ylabel="billion operations")
-    even = next(n for n in counts if shape.naive_flops(n, seq_len) < shape.absorbed_flops(n, seq_len))
+    even = next(n for n in counts if flops["naive"](n, seq_len) < flops["absorbed"](n, seq_len))
     ax.axvline(even, color=MUTED, linestyle=":", label=f"even at about {even}")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     return figure
