@@ -523,7 +523,7 @@ def test_a_long_trace_arrives_whole() -> None:
 def test_one_is_told_when_everybody_can_read(
     words: list[str], is_open: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def serve(config: EngineConfig, listener: socket.socket, arguments: Any) -> None:
+    async def serve(config: EngineConfig, listener: socket.socket, *settings: Any) -> None:
         listener.close()
 
     monkeypatch.setattr(serve_cli, "_serve", serve)
