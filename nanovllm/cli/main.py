@@ -16,10 +16,7 @@ from nanovllm.server.commandline import Parser, ServerError
 # For each command: what it does, and the module whose `add_arguments` declares its flags and whose `run` runs it.
 COMMANDS = {
     "serve": ("serve a model through OpenAI's API", "nanovllm.cli.serve"),
-    "router": (
-        "divide requests among servers, which may prefill and decode in different places",
-        "nanovllm.router.command",
-    ),
+    "router": ("divide requests among servers, which may share prefill and decode", "nanovllm.router.command"),
     "chat": ("talk with a model in the terminal", "nanovllm.cli.chat"),
     "trace": ("sum up a recorded trace, or convert it", "nanovllm.cli.trace"),
     "replay": ("show a recorded trace in the browser, to all who can reach the port", "nanovllm.cli.replay"),

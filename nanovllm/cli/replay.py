@@ -35,5 +35,5 @@ def run(arguments: argparse.Namespace) -> None:
 
     app = create_replay(header_line(settings | {"live": False}), lines, access)
     banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
-    server = SignalledServer(app, banner, log_level="warning", shutdown_timeout=1)
+    server = SignalledServer(app, banner, log_level="warning", timeout_graceful_shutdown=1)
     asyncio.run(server.serve([listener]))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
+from prometheus_client import Counter, Histogram, make_asgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -51,9 +51,7 @@ TABLE = {
     "processed_requests": (CounterMetricFamily, "Requests that a server has answered", "num_answered"),
     "request_errors": (CounterMetricFamily, "Requests that a server has failed to answer", "num_failures"),
 }
-TRANSFERS = (
-    "Requests whose KV was to come from a prefill server (offered), and those that were computed anew (recomputed)"
-)
+TRANSFERS = "Requests whose KV a prefill server was to supply (offered), and those that were computed anew (recomputed)"
 
 
 class Metrics(MetricSet):
@@ -284,14 +282,6 @@ class RouterApp:
             self._check_some(self.prefill)
         return PlainTextResponse("")
 
-    async def version(self, request: Request) -> Response:
-        """GET /version."""
-        return JSONResponse({"version": nanovllm.__version__})
-
-    async def render_metrics(self, request: Request) -> Response:
-        """GET /metrics."""
-        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
 
 def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
     """The servers that can get a request, without those that were tried."""
@@ -311,15 +301,15 @@ def create_app(backends: Backends, access: Access) -> Starlette:
     """
     router = RouterApp(backends)
     routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
-    gets = {
+    gets: dict[str, Any] = {
         "/v1/models": router.answer,
         "/v1/models/{name:path}": router.answer,
         "/": router.overview,
         "/health": router.health,
-        "/version": router.version,
-        "/metrics": router.render_metrics,
+        "/version": JSONResponse({"version": nanovllm.__version__}),
+        "/metrics": make_asgi_app(router.metrics.registry),
     }
-    app = Starlette(routes=routes + [Route(path, endpoint) for path, endpoint in gets.items()])
+    app = Starlette(routes=routes + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()])
     install_error_handlers(app)
     protect(app, access)
     return app

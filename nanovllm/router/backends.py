@@ -15,6 +15,7 @@ from typing import Literal
 import httpcore
 import msgspec
 
+from nanovllm.data.flags import UsageError
 from nanovllm.router.call import Call, Headers
 from nanovllm.router.config import RouterConfig
 
@@ -70,14 +71,14 @@ class Backend:
         sent: names of the pieces of text that it was sent since it started, the latest last.
 
     Raises:
-        ValueError: not such a URL.
+        UsageError: not such a URL.
     """
 
     def __init__(self, url: str, role: Role) -> None:
         self.url, self.role = url.rstrip("/"), role
         self._origin = origin = httpcore.URL(self.url)
         if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
-            raise ValueError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
+            raise UsageError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
         self.host = origin.host if origin.port is None else b"%s:%d" % (origin.host, origin.port)
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []

@@ -46,10 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.worker_urls and not (arguments.prefill and arguments.decode):
         raise UsageError("name servers: --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
     listener, access = Access.from_arguments(arguments).listen()
     asyncio.run(RouterServer(Backends(servers, config, key), listener, access).route())

@@ -18,9 +18,8 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nanovllm.checkpoint.hub import resolve_model
@@ -150,7 +149,6 @@ class ServerProcess:
             self.kill()
             await self.process.wait()
         await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
-        self._relay.cancel()
 
 
 async def at_once(works: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -177,13 +175,15 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     fleet, name = processes(config, arguments), config.served_model_name or config.model
     try:
-        asyncio.run(_run(fleet, access, partial(router_of, fleet, routing, listener, access, name)))
+        asyncio.run(_run(fleet, routing, listener, access, name))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(fleet: list[ServerProcess], access: Access, make_router: Callable[[], RouterServer]) -> None:
+async def _run(
+    fleet: list[ServerProcess], routing: RouterConfig, listener: socket.socket, access: Access, name: str
+) -> None:
     """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
 
     def kill() -> None:
@@ -195,7 +195,7 @@ async def _run(fleet: list[ServerProcess], access: Access, make_router: Callable
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
         await at_once(process.start() for process in fleet)
-        server = make_router()
+        server = router_of(fleet, routing, listener, access, name)
         keeping = asyncio.create_task(at_once(process.keep_alive() for process in fleet))
         keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
         try:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from nanovllm.data.flags import UsageError
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Backends, Role
 from nanovllm.server.access import Access
@@ -19,13 +20,13 @@ def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence
     """Servers by their URLs.
 
     Raises:
-        ValueError: a text that is no URL of a server, or a URL that is given twice.
+        UsageError: a text that is no URL of a server, or a URL that is given twice.
     """
     given: dict[Role, Sequence[str]] = {"prefill": prefill, "decode": decode, "regular": regular}
     servers = [Backend(url, role) for role, urls in given.items() for url in urls]
     urls = [server.url for server in servers]
     if twice := [url for url in urls if urls.count(url) > 1]:
-        raise ValueError(f"{twice[0]} is named twice: every server has one role")
+        raise UsageError(f"{twice[0]} is named twice: every server has one role")
     return servers
 
 

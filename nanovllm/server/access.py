@@ -35,12 +35,10 @@ OPEN_PATHS = frozenset(("/", "/health", "/version", "/metrics", "/docs", "/opena
 OPEN_FOLDER = "/web/"
 
 LIMITS = (
-    f"Limits: a request's headers (16 KiB) must arrive within {HEADER_SECONDS:.0f} s and its body "
-    f"({MAX_BODY_BYTES // 2**20} MiB, {MAX_NODES} strings, lists and objects, {MAX_VALUES} values) within {BODY_SECONDS:.0f} s, "
-    "else the request is refused or the connection closed. The bodies of all requests "
-    f"that are not answered yet have {MAX_HELD_BYTES // 2**20} MiB; beyond them the server answers 503. It keeps as many "
-    f"connections as the process may open files, less {RESERVED_FILES}, and at most {MAX_CONNECTIONS}; beyond them it closes "
-    "the one whose client has kept it waiting for longest."
+    f"Limits: headers of 16 KiB within {HEADER_SECONDS:.0f} s; a body of {MAX_BODY_BYTES // 2**20} MiB, {MAX_NODES} strings, "
+    f"lists and objects, and {MAX_VALUES} values within {BODY_SECONDS:.0f} s; {MAX_HELD_BYTES // 2**20} MiB in the bodies of all "
+    f"requests; as many connections as open files, less {RESERVED_FILES}, and at most {MAX_CONNECTIONS}. Beyond the last, the "
+    "connection whose client has kept the server waiting for longest is closed"
 )
 ANY = "*"
 HOST_NAME = r"(?i:\[[0-9a-f:.]+\]|[^\[\]:/@\s]+)"

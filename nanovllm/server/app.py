@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -40,18 +39,12 @@ def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS)
     add_state_routes(app, engine, Metrics(engine, model))
     add_page_routes(app, engine)
     protect(app, access)
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schemas = app.openapi_schema["components"]["schemas"]
-            for schema in schemas.values():
-                if "model" in schema["properties"]:
-                    schema["properties"]["model"] = {"enum": [model, None], "default": None}
-            schemas |= responses.schemas()
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    # The description, which FastAPI makes once, with what it cannot know.
+    schemas = app.openapi()["components"]["schemas"]
+    for schema in schemas.values():
+        if "model" in schema["properties"]:
+            schema["properties"]["model"] = {"enum": [model, None], "default": None}
+    schemas |= responses.schemas()
     return app
 
 
@@ -86,7 +79,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         endpoint.check(body)
         if (body.prompt is None) == (not body.messages):
             raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
-        with blaming_client():
+        with blaming_client("messages" if body.prompt is None else "prompt"):
             if body.prompt is not None:
                 token_ids = await endpoint.encode_prompt(body.prompt, body.add_special_tokens is not False)
             else:

@@ -25,21 +25,19 @@ class ChatEndpoint(Endpoint):
             APIError: the request is wrong.
             EngineDeadError: the engine has ended.
         """
-        with blaming_client():
+        with blaming_client("messages"):
             self.check(body)
             if body.top_logprobs is not None and not body.logprobs:
                 raise APIError(400, "top_logprobs must be left out unless logprobs is true", "top_logprobs")
             name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
             max_tokens = getattr(body, name)
-            if max_tokens is not None and max_tokens < 1:
-                raise APIError(400, f"{name} must be an integer of at least 1, got {max_tokens}", name)
             params = body.sampling_params(
                 self.engine.limits.generation_defaults,
                 max_tokens=max_tokens,  # None: the rest of the context
                 logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             )
             token_ids = await self.encode_chat(body)
-            self.check_length(len(token_ids), max_tokens, name, "messages")
+            self.check_length(len(token_ids), max_tokens, name)
             generation = await self.submit("chatcmpl", [token_ids], params, body)
         return ChatWriter(self.engine, body, generation)
 
@@ -57,7 +55,7 @@ class ChatWriter(Writer):
         for piece in output.outputs:
             message, logprobs = responses.AssistantMessage(piece.text), await self._logprobs(piece)
             choices.append(responses.ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
-        answer = self.generation.answer(responses.ChatCompletion, choices, self.usage())
+        answer = self.generation.answer(responses.ChatCompletion, choices, self.generation.usage())
         answer.prompt_logprobs = await self.prompt_logprobs(output)
         return answer
 

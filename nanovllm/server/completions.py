@@ -10,7 +10,7 @@ from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import Endpoint, Generation, Writer, encoded, token_logprob
 from nanovllm.server.protocol import CompletionRequest
-from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from nanovllm.text.portions import in_portions
 
 DEFAULT_MAX_TOKENS = 16
@@ -63,6 +63,7 @@ class CompletionWriter(Writer):
 
     def __init__(self, engine: AsyncEngine, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(engine, body, generation)
+        generation.hides_tokens = body.max_tokens == 0
         # Characters of each choice whose log-probabilities have been sent; a choice without an entry has not begun.
         self._offsets: dict[int, int] = {}
 
@@ -75,7 +76,7 @@ class CompletionWriter(Writer):
                 choice = await self._choice(i, output, piece)
                 choice.prompt_logprobs = prompt_logprobs
                 choices.append(choice)
-        return self.generation.answer(Completion, choices, self.usage())
+        return self.generation.answer(Completion, choices, self.generation.usage())
 
     async def choices(self) -> AsyncIterator[CompletionChoice]:
         """The choices of all prompts, mixed."""
@@ -87,18 +88,13 @@ class CompletionWriter(Writer):
                 if choice.text or choice.logprobs or choice.finish_reason:
                     yield choice
 
-    def usage(self) -> Usage:
-        """Numbers of tokens so far, without those that the client does not get."""
-        num_sequences = len(self.generation.prompts) * self.generation.params.n
-        return self.generation.usage(num_sequences if self.body.max_tokens == 0 else 0)
-
     async def _choice(self, prompt_index: int, output: RequestOutput, piece: CompletionOutput) -> CompletionChoice:
         """A piece of one completion. The first one begins with the prompt, if it is to be echoed."""
         body, index = self.body, prompt_index * self.generation.params.n + piece.index
         choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
         token_ids = piece.token_ids
         positions: list[PositionLogprobs] = list(piece.logprobs or [])
-        if body.max_tokens == 0:
+        if self.generation.hides_tokens:
             token_ids, positions = [], []
             choice = CompletionChoice(index, "", None, piece.finish_reason and "length", None)
         if body.echo and index not in self._offsets:

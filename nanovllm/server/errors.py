@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from nanovllm.engine.request_stream import EngineDeadError, RequestFailedError, RequestRefusedError
+from nanovllm.text.long_texts import TooManyTokensError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -79,10 +80,16 @@ def as_api_error(error: Exception) -> APIError:
 
 
 @contextlib.contextmanager
-def blaming_client() -> Iterator[None]:
-    """Around the checks of a request, where a ValueError says what is wrong with the request. Elsewhere it would be a bug."""
+def blaming_client(prompt: str = "prompt") -> Iterator[None]:
+    """Around the checks of a request, where a ValueError says what is wrong with the request. Elsewhere it would be a bug.
+
+    Args:
+        prompt: the field from which the prompt comes, to be named if it is too long.
+    """
     try:
         yield
+    except TooManyTokensError as error:
+        raise APIError(400, str(error), prompt, "context_length_exceeded") from error
     except ValueError as error:
         raise APIError(400, str(error), field_named_in(str(error))) from error
 

@@ -23,7 +23,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
 from nanovllm.server.errors import APIError, as_api_error
-from nanovllm.server.protocol import ChatBody, SamplingBody
+from nanovllm.server.protocol import ChatBody, SamplingBody, StreamOptions
 from nanovllm.server.responses import Answer, PromptTokensDetails, TokenLogprob, TopLogprob, Usage
 from nanovllm.server.shares import RENDERER, current_share
 from nanovllm.server.streams import ClosingStream
@@ -50,6 +50,7 @@ class Generation:
         params: the sampling parameters, the same for all prompts.
         streams: one per prompt.
         kv_transfer_params: for the server that continues the request; known at the end, if at all.
+        hides_tokens: whether the client wants the prompt's log-probabilities alone, and gets no generated tokens.
     """
 
     def __init__(self, id: str, model: str, prompts: list[list[int]], params: SamplingParams) -> None:
@@ -57,7 +58,7 @@ class Generation:
         self.prompts, self.params = prompts, params
         self.streams: list[RequestStream] = []
         self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-        self._num_completion_tokens = 0
+        self.hides_tokens, self._num_completion_tokens = False, 0
         self._num_cached_tokens = [0] * len(prompts)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -89,10 +90,10 @@ class Generation:
             collectors[i].add(output)
         return [collector.result() for collector in collectors]
 
-    def usage(self, num_hidden_tokens: int = 0) -> Usage:
+    def usage(self) -> Usage:
         """Numbers of tokens so far, without generated tokens that the client does not get."""
         num_prompt = sum(map(len, self.prompts))
-        num_completion = self._num_completion_tokens - num_hidden_tokens
+        num_completion = 0 if self.hides_tokens else self._num_completion_tokens
         details = PromptTokensDetails(sum(self._num_cached_tokens))
         return Usage(num_prompt, num_completion, num_prompt + num_completion, details)
 
@@ -133,49 +134,38 @@ class Endpoint:
             raise APIError(404, message, "model", "model_not_found")
         body.check_unknown_fields()
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool, source: str = "prompt") -> list[int]:
+    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         """The token ids of a prompt. A prompt that is far too long is refused before its tokens are counted, which takes seconds.
 
         Raises:
-            APIError: far too long; names the field that it comes from (`source`).
-            ValueError: not valid Unicode.
+            ValueError: far too long (`TooManyTokensError`), or not valid Unicode.
         """
-        try:
-            if len(text) > self._longest_text:
-                raise TooManyTokensError(f"the text has {len(text)} characters")
-            return await self.engine.encode(text, add_special_tokens, self._most_tokens)
-        except TooManyTokensError as error:
-            message = f"{error}, which can never fit into {self.engine.limits.max_request_tokens} tokens"
-            raise APIError(400, message, source, "context_length_exceeded") from error
+        if len(text) > self._longest_text:
+            limit = self.engine.limits.max_request_tokens
+            raise TooManyTokensError(f"the text has {len(text)} characters, which can never fit into {limit} tokens")
+        return await self.engine.encode(text, add_special_tokens, self._most_tokens)
 
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
         arguments = body.template_arguments()
         # A template is a program that may take seconds. Chats wait for one another; other requests do not wait for them.
         text = await RENDERER.render(self.engine, arguments)
-        return await self.encode_prompt(text, add_special_tokens, "messages")
+        return await self.encode_prompt(text, add_special_tokens)
 
-    def check_length(
-        self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens", source: str = "prompt"
-    ) -> None:
-        """Refuse a prompt, from the field `source`, that leaves no room for so many tokens, or for any.
+    def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
+        """Refuse a prompt that leaves no room for so many tokens, or for any.
 
         Raises:
-            APIError: names the wrong field, the numbers and the limit.
+            TooManyTokensError: there is no room for an answer.
+            APIError: the answer would be too long; names the field, the numbers and the limit.
         """
-        limit, total = self.engine.limits.max_request_tokens, num_prompt_tokens + max(max_tokens or 0, 0)
-        what = "context length" if limit == self.engine.limits.max_model_len else "KV pool's size"
+        limit, has = self.engine.limits.max_request_tokens, f"the prompt has {num_prompt_tokens} tokens"
+        what = f"the {'context length' if limit == self.engine.limits.max_model_len else 'KV pool'} is {limit} tokens"
         if num_prompt_tokens >= limit:
-            param, message = (
-                source,
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer, since",
-            )
-        elif total > limit:
-            param, message = name, f"{name} is too large: the prompt has {num_prompt_tokens} tokens and {name} is "
-            message += f"{max_tokens}, together {total}, but"
-        else:
-            return
-        raise APIError(400, f"{message} the {what} is {limit} tokens", param, "context_length_exceeded")
+            raise TooManyTokensError(f"{has} and leaves no room for an answer, since {what}")
+        if (total := num_prompt_tokens + (max_tokens or 0)) > limit:
+            message = f"{name} is too large: {has} and {name} is {max_tokens}, together {total}, but {what}"
+            raise APIError(400, message, name, "context_length_exceeded")
 
     def check_transfer(self, kv_transfer_params: dict[str, Any], num_sequences: int) -> None:
         """Refuse KV parameters from a router if this engine shares no KV, or if there would be several answers.
@@ -256,18 +246,15 @@ class Writer:
         """The new parts of the answer's choices, as they come."""
         raise NotImplementedError
 
-    def usage(self) -> Usage:
-        """Numbers of tokens so far."""
-        return self.generation.usage()
-
     async def chunks(self) -> AsyncIterator[Answer]:
         """The answer as it comes. If the client wants the numbers of tokens at the end only, they are null before."""
-        without = None if self.body.include_usage else UNSET
+        options = self.body.stream_options or StreamOptions()
+        without = None if options.include_usage else UNSET
         async for choice in self.choices():
-            usage = self.usage() if self.body.continuous_usage else without
+            usage = self.generation.usage() if options.include_usage and options.continuous_usage_stats else without
             yield self.generation.answer(self.chunk_kind, [choice], usage)
-        if self.body.include_usage:
-            yield self.generation.answer(self.chunk_kind, [], self.usage())
+        if options.include_usage:
+            yield self.generation.answer(self.chunk_kind, [], self.generation.usage())
 
     async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType | None:
         """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""

@@ -16,22 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.server.access import (
-    MAX_BODY_BYTES,
-    MAX_HELD_BYTES,
-    MAX_NODES,
-    MAX_VALUES,
-    OPEN_FOLDER,
-    OPEN_PATHS,
-    Access,
-    host_name,
-    is_same_site,
-)
+from nanovllm.server import access as limits
+from nanovllm.server.access import OPEN_FOLDER, OPEN_PATHS, Access, host_name, is_same_site
 from nanovllm.server.errors import APIError
 from nanovllm.server.shares import Share, current_share
 
 # The server reads so much of a body that it has refused: most clients listen only after they have sent everything.
-MAX_DISCARDED_BYTES = 20 * MAX_BODY_BYTES
+MAX_DISCARDED_BYTES = 20 * limits.MAX_BODY_BYTES
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
@@ -150,11 +141,9 @@ class Guard:
             APIError: the request is refused already, or the body is too large, or all bodies together are.
             ClientDisconnect: the client has gone.
         """
-        too_large = APIError(
-            413, f"the body is larger than the limit of {MAX_BODY_BYTES} bytes", code="request_too_large"
-        )
+        too_large = APIError(413, f"the body is over {limits.MAX_BODY_BYTES} bytes", code="request_too_large")
         announced = dict(scope["headers"]).get(b"content-length", b"")
-        if refusal is None and announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+        if refusal is None and announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             refusal = too_large
         size, is_whole = 0, False
         while not is_whole and size < MAX_DISCARDED_BYTES:
@@ -166,10 +155,10 @@ class Guard:
             if refusal is None:
                 chunks.append(chunk)
                 self._num_held += len(chunk)
-                if size > MAX_BODY_BYTES:
+                if size > limits.MAX_BODY_BYTES:
                     refusal = too_large
-                elif self._num_held > MAX_HELD_BYTES:
-                    full = f"the bodies of all requests at this moment have over {MAX_HELD_BYTES} bytes"
+                elif self._num_held > limits.MAX_HELD_BYTES:
+                    full = f"the bodies of all requests at this moment have over {limits.MAX_HELD_BYTES} bytes"
                     refusal = APIError(503, full, code="server_overloaded", headers={"Retry-After": "1"})
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))
@@ -186,20 +175,20 @@ def check_contents(body: bytes) -> None:
     Raises:
         APIError: names the limit, and the field that takes most of the body.
     """
-    if len(body) <= MAX_NODES:
+    if len(body) <= limits.MAX_NODES:
         return
     if not json.detect_encoding(body).startswith("utf-8"):
         raise APIError(400, "the body must be JSON in UTF-8")
     # Without escaped backslashes and quotes, each quote begins or ends a string.
     plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
     num_nodes = plain.count(b'"') // 2
-    if num_nodes <= MAX_NODES:
+    if num_nodes <= limits.MAX_NODES:
         plain = b"".join(plain.split(b'"')[::2])  # what is outside of strings
         num_nodes += plain.count(b"[") + plain.count(b"{")
-    if num_nodes > MAX_NODES:
-        limit = f"at most {MAX_NODES} strings, lists and objects"
-    elif plain.count(b",") > MAX_VALUES:
-        limit = f"at most {MAX_VALUES} values"
+    if num_nodes > limits.MAX_NODES:
+        limit = f"at most {limits.MAX_NODES} strings, lists and objects"
+    elif plain.count(b",") > limits.MAX_VALUES:
+        limit = f"at most {limits.MAX_VALUES} values"
     elif b"0" * (MAX_DIGITS + 1) in plain.translate(DIGITS_TO_ZERO):
         limit = f"numbers of at most {MAX_DIGITS} digits"
     else:

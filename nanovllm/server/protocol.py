@@ -104,16 +104,6 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with the numbers of tokens."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk of the stream has the numbers of tokens so far."""
-        return bool(self.include_usage and self.stream_options and self.stream_options.continuous_usage_stats)
-
     def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
         """The given values, else those that the checkpoint recommends (`defaults`), else OpenAI's.
 
@@ -208,7 +198,7 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
 
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
 
 
 class TokenizeRequest(ChatBody):

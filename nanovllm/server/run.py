@@ -27,9 +27,8 @@ async def run_server(engine: AsyncEngine, listener: socket.socket, model: str, a
     try:
         app, grace = create_app(engine, model, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
         banner = ready_message(listener, model, access.api_keys)
-        server = SignalledServer(
-            app, banner, partial(engine.drain, access.shutdown_timeout), timeout_graceful_shutdown=grace
-        )
+        drain = partial(engine.drain, access.shutdown_timeout)
+        server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
         # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
         gc.freeze()
         await server.serve([listener])

@@ -24,11 +24,12 @@ from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server import run
+from nanovllm.server.access import MAX_NODES, MAX_VALUES
 from nanovllm.server.chat import ChatWriter
 from nanovllm.server.completions import CompletionWriter
 from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Generation, json_response
-from nanovllm.server.middleware import MAX_DIGITS, MAX_NODES, MAX_VALUES, check_contents
+from nanovllm.server.middleware import MAX_DIGITS, check_contents
 from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from nanovllm.text.long_texts import MAX_THREADS, PORTION, LongTexts, TooManyTokensError
 from nanovllm.text.portions import early_portions, in_portions

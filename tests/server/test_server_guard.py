@@ -20,7 +20,7 @@ from starlette.routing import Route
 from nanovllm.cli.main import COMMANDS, main
 from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
-from nanovllm.server import connections, listen, middleware
+from nanovllm.server import access, connections, listen
 from nanovllm.server.access import Access, api_keys
 from nanovllm.server.commandline import Parser, engine_config
 from nanovllm.server.errors import APIError
@@ -305,8 +305,8 @@ async def test_without_a_key_a_body_is_discarded_before_the_refusal(path: str, i
 
 
 async def test_all_bodies_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "MAX_BODY_BYTES", 100)
-    monkeypatch.setattr(middleware, "MAX_HELD_BYTES", 250)
+    monkeypatch.setattr(access, "MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(access, "MAX_HELD_BYTES", 250)
     over = asyncio.Event()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
