@@ -79,8 +79,8 @@ class Body(Strict, extra="allow"):
 class StreamOptions(Strict):
     """How a stream ends."""
 
-    include_usage: bool | None = Field(None, description="send a last chunk with the numbers of tokens")
-    continuous_usage_stats: bool | None = Field(None, description="with include_usage: in every chunk, so far")
+    include_usage: bool | None = Field(default=None, description="send a last chunk with the numbers of tokens")
+    continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: in every chunk, so far")
 
 
 # Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
