@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from prometheus_client import Counter, Histogram, make_asgi_app
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -282,6 +282,10 @@ class RouterApp:
             self._check_some(self.prefill)
         return PlainTextResponse("")
 
+    async def render_metrics(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
 
 def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
     """The servers that can get a request, without those that were tried."""
@@ -307,7 +311,7 @@ def create_app(backends: Backends, access: Access) -> Starlette:
         "/": router.overview,
         "/health": router.health,
         "/version": JSONResponse({"version": nanovllm.__version__}),
-        "/metrics": make_asgi_app(router.metrics.registry),
+        "/metrics": router.render_metrics,
     }
     app = Starlette(routes=routes + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()])
     install_error_handlers(app)
