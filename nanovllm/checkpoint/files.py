@@ -98,12 +98,9 @@ class Description(BaseModel):
             return cls.model_validate(values).model_dump(exclude_unset=True)
         except ValidationError as error:
             details = error.errors()[0]
-            field = ".".join(map(str, details["loc"]))
             reason = details["msg"].removeprefix("Value error, ").replace("Input should", "must")
             reason = reason.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
-            if details["type"] == "missing":
-                raise ModelFileError(f"{file}: {field} is missing") from error
-            message = f"{file}: {field} {reason}, got {reprlib.repr(details['input'])}"
+            message = f"{file}: {'.'.join(map(str, details['loc']))} {reason}, got {reprlib.repr(details['input'])}"
             if (name := str(details["loc"][0])) not in cls.optional:
                 raise ModelFileError(message) from error
             logger.warning("%s; %s is ignored", message, name)

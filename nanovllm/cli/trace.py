@@ -14,7 +14,7 @@ from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
 from nanovllm.trace.format import require_sizes
 from nanovllm.trace.metrics import percentile, request_metrics
-from nanovllm.trace.trace import Trace, TraceError
+from nanovllm.trace.trace import Trace
 
 # The keys of `nanovllm.lab.viz.film.VIEWS`, the default first; repeated here because that module needs matplotlib.
 VIEWS = ("tables", "pool", "scheduler", "timeline", "attention", "batch")
@@ -38,8 +38,6 @@ def mistakes(path: pathlib.Path) -> Iterator[None]:
     """
     try:
         yield
-    except TraceError as error:
-        raise UsageError(str(error)) from error
     except OSError as error:
         raise UsageError(f"{error.filename or path}: {error.strerror or error}") from error
 
@@ -129,19 +127,16 @@ def summary(trace: Trace) -> dict[str, str]:
     num_generated = sum(len(share.sampled) for record in steps for share in record.requests)
     queried, hit = _prefix_hits(trace)
     peak = max((1 - record.num_free_blocks / record.num_blocks for record in steps if record.num_blocks), default=0.0)
-    ttft = [each["ttft"] for each in request_metrics(trace, "time").values() if each["ttft"] is not None]
-    reasons = Counter(
-        {request_id: reason for record in trace for request_id, reason in record.finished.items()}.values()
-    )
-    requests = {share.request_id for record in steps for share in record.requests}
-    requests |= {request_id for record in trace for request_id in record.arrived}
+    metrics = request_metrics(trace, "time")
+    ttft = [each["ttft"] for each in metrics.values() if each["ttft"] is not None]
+    ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
     speed = f"{num_generated / duration:,.1f}" if duration > 0 else "-"
     times = {f"time to first token, p{p}": f"{percentile(ttft, p):.3f} {unit}" if ttft else "-" for p in (50, 99)}
     return {
         "model": str(trace.settings.get("model", "?")),
         "steps": f"{len(steps):,}",
-        "requests": f"{len(requests):,}",
-        "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items())) or "none",
+        "requests": f"{len(metrics):,}",
+        "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
         "tokens generated": f"{num_generated:,}",

@@ -6,8 +6,9 @@ import json
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
@@ -173,10 +174,13 @@ class EngineConfig(Flags):
         if not (given or self.kv_transfer_config or self.kv_offloading_size):
             return None
         config_class = load("nanovllm.data.kv_transfer_config:KVTransferConfig", "KV transfer")
-        given = config_class.values_from_json(self.kv_transfer_config or "{}") | given
-        if self.kv_offloading_size:
-            given.setdefault("kv_connector", "offloading")
-        kv_transfer: KVTransferConfig = config_class(**given)
+        offloading = {"kv_connector": "offloading"} if self.kv_offloading_size else {}
+        try:
+            given = offloading | msgspec.json.decode(self.kv_transfer_config or "{}", type=dict[str, Any]) | given
+            kv_transfer: KVTransferConfig = config_class(**given)
+        except (TypeError, msgspec.DecodeError) as error:
+            example = '{"kv_connector": "local"}'
+            raise ValueError(f"kv_transfer_config must be a JSON object such as {example}: {error}") from error
         if self.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
             if "engine_id" in given:
                 kv_transfer.engine_id += f"-{self.data_parallel_rank}"

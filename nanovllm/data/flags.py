@@ -99,15 +99,12 @@ def token_count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: not a number; the message shows what one looks like.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])", text.strip(), re.IGNORECASE)
-    try:
-        if match is None:
-            return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of tokens such as 8192, 8k (8000) or 8K (8192), got {text!r}"
-        ) from None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|\d+", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
     number, unit = match.groups()
+    if unit is None:
+        return int(text)
     return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
 
 

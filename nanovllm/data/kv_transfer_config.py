@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import check_fields
@@ -73,20 +71,3 @@ class KVTransferConfig:
         """
         if unknown := sorted(self.kv_connector_extra_config.keys() - set(known)):
             raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {', '.join(known)}")
-
-    @classmethod
-    def values_from_json(cls, text: str) -> dict[str, Any]:
-        """Parse the settings of a command line, by name.
-
-        Raises:
-            ValueError: not a JSON object, or an unknown name; the message lists the known ones.
-        """
-        names = [f.name for f in dataclasses.fields(cls)]
-        try:
-            values = msgspec.json.decode(text, type=dict[str, Any])
-        except ValueError as error:
-            example = '{"kv_connector": "local"}'
-            raise ValueError(f"kv_transfer_config must be a JSON object such as {example}, got {text}") from error
-        if unknown := sorted(values.keys() - set(names)):
-            raise ValueError(f"kv_transfer_config: {unknown[0]!r} is unknown; there are {', '.join(names)}")
-        return values

@@ -27,16 +27,14 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-TRACE_MEDIA_TYPE = "application/x-ndjson"
-TRACE_HEADERS = {"Cache-Control": "no-store"}
+NO_STORE = {"Cache-Control": "no-store"}
 ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
-TRACE_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all "
-        "steps from now on, until the server ends. Without texts and token ids, unless the server runs with --show-text.",
-        "content": {TRACE_MEDIA_TYPE: {"schema": {"type": "string"}}},
-    }
-}
+
+
+class TraceLines(Response):
+    """Lines of JSON."""
+
+    media_type = "application/x-ndjson"
 
 
 class PageFiles(StaticFiles):
@@ -66,12 +64,14 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
     """The page on a running engine, and the trace that it draws."""
     app.router.routes += page_routes()
 
-    @app.get("/trace", response_class=Response, responses=TRACE_RESPONSES)
+    @app.get("/trace", response_class=TraceLines)
     async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
+        """The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all steps from now on,
+        until the server ends. Without texts and token ids, unless the server runs with --show-text."""
         engine.check_alive()
         with blaming_client():
             stream = engine.watch(rank)
-        return ClosingStream(stream, stream.close, media_type=TRACE_MEDIA_TYPE, headers=TRACE_HEADERS)
+        return ClosingStream(stream, stream.close, media_type=TraceLines.media_type, headers=NO_STORE)
 
 
 def create_replay(header: bytes, lines: Iterable[bytes], access: Access = DEFAULT_ACCESS) -> Starlette:
@@ -85,7 +85,7 @@ def create_replay(header: bytes, lines: Iterable[bytes], access: Access = DEFAUL
     content = header + b"".join(line + b"\n" for line in lines)
 
     def trace(request: Request) -> Response:
-        return Response(content, media_type=TRACE_MEDIA_TYPE, headers=TRACE_HEADERS)
+        return TraceLines(content, headers=NO_STORE)
 
     app = Starlette(routes=[*page_routes(), Route("/trace", trace)])
     protect(app, access)

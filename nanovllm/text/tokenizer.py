@@ -42,6 +42,7 @@ class Tokenizer:
         backend: the `tokenizers.Tokenizer` that does the work.
         special_tokens: name to text, such as {"eos_token": "</s>"}; templates see these as variables.
         chat_templates: name to Jinja source; "default" is used unless another is requested.
+        all_special_ids: ids that `decode` skips by default, in ascending order.
         is_byte_level: whether tokens are strings of bytes in GPT-2's alphabet (Llama 3, Qwen); else they are
             characters, with tokens for single bytes where the vocabulary lacks one (SentencePiece: Llama 2).
     """
@@ -59,9 +60,8 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         self.chat_templates = dict(chat_templates or {})
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._special_ids = frozenset(
-            index for index, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        added = backend.get_added_tokens_decoder()
+        self.all_special_ids = sorted(index for index, token in added.items() if token.special)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
@@ -152,11 +152,6 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self.backend.token_to_id(token)
 
-    @property
-    def all_special_ids(self) -> list[int]:
-        """Ids that `decode` skips by default, in ascending order."""
-        return sorted(self._special_ids)
-
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -237,12 +232,11 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
         raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
-    if not tokenizer.is_fast:
-        raise ValueError(f"the tokenizer in '{folder}' cannot be converted to a tokenizer.json")
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
-    return tokenizer.backend_tokenizer, special
+    return backend, special
 
 
 def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.data.flags import UsageError
 from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
@@ -23,11 +24,12 @@ SAME_AS_BEFORE = (
 PLAIN = ("step", "start", "duration", "swap_out", "swap_in", "blocked_by")  # the same in a line as in a record
 BY_REQUEST = ("admitted", "preempted", "finished", "prompts", "text")  # a dict in a record, pairs in a line
 HIDDEN_TOKEN = -1
+MIN_KNOWN = 64  # requests that an encoder remembers at least
 SIZES = ("block_size", "num_blocks", "token_budget")  # of the settings
 EXAMPLE = f'{{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
 
 
-class TraceError(ValueError):
+class TraceError(UsageError):
     """A file is not a trace of this format, or is damaged; the message says where, and what to do."""
 
 
@@ -133,7 +135,7 @@ class TraceEncoder:
         self._encoder = msgspec.json.Encoder()
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
         self._numbers = itertools.count()
-        self._ended: set[str] = set()
+        self._most_known = MIN_KNOWN
         self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
             name: settings.get(name) for name in ("num_blocks", "token_budget")
         }
@@ -143,12 +145,10 @@ class TraceEncoder:
         """The record's line, with its end."""
         snapshot, introduced = record.snapshot, record.arrived
         self._named = []
-        self._forget_ended(record)
         if snapshot is not None:
             self._known, introduced = {}, snapshot.prompt_lens | introduced
         for request_id, length in introduced.items():
             self._name(request_id, length)  # with a new number, even if an earlier request had this id
-        self._ended -= record.arrived.keys()
         fields: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
         fields |= {name: self._pairs(getattr(record, name)) for name in BY_REQUEST}
         line = StepLine(
@@ -166,17 +166,11 @@ class TraceEncoder:
             tables, num_tokens = self._pairs(snapshot.tables), self._pairs(snapshot.num_tokens)
             line.snapshot = SnapshotLine(tables, num_tokens, snapshot.cached)
         line.named = self._named
-        self._ended.update(record.finished)
+        if len(self._known) > self._most_known:  # forget requests that have ended
+            queued = {*record.waiting, *record.running, *record.swapped}
+            self._known = {request_id: known for request_id, known in self._known.items() if request_id in queued}
+            self._most_known = 2 * len(queued) + MIN_KNOWN
         return self._encoder.encode(line) + b"\n"
-
-    def _forget_ended(self, record: StepRecord) -> None:
-        """Forget requests that have ended and that no record mentions any more. With asynchronous scheduling, a request is still
-        running in the record after its end, and may be computed there once more."""
-        if self._ended:
-            mentioned = {*record.waiting, *record.running, *record.swapped, *record.finished}
-            for request_id in self._ended - mentioned:
-                self._known.pop(request_id, None)
-            self._ended &= mentioned
 
     def _name(self, request_id: str, length: int) -> int:
         number = next(self._numbers)
@@ -185,11 +179,7 @@ class TraceEncoder:
         return number
 
     def _number(self, request_id: str) -> int:
-        if request_id in self._known:
-            return self._known[request_id][0]
-        number = self._name(request_id, 0)
-        del self._known[request_id]  # it ended long ago: no later record would say when to forget it
-        return number
+        return self._known[request_id][0] if request_id in self._known else self._name(request_id, 0)
 
     def _numbers_of(self, request_ids: Iterable[str]) -> list[int]:
         return [self._number(request_id) for request_id in request_ids]
