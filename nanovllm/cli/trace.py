@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
 from nanovllm.trace.format import require_sizes
-from nanovllm.trace.metrics import percentile, request_metrics
 from nanovllm.trace.trace import Trace
 
 # The keys of `nanovllm.lab.viz.film.VIEWS`, the default first; repeated here because that module needs matplotlib.
@@ -127,15 +126,17 @@ def summary(trace: Trace) -> dict[str, str]:
     num_generated = sum(len(share.sampled) for record in steps for share in record.requests)
     queried, hit = _prefix_hits(trace)
     peak = max((1 - record.num_free_blocks / record.num_blocks for record in steps if record.num_blocks), default=0.0)
-    metrics = request_metrics(trace, "time")
-    ttft = [each["ttft"] for each in metrics.values() if each["ttft"] is not None]
+    requests = {share.request_id for record in steps for share in record.requests}
+    requests |= {request_id for record in trace for request_id in record.arrived}
+    ttft = _first_token_times(trace)
     ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
     speed = f"{num_generated / duration:,.1f}" if duration > 0 else "-"
-    times = {f"time to first token, p{p}": f"{percentile(ttft, p):.3f} {unit}" if ttft else "-" for p in (50, 99)}
+    ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
+    times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
     return {
         "model": str(trace.settings.get("model", "?")),
         "steps": f"{len(steps):,}",
-        "requests": f"{len(metrics):,}",
+        "requests": f"{len(requests):,}",
         "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
@@ -147,6 +148,18 @@ def summary(trace: Trace) -> dict[str, str]:
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
         "KV blocks held at most": f"{peak:.0%} of {trace.settings.get('num_blocks', '?')}",
     }
+
+
+def _first_token_times(trace: Trace) -> list[float]:
+    """For each request whose arrival is in the trace, the time from there to its first token; in ascending order."""
+    times: list[float] = []
+    arrivals: dict[str, float] = {}
+    for record in trace:
+        arrivals |= dict.fromkeys(record.arrived, record.start)
+        for share in record.requests:
+            if share.sampled and share.request_id in arrivals:
+                times.append(record.start + record.duration - arrivals.pop(share.request_id))
+    return sorted(times)
 
 
 def _prefix_hits(trace: Trace) -> tuple[int, int]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanovllm.trace.metrics import StepScale, step_edges
-from nanovllm.trace.metrics import percentile as percentile
-from nanovllm.trace.metrics import request_metrics as request_metrics
+from nanovllm.lab.viz.metrics import StepScale, step_edges
+from nanovllm.lab.viz.metrics import percentile as percentile
+from nanovllm.lab.viz.metrics import request_metrics as request_metrics
 from nanovllm.trace.trace import StepRecord, Trace
 
 

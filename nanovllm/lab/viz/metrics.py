@@ -1,4 +1,4 @@
-"""Latencies from a trace, in its unit of time: for figures, and for the summary of `nanovllm trace`."""
+"""Latencies from a trace, in steps, tokens or its unit of time."""
 
 from __future__ import annotations
 
