@@ -177,7 +177,7 @@ class Leases:
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
         """A reader is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
-            if (lease := self._leases.get(request_id)) is not None and lease.seal == seal:
+            if (lease := self._leases.get(request_id)) is not None and lease.deadline and lease.seal == seal:
                 lease.deadline = time.monotonic() + CLAIM_SECONDS
                 lease.claims[reader] += 1
 
@@ -255,7 +255,7 @@ def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, lea
     """Listen for consumers.
 
     Args:
-        mailbox: gets pairs of a `Consumer` and its message; None at its end.
+        mailbox: gets pairs of a `Consumer` and its message, or in place of `Release` the answer; None at its end.
         leases: claims and releases act on them at once.
     """
 
@@ -267,7 +267,8 @@ def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, lea
                 if isinstance(message, Claim):
                     leases.claim(message.request_id, message.seal, connection)
                 elif isinstance(message, Release):
-                    consumer.tell(Released(message.request_id, leases.release(message.request_id, connection)))
+                    message = Released(message.request_id, leases.release(message.request_id, connection))
+                    consumer.tell(message)
                 mailbox.put((consumer, message))
         finally:
             consumer.is_gone = True

@@ -201,6 +201,8 @@ class DisaggregatedWorker(KVConnectorWorker):
         """See `KVConnectorWorker.forget_requests`."""
         with waiting_for_others():
             self.transport.reset("a step broke off")
+        if left := self.transport.transfers.of():
+            raise RuntimeError(f"KV transfers cannot be stopped, and write to blocks of this rank: {left}")
         self.transport.poll()
         self._receiving.clear()
 

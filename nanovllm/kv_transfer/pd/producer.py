@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Release, listen, seal
+from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Released, listen, seal
 from nanovllm.kv_transfer.pd.plan import Move, Side, TransferParams
 
 if TYPE_CHECKING:
@@ -85,12 +85,13 @@ class ProducerSide(Side):
         order = self.orders.pop(request.request_id)
         order.consumer.tell(Prefilled(request.request_id, error=f"it refuses: {reason}"))
 
-    def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Release | None) -> None:
+    def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Released | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""
         if message is None:
             self._output.aborts += [key for key, order in self.orders.items() if order.consumer is consumer]
-        elif isinstance(message, Release):
+        elif isinstance(message, Released) and not message.was_held:  # an order, which may have been computed meanwhile
             self._output.aborts += {message.request_id} & self.orders.keys()
+            self.leases.release(message.request_id, consumer.connection)
         elif isinstance(message, Prefill):
             if error := self._why_not(message):
                 consumer.tell(Prefilled(message.transfer_id, error=error))

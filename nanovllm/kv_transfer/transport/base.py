@@ -13,7 +13,7 @@ import dataclasses
 import ipaddress
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -89,9 +89,11 @@ class Link:
                 return self.serve_fetch(request)
             if not isinstance(request, messages.Push | messages.Finish):
                 raise CorruptFrame(f"{self.connection.peer} says what it was not asked for")
-            # It may be ahead of what this rank's engine has been told.
-            transfers, limit = self.transport.transfers, min(_GRACE, self.transport.timeout / 2)
-            transfers.is_known(request.transfer_id, limit)
+            transfers = self.transport.transfers
+            if (
+                isinstance(request, messages.Push) or not request.error
+            ):  # it may be ahead of what our engine has been told
+                transfers.is_known(request.transfer_id, min(_GRACE, self.transport.timeout / 2))
             if isinstance(request, messages.Push):
                 self._take(request)
             else:
@@ -145,8 +147,9 @@ class Rank(Peer):
         return connection
 
     def lost(self) -> None:
-        """Cancel all transfers in which the rank takes part."""
-        self.transport.lost(self.error, self.address.id)
+        """Cancel all transfers that this object serves."""
+        vars(self).pop("link", None)
+        self.transport.lost(self.error, self)
 
     def _move(self, transfer_id: str, work: Callable[[], object], *part: Any) -> None:
         """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is cancelled.
@@ -155,7 +158,7 @@ class Rank(Peer):
             part: see `Transfers.moving`.
         """
         try:
-            with self.transport.transfers.moving(transfer_id, self.address.id, *part):
+            with self.transport.transfers.moving(transfer_id, self, *part):
                 work()
                 self.check()
         except messages.Refused as error:
@@ -266,8 +269,7 @@ class Transport:
         self.layout.check_blocks(local_block_ids)
         if len(local_block_ids) != len(remote_block_ids):
             raise ValueError(f"{len(local_block_ids)} blocks of this rank, but {len(remote_block_ids)} of the peer")
-        for address, piece in self._begin(transfer_id, pieces_from, peers, local_block_ids, remote_block_ids):
-            peer = self._peer(address)
+        for peer, piece in self._begin(transfer_id, pieces_from, peers, local_block_ids, remote_block_ids):
             peer.put(partial(peer.read, transfer_id, piece, local_block_ids, remote_block_ids))
 
     def expect(self, transfer_id: str, peers: Peers, block_ids: list[int]) -> None:
@@ -308,7 +310,7 @@ class Transport:
             if not peer.error:
                 peer.put(partial(peer.give_up, transfer_id, reason))
 
-    def lost(self, error: str, peer: str | None = None) -> None:
+    def lost(self, error: str, peer: Hashable = None) -> None:
         """A peer is gone: cancel all transfers in which it takes part. Without a peer: cancel all."""
         for transfer_id in self.transfers.of(peer):
             self.cancel(transfer_id, error)
@@ -362,13 +364,13 @@ class Transport:
         peers: Peers,
         local: BlockIds,
         remote: BlockIds | None = None,
-    ) -> list[tuple[messages.Address, Piece]]:
-        """Begin a transfer; returns which peers have something in common with this rank, and what. If they do not fit, the
-        transfer has failed.
+    ) -> list[tuple[Rank, Piece]]:
+        """Begin a transfer; returns which peers have something in common with this rank, and what: none if the peers push, or do
+        not fit, in which case the transfer has failed.
 
         Args:
             local: this rank's blocks that are filled.
-            remote: those that are read.
+            remote: those that are read; None: the peers push, or are pushed to.
         """
         try:
             addresses = msgspec.convert(peers, list[messages.Address])
@@ -376,17 +378,19 @@ class Transport:
             plan = [(addresses[piece.peer], piece) for piece in found if remote != []]
             for address, _ in plan:
                 address.layout.check_blocks(remote or ())
-                if address in self._peers and self._peers[address].is_lost:
-                    self._peers.pop(address).close()  # before this transfer begins, which a new connection serves
         except (ValueError, msgspec.MsgspecError) as error:
             self.transfers.begin(transfer_id, [("none", ())])
             self.transfers.fail(transfer_id, str(error))
             return []
-        parts = [(address.id, piece.layers) for address, piece in plan]
+        if remote is None and pieces is pieces_from:
+            self.transfers.begin(transfer_id, [(address.id, piece.layers) for address, piece in plan], local)
+            return []
+        targets = [(self._peer(address), piece) for address, piece in plan]
+        parts: list[tuple[Hashable, range]] = [(peer, piece.layers) for peer, piece in targets]
         if pieces is pieces_to:  # until `finish_push`, a push also waits for this rank
             parts.append((self.id, range(0)))
         self.transfers.begin(transfer_id, parts, local)
-        return plan
+        return targets
 
     def _serve(self, connection: Connection) -> None:
         """Answer one peer's requests until it leaves, or sends what makes no sense; then raise an error."""
@@ -399,6 +403,8 @@ class Transport:
             self.lost(f"the peer at {connection.peer} is gone", link.theirs.id)
 
     def _peer(self, address: messages.Address) -> Rank:
+        if address in self._peers and self._peers[address].is_lost:
+            self._peers.pop(address).close()
         if address not in self._peers:
             self._peers = {place: peer for place, peer in self._peers.items() if not peer.error}
             self._peers[address] = Rank(self, address)
@@ -407,8 +413,7 @@ class Transport:
     def _targets(self, transfer_id: str, peers: Peers) -> list[tuple[Rank, Piece]]:
         """Where a push goes, which begins if it has not begun; to no peer once it has ended."""
         if not self.transfers.is_known(transfer_id):
-            plan = self._begin(transfer_id, pieces_to, peers, ())
-            self._pushes[transfer_id] = [(self._peer(address), piece) for address, piece in plan]
+            self._pushes[transfer_id] = self._begin(transfer_id, pieces_to, peers, ())
         return self._pushes.get(transfer_id, [])
 
 

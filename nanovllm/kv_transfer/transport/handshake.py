@@ -32,7 +32,7 @@ from nanovllm.kv_transfer.transport.pieces import check_same
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int]
-_HELLO = b"nanovllm-kv-1\n"  # with the version of everything that follows
+_HELLO = b"nanovllm-kv-2\n"  # with the version of everything that follows
 _NONCE = 32
 _MAX_HANDSHAKES = 64
 

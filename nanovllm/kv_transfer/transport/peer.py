@@ -15,6 +15,7 @@ from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
 logger = logging.getLogger(__name__)
 
 _LOOK = 1.0  # seconds after which an idle thread checks whether its peer is still there
+_JOIN = 30.0  # seconds in which a thread whose connection is closed ends
 
 
 class Peer:
@@ -65,7 +66,8 @@ class Peer:
     @property
     def is_lost(self) -> bool:
         """Whether the peer is gone, as far as this can be known without waiting."""
-        return bool(self.error) or (self._connection is not None and self._connection.is_lost())
+        connection = self._connection
+        return bool(self.error) or (connection is not None and connection.is_lost())
 
     def check(self) -> None:
         """Raise PeerLost if the peer is gone."""
@@ -88,12 +90,13 @@ class Peer:
             if not isinstance(error, OSError | ValueError | msgspec.MsgspecError):
                 logger.exception("an error in a transfer with %s", self.name)
             self.error = f"{self.name}: {error}"
+        self._connection = None  # the last reference to a connection closes its socket
         self.lost()
 
     def close(self) -> None:
         """End the thread. A running job fails, waiting jobs are dropped."""
         self._is_closed = True
-        if self._connection is not None:  # a thread that still connects runs no job, and will find that it is closed
-            self._connection.close()
+        if connection := self._connection:  # a thread that still connects runs no job, and will find that it is closed
+            connection.close()
             self._jobs.put(lambda: None)
-            self._thread.join()
+            self._thread.join(_JOIN)

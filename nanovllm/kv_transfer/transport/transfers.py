@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -35,20 +35,20 @@ class _Transfer:
         touching: how many threads are moving blocks at the moment.
     """
 
-    waiting: set[str]
+    waiting: set[Hashable]
     blocks: frozenset[int]
-    missing: dict[tuple[str, int], set[int]]
+    missing: dict[tuple[Hashable, int], set[int]]
     touching: int = 0
     error: str = ""
 
-    def check(self, peer: str, layers: Iterable[int], blocks: Collection[int]) -> None:
+    def check(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int]) -> None:
         """Refuse what the peer has no part in."""
         if self.error or peer not in self.waiting:
             raise Refused(self.error or "this part of the transfer has ended")
         if any((peer, layer) not in self.missing for layer in layers) or not self.blocks.issuperset(blocks):
             raise Refused("these blocks are not what this rank was asked for")
 
-    def arrived(self, peer: str, layers: Iterable[int], blocks: Collection[int], finished: bool) -> None:
+    def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], finished: bool) -> None:
         """Note that the peer's blocks have moved, and perhaps the end of its part."""
         for layer in layers:
             self.missing[peer, layer].difference_update(blocks)
@@ -62,7 +62,7 @@ class _Transfer:
 class Transfers:
     """All transfers of a rank, shared by its threads.
 
-    A transfer has a part per peer, and ends when all parts have ended. After an error it refuses everything new, and ends when no
+    A transfer has a part per peer (of a peer that pushes, its id; else the `Rank` that serves it), and ends when all have ended. After an error it refuses everything new, and ends when no
     thread touches its blocks any more.
 
     Attributes:
@@ -76,7 +76,9 @@ class Transfers:
         self._ended: list[Ended] = []
         self._recent: dict[str, None] = {}  # the last that have ended
 
-    def begin(self, transfer_id: str, parts: Iterable[tuple[str, Iterable[int]]], blocks: Iterable[int] = ()) -> None:
+    def begin(
+        self, transfer_id: str, parts: Iterable[tuple[Hashable, Iterable[int]]], blocks: Iterable[int] = ()
+    ) -> None:
         """Note a new transfer.
 
         Args:
@@ -106,7 +108,7 @@ class Transfers:
     def moving(
         self,
         transfer_id: str,
-        peer: str,
+        peer: Hashable,
         layers: Iterable[int] = (),
         blocks: Collection[int] = (),
         finished: bool = False,
@@ -144,7 +146,7 @@ class Transfers:
                 transfer.error = transfer.error or error
                 self._settle(transfer_id)
 
-    def of(self, peer: str | None = None) -> list[str]:
+    def of(self, peer: Hashable = None) -> list[str]:
         """The open transfers, or only those in which a peer's part has not ended."""
         with self._changed:
             return [key for key, transfer in self._open.items() if peer is None or peer in transfer.waiting]
