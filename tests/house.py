@@ -69,8 +69,8 @@ PARTS: dict[str, list[str]] = {
 }
 
 # Code lines at most. A budget only ever gets smaller.
-BUDGETS = {"the engine": 17_140, "the workshop": 7_540, "the core that remains": 9_450}
-MODULE_LINES = 450
+BUDGETS = {"the engine": 14_950, "the workshop": 7_000, "the core that remains": 6_500}
+MODULE_LINES = 425
 
 # The core in an afternoon.
 READING_PATH = [
