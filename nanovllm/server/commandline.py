@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 
@@ -14,6 +14,13 @@ class ServerError(RuntimeError):
 
 class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line, without the usage, whose forty flags would hide it."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """Refuse unknown words here: argparse would hand a command's to the parser above, whose help does not explain them."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with 2."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import itertools
 import json
 from collections.abc import Collection
 
@@ -25,7 +26,15 @@ from nanovllm.server.shares import Share, current_share
 MAX_DISCARDED_BYTES = 20 * limits.MAX_BODY_BYTES
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
+# More fields than any request has: the search for the largest one ends here.
+MAX_FIELDS = 1000
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+class FieldName(str):
+    """A field's name, for which the JSON parser asks `field_name`."""
+
+    __slots__ = ()
 
 
 def protect(app: Starlette, access: Access) -> None:
@@ -193,8 +202,14 @@ def check_contents(body: bytes) -> None:
         limit = f"numbers of at most {MAX_DIGITS} digits"
     else:
         return
-    largest = None
+    largest, names = None, itertools.count()
+
+    def field_name(_: type, name: str) -> FieldName:
+        if next(names) > MAX_FIELDS:
+            raise ValueError
+        return FieldName(name)
+
     with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        fields = msgspec.json.decode(body, type=dict[FieldName, msgspec.Raw], dec_hook=field_name)
         largest = next((name[:100] for name, raw in fields.items() if len(memoryview(raw)) > len(body) / 2), None)
     raise APIError(400, f"the body must have {limit}" + (f"; {largest} is too large" if largest else ""), largest)

@@ -297,17 +297,6 @@ async def answer_of(work: Any) -> None:
     assert len(json_response(await work).body) > NUM_POSITIONS * 20 * 10
 
 
-def test_a_large_answer_does_not_have_the_garbage_collector_stop_the_loop(server: ServerProcess) -> None:
-    """A full collection of 100,000 log-probabilities takes more processor time than all else in one turn of the loop."""
-    prompts = [[50 + i % 50] * 250 for i in range(40)]
-    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 20}
-    with Watch(server) as watch:
-        response = server.post(COMPLETIONS, body)
-    choices = response.raise_for_status().json()["choices"]
-    assert sum(len(choice["logprobs"]["top_logprobs"]) for choice in choices) == 40 * 250
-    assert watch.longest_wait < MOST_SECONDS / 5
-
-
 async def test_the_garbage_collector_does_not_see_log_probabilities(tokenizer: Tokenizer) -> None:
     requests = [EngineRequest("a", [100] * 501, SamplingParams(prompt_logprobs=20))]
     entries = [TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1) for _ in range(500)]
