@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -47,3 +48,27 @@ def test_environment_yml_agrees_with_pyproject() -> None:
 def test_the_scheduler_knows_no_tensor() -> None:
     code = "import sys, nanovllm.scheduler.scheduler, nanovllm.trace.trace, nanovllm.text.processor; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+READMES = sorted(path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(readme: pathlib.Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
+        for line in text.splitlines()
+        if line[:1] == "#"
+    }
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        if link.startswith("#"):
+            assert link[1:] in headings, link
+        elif not link.startswith("http"):
+            assert (readme.parent / link.partition("#")[0]).exists(), link
+
+
+def test_readme_is_read_in_three_minutes() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert sum(any(map(str.isalnum, word)) for word in text.split()) <= 1200
