@@ -75,8 +75,8 @@ class AsyncEngine:
     output_processor: OutputProcessor
     _long_texts: LongTexts
 
-    def __init__(self, config: EngineConfig, folder: pathlib.Path, show_text: bool) -> None:
-        self.config, self._show_text = config, show_text
+    def __init__(self, config: EngineConfig, folder: pathlib.Path) -> None:
+        self.config = config
         self.stats, self.observer, self.died = EngineStats(), EngineObserver(), asyncio.Event()
         self.error: str | None = None
         self.broadcasts: list[StepBroadcast] = []
@@ -121,7 +121,7 @@ class AsyncEngine:
         folder = tokenizer_folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         if config.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
-        engine = cls(config, folder, show_text)
+        engine = cls(config, folder)
         try:
             # The tokenizer loads here while the other process imports torch and loads the weights.
             try:
@@ -274,7 +274,7 @@ class AsyncEngine:
         return self.broadcasts[engine].watch()
 
     def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
-        self._send(Command(order=order, engine=engine, show_tokens=self._show_text))
+        self._send(Command(order=order, engine=engine))
 
     def _forget(self, request_id: str) -> None:
         self.abort(request_id)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import IO, TYPE_CHECKING, Any
 
@@ -81,29 +81,18 @@ class DataRank(Peer):
         self.stats, self.reported = EngineStats(), 0.0
         self.news: list[Report] = []
         self._num_sent = self._num_taken = 0
-        self._sinks: dict[RecordSink, bool] = {}  # whether it has had a record; the first one has a snapshot
+        self._sink: Callable[[msgspec.Raw], None] = lambda encoded: None
 
     def watch(self, sink: RecordSink) -> None:
-        """Hand `sink` a record of every step from now on; see `EngineCore.watch`."""
-        if not self._sinks:
-            self._decoder = load("nanovllm.trace.format:TraceDecoder", "a trace")(self.trace_settings)
-        self._sinks.setdefault(sink, False)
-        self.send(Command(order="watch", show_tokens=True))
+        """Hand `sink`, the only one, a record of every step from now on; see `EngineCore.watch`."""
+        decode = load("nanovllm.trace.record:decode_record", "a trace")
+        self._sink = lambda encoded: sink(decode(encoded))
+        self.send(Command(order="watch"))
 
     def unwatch(self, sink: RecordSink) -> None:
         """Hand `sink` no more records."""
-        if self._sinks.pop(sink, None) is not None and not self._sinks:
-            self.send(Command(order="unwatch"))
-
-    def _show(self, report: Report) -> None:
-        """Decode the trace lines in a report, and pass the records on."""
-        for line, is_start in report.steps.get(0, ()):
-            if is_start:
-                self._sinks = dict.fromkeys(self._sinks, True)
-            if sinks := [sink for sink, has_begun in self._sinks.items() if has_begun]:
-                record = self._decoder.decode(line)
-                for sink in sinks:
-                    sink(record)
+        self._sink = lambda encoded: None
+        self.send(Command(order="unwatch"))
 
     @property
     def load(self) -> int:
@@ -136,7 +125,8 @@ class DataRank(Peer):
                 self.expect_heartbeats()
                 shutil.rmtree(self.folder, ignore_errors=True)
             self.stats, self.reported, self._num_taken = report.stats, report.time, report.num_taken
-            self._show(report)
+            for encoded in report.steps.get(0, ()):
+                self._sink(encoded)
             self.news.append(report)
 
     def take_reports(self) -> list[Report]:

@@ -8,6 +8,7 @@ Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import multiprocessing
@@ -22,7 +23,6 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
-from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
 from nanovllm.text.processor import EngineLimits
@@ -43,7 +43,6 @@ class Command:
         order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
             "start_wave" has an engine in lock-step make steps with the others.
         engine: with "watch" and "unwatch", which of several engines.
-        show_tokens: with "watch", whether sampled token ids may leave the engine's process.
         wave: with "start_wave", its number.
     """
 
@@ -51,7 +50,6 @@ class Command:
     abort: dict[str, str] = field(default_factory=dict)
     order: Literal["", "reset_prefix_cache", "watch", "unwatch", "start_wave", "shutdown"] = ""
     engine: int = 0
-    show_tokens: bool = False
     wave: int = 0
 
 
@@ -63,8 +61,7 @@ class Report:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
         refused: sequence id to reason, for what the engine could not take.
-        steps: by engine, lines of its trace (see `trace.format`) while the trace has readers, each with whether a reader can start
-            there.
+        steps: by engine, its `StepRecord`s in msgpack, while the engine is watched.
         limits: in the first report only: the engine is ready.
         trace_settings: in the first report only: what the trace's header says, of each engine.
         fatal: why the engine is about to end; empty while it lives.
@@ -76,7 +73,7 @@ class Report:
     time: float = 0.0
     num_taken: int = 0
     refused: dict[str, str] = field(default_factory=dict)
-    steps: dict[int, list[tuple[bytes, bool]]] = field(default_factory=dict)
+    steps: dict[int, list[msgspec.Raw]] = field(default_factory=dict)
     limits: EngineLimits | None = None
     trace_settings: list[dict[str, Any]] = field(default_factory=list)
     fatal: str = ""
@@ -100,7 +97,7 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._report = Report()  # the next one; its statistics are the last reported ones
         self._has_news = False  # a report is due although no sequence has got a token
-        self._sinks: dict[int, RecordSink] = {}  # by engine, while its trace has readers
+        self._sinks: dict[int, RecordSink] = {}  # by engine
         self._parent_sentinel = parent_sentinel
         self._poller = zmq.Poller()
         for source in (commands, *core.sources, *([] if parent_sentinel is None else [parent_sentinel])):
@@ -157,27 +154,17 @@ class EngineLoop:
             self.core.abort_request(sequence_id, reason)
         if command.order == "reset_prefix_cache":
             self.core.reset_prefix_cache()
-        elif command.order == "watch":
-            if command.engine not in self._sinks:
-                self._sinks[command.engine] = self._sink(command.engine, hide_tokens=not command.show_tokens)
-            self.core.engines[command.engine].watch(self._sinks[command.engine])
         elif command.order == "start_wave":
             self.core.waves.start(command.wave)
-        elif command.order == "unwatch" and (sink := self._sinks.pop(command.engine, None)) is not None:
-            self.core.engines[command.engine].unwatch(sink)
+        elif command.order in ("watch", "unwatch"):
+            sink = self._sinks.setdefault(command.engine, functools.partial(self._note, command.engine))
+            getattr(self.core.engines[command.engine], command.order)(sink)
         return command.order != "shutdown"
 
-    def _sink(self, engine: int, hide_tokens: bool) -> RecordSink:
-        """A function that encodes the records of an engine's steps, for the next report."""
-        settings = self.core.engines[engine].trace_settings
-        encoder = load("nanovllm.trace.format:TraceEncoder", "a trace")(settings, hide_tokens)
-
-        def note(record: StepRecord) -> None:
-            self._has_news = True
-            line = encoder.encode(record), record.snapshot is not None
-            self._report.steps.setdefault(engine, []).append(line)
-
-        return note
+    def _note(self, engine: int, record: StepRecord) -> None:
+        """Put a record of an engine's step into the next report."""
+        self._has_news = True
+        self._report.steps.setdefault(engine, []).append(msgspec.Raw(msgspec.msgpack.encode(record)))
 
 
 def run_engine(

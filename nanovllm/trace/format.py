@@ -26,6 +26,7 @@ BY_REQUEST = ("admitted", "preempted", "finished", "prompts", "text")  # a dict 
 HIDDEN_TOKEN = -1
 MIN_KNOWN = 64  # requests that an encoder remembers at least
 SIZES = ("block_size", "num_blocks", "token_budget")  # of the settings
+_encoder = msgspec.json.Encoder()
 EXAMPLE = f'{{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
 
 
@@ -83,7 +84,7 @@ class StepLine(msgspec.Struct, omit_defaults=True):
 
 def header_line(settings: Mapping[str, Any]) -> bytes:
     """The first line of a trace, with its end."""
-    return msgspec.json.encode(Header(FORMAT_VERSION, dict(settings))) + b"\n"
+    return write(Header(FORMAT_VERSION, dict(settings)))
 
 
 def parse_header(line: bytes, source: object) -> dict[str, Any]:
@@ -111,6 +112,11 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
     return settings
 
 
+def write(line: Header | StepLine) -> bytes:
+    """A line as it is in the file, with its end."""
+    return _encoder.encode(line) + b"\n"
+
+
 def require_sizes(settings: Mapping[str, Any], source: object) -> None:
     """Check that a trace can be drawn.
 
@@ -132,10 +138,8 @@ class TraceEncoder:
 
     def __init__(self, settings: Mapping[str, Any], hide_tokens: bool = False) -> None:
         self.hide_tokens = hide_tokens
-        self._encoder = msgspec.json.Encoder()
         self._known: dict[str, tuple[int, int]] = {}  # request id -> number, prompt length
         self._numbers = itertools.count()
-        self._most_known = MIN_KNOWN
         self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
             name: settings.get(name) for name in ("num_blocks", "token_budget")
         }
@@ -143,6 +147,10 @@ class TraceEncoder:
 
     def encode(self, record: StepRecord) -> bytes:
         """The record's line, with its end."""
+        return write(self.line(record))
+
+    def line(self, record: StepRecord) -> StepLine:
+        """The record's line, to which texts may be added."""
         snapshot, introduced = record.snapshot, record.arrived
         self._named = []
         if snapshot is not None:
@@ -150,7 +158,7 @@ class TraceEncoder:
         for request_id, length in introduced.items():
             self._name(request_id, length)  # with a new number, even if an earlier request had this id
         fields: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
-        fields |= {name: self._pairs(getattr(record, name)) for name in BY_REQUEST}
+        fields |= {name: self.pairs(getattr(record, name)) for name in BY_REQUEST}
         line = StepLine(
             **fields,
             arrived=self._numbers_of(record.arrived),
@@ -163,14 +171,13 @@ class TraceEncoder:
                 self._before[name] = value
                 setattr(line, name, self._numbers_of(value) if isinstance(value, list) else value)
         if snapshot is not None:
-            tables, num_tokens = self._pairs(snapshot.tables), self._pairs(snapshot.num_tokens)
+            tables, num_tokens = self.pairs(snapshot.tables), self.pairs(snapshot.num_tokens)
             line.snapshot = SnapshotLine(tables, num_tokens, snapshot.cached)
         line.named = self._named
-        if len(self._known) > self._most_known:  # forget requests that have ended
-            queued = {*record.waiting, *record.running, *record.swapped}
-            self._known = {request_id: known for request_id, known in self._known.items() if request_id in queued}
-            self._most_known = 2 * len(queued) + MIN_KNOWN
-        return self._encoder.encode(line) + b"\n"
+        queued = [*record.waiting, *record.running, *record.swapped]
+        if len(self._known) > 2 * len(queued) + MIN_KNOWN:  # forget requests that have ended
+            self._known = {request_id: self._known[request_id] for request_id in queued}
+        return line
 
     def _name(self, request_id: str, length: int) -> int:
         number = next(self._numbers)
@@ -184,7 +191,8 @@ class TraceEncoder:
     def _numbers_of(self, request_ids: Iterable[str]) -> list[int]:
         return [self._number(request_id) for request_id in request_ids]
 
-    def _pairs(self, by_request: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    def pairs(self, by_request: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        """By the requests' numbers."""
         return [(self._number(request_id), value) for request_id, value in by_request.items()]
 
     def _shares(self, shares: Iterable[TracedRequest]) -> list[list[int | list[int]]]:

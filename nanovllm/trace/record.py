@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 
 @dataclass(slots=True)
 class TracedRequest:
@@ -103,3 +105,7 @@ class StepRecord:
     def num_tokens(self) -> int:
         """Tokens computed in the step."""
         return sum(request.num_tokens for request in self.requests)
+
+
+# Of a record on its way between two processes, in msgpack.
+decode_record = msgspec.msgpack.Decoder(StepRecord).decode

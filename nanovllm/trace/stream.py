@@ -12,7 +12,8 @@ import msgspec
 from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.trace.format import header_line
+from nanovllm.trace.format import TraceEncoder, header_line, write
+from nanovllm.trace.record import StepRecord, decode_record
 
 # A page redraws at most twenty times per second; more and smaller chunks would only take time.
 CHUNK_SECONDS = 0.05
@@ -21,8 +22,6 @@ MAX_BACKLOG_BYTES = 4 * 2**20
 # A new reader gets the prompts and answers of all running requests at once, which delays the server.
 MAX_PROMPT_TOKENS = 500
 MAX_CHARACTERS = 2000
-
-StepLines = Sequence[tuple[bytes, bool]]  # a line, and whether a reader can start there
 
 
 class StepStream:
@@ -109,8 +108,8 @@ class StepBroadcast:
         order: Callable[[Literal["watch", "unwatch"]], None],
         texts: RequestTexts | None = None,
     ) -> None:
-        self.settings = settings
-        self.texts = texts
+        self.settings, self.texts = settings, texts
+        self._encoder = TraceEncoder(settings, hide_tokens=texts is None)
         self._engine: int = settings.get("data_rank", 0)
         self._order = order
         self._streams: list[StepStream] = []
@@ -137,19 +136,34 @@ class StepBroadcast:
             if not self._streams:
                 self._order("unwatch")
 
-    def put(self, lines: StepLines) -> None:
-        """Pass on the lines of the engine's report."""
+    def put(self, records: Sequence[msgspec.Raw]) -> None:
+        """Pass on the records of the engine's report."""
         behind = False
-        for i, (line, is_start) in enumerate(lines):
-            start = line if is_start else None
-            if self.texts is not None and self._streams:
-                line, start = self.texts.write(line, is_start, i == len(lines) - 1, self._engine)
+        for i, encoded in enumerate(records if self._streams else ()):
+            line, start = self._lines(decode_record(encoded), is_last=i == len(records) - 1)
             for stream in self._streams:
                 behind |= not stream.put(line, start)
-        if self.texts is not None and (lines or not self._streams):
+        if self.texts is not None and (records or not self._streams):
             self.texts.forget(self._engine)
         if behind:
             self._order("watch")
+
+    def _lines(self, record: StepRecord, is_last: bool) -> tuple[bytes, bytes | None]:
+        """The lines for readers that continue, and for readers that start here; None if there is no snapshot.
+
+        Args:
+            is_last: the line gets all new text; no line after it is available yet.
+        """
+        line = self._encoder.line(record)
+        if self.texts is not None:
+            texts = self.texts.new(record, self._engine if is_last else None)
+            line.prompts, line.text = map(self._encoder.pairs, texts)
+        continued = write(line)
+        if record.snapshot is None:
+            return continued, None
+        if self.texts is not None:
+            line.prompts, line.text = map(self._encoder.pairs, self.texts.so_far(record))
+        return continued, write(line)
 
     def end(self) -> None:
         """End all streams, now and in the future."""
@@ -181,7 +195,6 @@ class RequestTexts:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._sequences: dict[tuple[str, int], SequenceText] = {}  # by request id and index of the completion
-        self._numbers: dict[int, dict[str, int]] = {}  # by engine, since each has lines of its own
 
     def expect(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
         """Note that a request was queued; see `InputProcessor.process`."""
@@ -197,34 +210,23 @@ class RequestTexts:
             sequence.text, sequence.new = _end(sequence.text + piece.text), sequence.new + piece.text
             sequence.engine, sequence.ended = piece.engine, piece.finished
             if piece.finish_reason == "abort" and not sequence.text:
-                self._drop(key)  # its engine may be unknown, and there is no text to show
+                del self._sequences[key]  # its engine may be unknown, and there is no text to show
 
-    def write(self, line: bytes, is_start: bool, is_last: bool, engine: int) -> tuple[bytes, bytes | None]:
-        """Put texts into a line.
+    def new(self, record: StepRecord, engine: int | None) -> tuple[dict[str, str], dict[str, str]]:
+        """What a record shows to readers that continue: the prompts of requests that begin to run, since thousands may wait, and the
+        new text of an engine's requests."""
+        text = {s.sequence_id: s.new for s in self._sequences.values() if s.new and s.engine == engine}
+        return self._prompts({*record.admitted, *record.resumed}), text
 
-        Args:
-            is_start: the line has a snapshot.
-            is_last: the line gets all new text; no line after it is available yet.
-            engine: the engine that wrote the line.
+    def so_far(self, record: StepRecord) -> tuple[dict[str, str], dict[str, str]]:
+        """What a record with a snapshot shows to readers that start there: the prompts of all running requests, and all text."""
+        assert record.snapshot is not None
+        known, running = record.snapshot.prompt_lens, {*record.admitted, *record.resumed, *record.snapshot.tables}
+        text = {s.sequence_id: s.text for s in self._sequences.values() if s.text and s.sequence_id in known}
+        return self._prompts(running), text
 
-        Returns:
-            The line for readers that continue, with the prompts of requests that begin to run, and new text. And the line for readers
-            that start here, with the prompts of all running requests, and all text so far; None without a snapshot.
-        """
-        content = msgspec.json.decode(line)
-        numbers = {} if is_start else self._numbers.get(engine, {})
-        numbers |= {sequence_id: number for number, sequence_id, _ in content.get("named", [])}
-        self._numbers[engine] = numbers
-        known = [(numbers[s.sequence_id], s) for s in self._sequences.values() if s.sequence_id in numbers]
-        # Thousands may wait: a prompt is sent when its request begins to run.
-        begun = {number for number, _ in content.get("admitted", [])} | set(content.get("resumed", []))
-        new = [(number, s.new) for number, s in known if is_last and s.new and s.engine == engine]
-        shown = _line_with(content, [(number, self._prompt(s)) for number, s in known if number in begun], new)
-        if not is_start:
-            return shown, None
-        running = begun | {number for number, _ in content["snapshot"]["tables"]}
-        prompts = [(number, self._prompt(s)) for number, s in known if number in running]
-        return shown, _line_with(content, prompts, [(number, s.text) for number, s in known if s.text])
+    def _prompts(self, sequence_ids: set[str]) -> dict[str, str]:
+        return {s.sequence_id: self._prompt(s) for s in self._sequences.values() if s.sequence_id in sequence_ids}
 
     def _prompt(self, sequence: SequenceText) -> str:
         if not isinstance(prompt := sequence.prompt, str):
@@ -238,12 +240,7 @@ class RequestTexts:
             if sequence.engine == engine:
                 sequence.new = ""
                 if sequence.ended:
-                    self._drop(key)
-
-    def _drop(self, key: tuple[str, int]) -> None:
-        sequence = self._sequences.pop(key)
-        for numbers in self._numbers.values():
-            numbers.pop(sequence.sequence_id, None)
+                    del self._sequences[key]
 
 
 def _beginning(text: str, is_cut: bool = False) -> str:
@@ -252,8 +249,3 @@ def _beginning(text: str, is_cut: bool = False) -> str:
 
 def _end(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else "… " + text[2 - MAX_CHARACTERS :]
-
-
-def _line_with(content: dict[str, Any], prompts: list[Any], text: list[Any]) -> bytes:
-    texts = {name: value for name, value in (("prompts", prompts), ("text", text)) if value}
-    return msgspec.json.encode(content | texts) + b"\n"

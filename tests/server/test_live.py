@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 from starlette.testclient import TestClient
@@ -35,7 +36,7 @@ from nanovllm.lab.viz.film import VIEWS
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.server import page
 from nanovllm.trace import stream as step_stream
-from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, TraceEncoder, header_line, parse_header
+from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, header_line, parse_header
 from nanovllm.trace.stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace
 from tests.server_process import ServerProcess, wait_until
@@ -307,30 +308,28 @@ async def test_an_engine_that_there_is_not(two_engines: AsyncEngine, engine: Asy
 
 def test_texts_come_with_the_lines_of_their_engine() -> None:
     texts = RequestTexts(Words())  # type: ignore[arg-type]
-    encoders = [TraceEncoder({}), TraceEncoder({})]
     for name in ("a", "b", "never begun"):
         texts.expect(name, f"prompt {name}", [EngineRequest(name, [1], GREEDY)])
 
-    def line(engine: int, name: str) -> StepRecord:
+    def shown(engine: int, name: str) -> tuple[dict[str, str], ...]:
         record = StepRecord(1, 0.0, 0.1, 64, [], running=[name])
         record.snapshot = Snapshot({name: [1]}, {name: 1}, [], {name: 1})
-        _, start = texts.write(encoders[engine].encode(record), True, True, engine)
+        _, new = texts.new(record, engine)
+        prompts, text = texts.so_far(record)
         texts.forget(engine)
-        assert start is not None
-        return TraceDecoder({}).decode(start)
+        return prompts, text, new
 
     def say(engine: int, name: str, text: str, reason: str | None = None) -> None:
         piece = CompletionOutput(0, text, finish_reason=reason, engine=engine)
         texts.add(RequestOutput(name, None, [], [piece], False))
 
     say(0, "a", "of the first")
-    say(1, "b", "of the second")  # both are number 0 where they are
+    say(1, "b", "of the second")
     for engine, name, text in ((1, "b", "of the second"), (0, "a", "of the first")):
-        shown = line(engine, name)
-        assert shown.text == {name: text} and shown.prompts == {name: f"prompt {name}"}
+        assert shown(engine, name) == ({name: f"prompt {name}"}, {name: text}, {name: text})
     say(1, "b", ".", "stop")
     texts.forget(0)
-    assert line(1, "b").text == {"b": "of the second."}, "until then it was kept"
+    assert shown(1, "b")[1:] == ({"b": "of the second."}, {"b": "."}), "until then it was kept"
     say(0, "never begun", "", "abort")
     texts.forget(0)
     assert [(s.sequence_id, s.new) for s in texts._sequences.values()] == [("a", "")]
@@ -344,18 +343,28 @@ def broadcast() -> tuple[StepBroadcast, list[str]]:
     return StepBroadcast({"live": True}, orders.append), orders
 
 
+def record(step: int, snapshot: Snapshot | None = None) -> msgspec.Raw:
+    """A record as an engine sends it."""
+    return msgspec.Raw(msgspec.msgpack.encode(StepRecord(step, 0.0, 0.0, 64, [], snapshot=snapshot)))
+
+
+def steps(lines: bytes) -> list[int]:
+    """The numbers of the steps in some lines, without the header."""
+    parsed = map(json.loads, lines.splitlines())
+    return [line["step"] for line in parsed if "step" in line]
+
+
 async def test_news_are_gathered() -> None:
     shared, _ = broadcast()
     stream = shared.watch()
     assert await anext(stream) == header_line({"live": True})
-    shared.put([(b"not yet\n", False), (b"start\n", True)])
-    for i in range(100):
-        shared.put([(b"%d\n" % i, False)])
-    chunk = await anext(stream)
-    assert chunk.splitlines() == [b"start", *(b"%d" % i for i in range(100))]
-    shared.put([(b"last\n", False)])
+    shared.put([record(0), record(1, Snapshot())])
+    for i in range(2, 100):
+        shared.put([record(i)])
+    assert steps(await anext(stream)) == list(range(1, 100))
+    shared.put([record(100)])
     shared.end()
-    assert [chunk async for chunk in stream] == [b"last\n"]
+    assert [steps(chunk) async for chunk in stream] == [[100]]
     assert [chunk async for chunk in shared.watch()] == [header_line({"live": True})], "it is over"
 
 
@@ -364,21 +373,21 @@ async def test_a_slow_reader_costs_no_memory_and_goes_on_at_a_snapshot(monkeypat
     shared, orders = broadcast()
     slow, fast = shared.watch(), shared.watch()
     assert orders == ["watch", "watch"]
-    shared.put([(b"start\n", True)])
+    shared.put([record(0, Snapshot())])
     read = await anext(fast)
-    for i in range(1000):
-        shared.put([(b"%09d\n" % i, False)])
-        assert sum(map(len, slow._lines)) <= 1000 + len(b"start\n")
-        if i % 50 == 0:
+    for i in range(1, 1000):
+        shared.put([record(i)])
+        assert sum(map(len, slow._lines[1:])) <= 1000
+        if i % 15 == 0:
             read += await anext(fast)
     assert orders == ["watch"] * 3, "it is resynchronised once: until then it waits"
-    shared.put([(b"again\n", True), (b"on\n", False)])
+    shared.put([record(1000, Snapshot()), record(1001)])
     read += await anext(fast)
-    assert read.splitlines()[1:] == [b"start", *(b"%09d" % i for i in range(1000)), b"again", b"on"]
-    assert (await anext(slow)).splitlines()[1:] == [b"again", b"on"]
+    assert steps(read) == list(range(1002))
+    assert steps(await anext(slow)) == [1000, 1001]
     # Larger than what may wait, but there is no other way to start; and one can go on from there.
-    shared.put([(b"x" * 5000 + b"\n", True), (b"on\n", False)])
-    assert len(await anext(slow)) == 5001 + 3 and orders == ["watch"] * 3
+    shared.put([record(1002, Snapshot(cached=list(range(2000)))), record(1003)])
+    assert steps(await anext(slow)) == [1002, 1003] and orders == ["watch"] * 3
     slow.close()
     assert orders[3:] == []
     fast.close()
@@ -407,18 +416,14 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
         texts.add(RequestOutput("r0", None, [], [CompletionOutput(0, piece)], False))
     record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
     record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
-    encoder = TraceEncoder({})
-    on, start = texts.write(encoder.encode(record), is_start=True, is_last=False, engine=0)
-    assert start is not None and len(start) < 30_000 and words.num_decoded <= MAX_PROMPT_TOKENS
-    shown = TraceDecoder({}).decode(start)
-    assert list(shown.prompts) == ["r0", "r1"] and shown.prompts["r1"].startswith("a text a text")
-    assert all(len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in shown.prompts.values())
-    assert len(shown.text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", shown.text["r0"])
-    decoder = TraceDecoder({})
-    assert not decoder.decode(on).prompts, "who reads on knows them"
+    assert texts.new(record, None) == ({}, {}), "who reads on knows them"
+    prompts, text = texts.so_far(record)
+    assert words.num_decoded <= MAX_PROMPT_TOKENS
+    assert list(prompts) == ["r0", "r1"] and prompts["r1"].startswith("a text a text")
+    assert all(len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in prompts.values())
+    assert len(text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", text["r0"])
     begins = StepRecord(2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:])
-    line, _ = texts.write(encoder.encode(begins), is_start=False, is_last=True, engine=0)
-    assert list(decoder.decode(line).prompts) == ["r2", "r3"]
+    assert list(texts.new(begins, 0)[0]) == ["r2", "r3"]
 
 
 # ---------------------------------------------------------------- over HTTP
