@@ -14,13 +14,13 @@ import contextlib
 import os
 import pathlib
 import queue
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
@@ -176,19 +176,12 @@ class Mouth(threading.Thread):
         self._detector, self._activities = HangDetector(), activities
 
     def say(self, message: Callable[[], Any]) -> None:
-        """Queue a message; the function waits for it and returns it."""
+        """Queue a message; the function waits for it and returns it. If it fails, the message is a `Complaint`."""
         self._messages.put(message)
 
     def answer(self, order: int, wait: Callable[[], Any]) -> None:
         """Queue the answer to an order; `wait` waits for it and returns it."""
-
-        def message() -> tuple[int, Any] | Complaint:
-            try:
-                return order, wait()
-            except Exception:
-                return Complaint.of_error()
-
-        self.say(message)
+        self.say(lambda: (order, wait()))
 
     def complain(self, complaint: Complaint) -> None:
         """Queue the last message."""
@@ -204,7 +197,11 @@ class Mouth(threading.Thread):
         heart = threading.Thread(target=self._beat, name="heart", daemon=True)
         heart.start()
         while (message := self._messages.get()) is not None:
-            if not self._speak(message()):
+            try:
+                words = message()
+            except Exception:
+                words = Complaint.of_error()
+            if not self._speak(words):
                 break
         self._closed.set()
         heart.join(SILENCE_SECONDS)  # the interpreter must not end while one of its threads is in a library
@@ -244,13 +241,14 @@ class Peer:
         activities: what the ranks in it do, as of its latest heartbeat.
         is_ready: it has loaded everything.
         is_gone: its connection is closed.
+        connection: to it.
+        process: that this process has started (a `Popen`); None if another program has.
         pid: of its process, if that runs on this machine.
     """
 
-    pid: int | None = None
-
-    def __init__(self, name: str, where: str = "") -> None:
-        self.name, self.where = name, where
+    def __init__(self, name: str, where: str = "", connection: Any = None, process: Any = None) -> None:
+        self.name, self.where = name, where if process is None else f"process {process.pid}"
+        self.connection, self.process, self.pid = connection, process, process and process.pid
         self.complaint: Complaint | None = None
         self.heard = time.monotonic()
         self.activities: dict[int, Activity] = {}
@@ -268,11 +266,15 @@ class Peer:
             self.activities = message
             heard_activities.update(message)
 
-    def drain(self, connection: Connection) -> None:
-        """Take in every message that has arrived on a connection, without waiting for more."""
+    def fileno(self) -> int:
+        """Of the connection, to wait for messages."""
+        return self.connection.fileno()
+
+    def drain(self) -> None:
+        """Take in every message that has arrived, without waiting for more."""
         try:
-            while connection.poll(0):
-                self.take(connection.recv())
+            while self.connection.poll(0):
+                self.take(self.connection.recv())
         except (EOFError, OSError):
             self.is_gone = True
 
@@ -283,7 +285,11 @@ class Peer:
 
     def end(self) -> str:
         """How it ended, in words; "" while it seems to live."""
-        return "has ended, or cannot be reached" if self.is_gone else ""
+        if self.process is None:
+            return "has ended, or cannot be reached" if self.is_gone else ""
+        if (code := self.process.poll()) is None:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
 class Watch:
@@ -294,15 +300,12 @@ class Watch:
         self._looked = time.monotonic()
         self._standstill, self._compared = StandstillDetector(), 0.0
 
-    def look(
-        self, listen: Callable[[float], None], timeout: float = 0.0, last_words: Callable[[float], None] | None = None
-    ) -> Complaint | None:
+    def look(self, listen: Callable[[float], None], timeout: float = 0.0) -> Complaint | None:
         """Check all processes.
 
         Args:
             listen: waits up to this many seconds for messages, and has the peers take them in.
             timeout: for `listen`, while all is well.
-            last_words: used instead of `listen` after a failure, when only complaints matter.
 
         Returns:
             What has failed, with the name of the process that is to blame; None while all is well.
@@ -316,7 +319,7 @@ class Watch:
         self._looked = now = time.monotonic()
         for peer in self.peers:
             if peer.complaint is not None or peer.is_gone:
-                return self._blame(peer, last_words or listen)
+                return self._blame(peer, listen)
             # Until it is ready, a process may hold the interpreter's lock while it imports libraries.
             if peer.is_ready and now - peer.heard > SILENCE_SECONDS:
                 if peer.pid is not None and is_debugged_or_dumps_core(peer.pid):

@@ -169,15 +169,16 @@ def initialize_groups(
     Args:
         rank, local_rank: of this process, in the grid and on this machine.
         init_method: where the ranks meet: a `tcp://` address, `env://` (torchrun), or `file://`: then all are on this machine, and
-            gloo listens on the loopback interface only, unless `GLOO_SOCKET_IFNAME` names another.
+            gloo and NCCL listen on the loopback interface only, unless `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name another.
         device: this rank computes on it.
         timeout: seconds after which a collective fails that a rank has not joined.
         disable_custom_all_reduce: use gloo instead of shared memory for all-reduce.
     """
     device = torch.device(device)
     if grid.world_size > 1:
-        if init_method.startswith("file://") and sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if init_method.startswith("file://"):
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)

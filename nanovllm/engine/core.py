@@ -99,7 +99,7 @@ class EngineCore:
     def _allocate(self) -> tuple[int, int]:
         """Have the ranks allocate their caches; returns the number of KV blocks on the device and in host memory."""
         config, executor = self.config, self.executor
-        num_blocks = executor.num_blocks_that_fit()
+        num_blocks = executor.num_blocks
         config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
         num_host_blocks = 0
         if config.preemption_mode == "swap":

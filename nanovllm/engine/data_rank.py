@@ -29,7 +29,7 @@ from nanovllm.data.parts import load
 from nanovllm.distributed.life_signs import Complaint, Mouth, Peer, activity_of_this_thread, heard_activities
 from nanovllm.distributed.standstill import CollectiveError
 from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.executor.remote import end_processes, how_it_ended, start_process
+from nanovllm.executor.remote import end_processes, start_process
 from nanovllm.scheduler.data_parallel import load_score
 from nanovllm.text.processor import EngineLimits
 
@@ -63,13 +63,12 @@ class DataRank(Peer):
     ) -> None:
         self.rank = config.data_parallel_rank or 0
         # Heartbeats arrive on this connection, and the complaint that a step hangs.
-        self.process, self._pulse = start_process(["-c", self.program], environment, wrapper, log)
-        super().__init__(f"data rank {self.rank}", f"process {self.process.pid}")
-        self.pid = self.process.pid
+        process, pulse = start_process(["-c", self.program], environment, wrapper, log)
+        super().__init__(f"data rank {self.rank}", "", pulse, process)
         self.folder = tempfile.mkdtemp(prefix="nanovllm-")
         addresses = [f"ipc://{self.folder}/{kind}" for kind in ("commands", "reports")]
         self._bind(*addresses)
-        self._pulse.send((config, *addresses))
+        pulse.send((config, *addresses))
 
     def _bind(self, *addresses: str) -> None:
         context: zmq.Context[Any] = zmq.Context.instance()
@@ -112,7 +111,7 @@ class DataRank(Peer):
 
     def receive(self) -> None:
         """Take in its heartbeats, complaints and reports."""
-        self.drain(self._pulse)
+        self.drain()
         while self.complaint is None and self.reports.poll(0):
             report = msgspec.msgpack.decode(self.reports.recv(), type=Report)
             if report.fatal:
@@ -134,10 +133,6 @@ class DataRank(Peer):
         news, self.news = self.news, []
         return news
 
-    def end(self) -> str:
-        """How its process ended, in words; "" while it lives."""
-        return how_it_ended(self.process)
-
     def shutdown(self, seconds: float) -> None:
         """Order it to end, and kill it after this time."""
         self.send(Command(order="shutdown"))
@@ -148,7 +143,7 @@ class DataRank(Peer):
     def close(self) -> None:
         """Kill its process if that has not ended, and close the sockets."""
         end_processes([self.process], self.folder)
-        self._pulse.close()
+        self.connection.close()
         self.commands.close()
         self.reports.close()
 

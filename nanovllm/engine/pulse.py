@@ -38,7 +38,7 @@ class WatchedEngineProcess(EngineProcess):
         super().__init__(_run_with_pulse, run_engine, theirs, *arguments)
         theirs.close()
         # Set after the start, which copies this object into the process: that must not have this end of the pipe.
-        self._pulse, self._peer = ours, Peer("the engine process", f"process {self.pid}")
+        self._peer = Peer("the engine process", f"process {self.pid}", ours)
         self._peer.pid = self.pid
 
     def expect_heartbeats(self) -> None:
@@ -48,7 +48,7 @@ class WatchedEngineProcess(EngineProcess):
     async def watch(self, on_hang: Callable[[str], None]) -> None:
         """See `EngineProcess`."""
         watch = Watch([self._peer])
-        while (verdict := watch.look(lambda timeout: self._peer.drain(self._pulse))) is None:
+        while (verdict := watch.look(lambda timeout: self._peer.drain())) is None:
             await asyncio.sleep(LOOK_SECONDS)
         if not self._peer.is_gone:
             on_hang(verdict.text)

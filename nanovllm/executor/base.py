@@ -23,6 +23,7 @@ class Executor:
 
     Attributes:
         on_gpu: the ranks compute on GPUs.
+        num_blocks: KV blocks for which every rank has room.
         bytes_per_block: device memory of one KV block, on the rank that needs most.
         is_in_process: the only rank is this process.
         sources: file descriptors or connections that become readable, at the latest, when a KV transfer of a rank has ended.
@@ -31,8 +32,8 @@ class Executor:
 
     config: EngineConfig
     on_gpu: bool
+    num_blocks: int
     bytes_per_block: int
-    _num_blocks: int
     is_in_process: bool = False
     sources: Sequence[Any] = ()
     transfer_has_ended: bool = False
@@ -45,15 +46,10 @@ class Executor:
         """
         raise NotImplementedError
 
-    def _take_memory(self, memory: Sequence[tuple[int, int, bool]]) -> None:
+    def _take_memory(self) -> None:
         """Take in what `Worker.memory` says on every rank."""
-        self._num_blocks = min(count for count, _, _ in memory)
-        self.bytes_per_block = max(size for _, size, _ in memory)
-        self.on_gpu = memory[0][2]
-
-    def num_blocks_that_fit(self) -> int:
-        """KV blocks for which every rank has room: the minimum over the ranks."""
-        return self._num_blocks
+        counts, sizes, on_gpu = zip(*self.collective_rpc("memory"), strict=True)
+        self.num_blocks, self.bytes_per_block, self.on_gpu = min(counts), max(sizes), on_gpu[0]
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         """Have every rank allocate its caches and buffers; the settings are complete now."""

@@ -3,57 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
 import pathlib
 import shutil
-import sys
 import tempfile
 import weakref
 
 import torch
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.distributed.shared_memory import MessageQueue
-from nanovllm.executor.remote import (
-    ORDER_SECONDS,
-    RemoteExecutor,
-    RemoteRank,
-    end_processes,
-    how_it_ended,
-    start_process,
-)
+from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, end_processes
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 
-class RankProcess(RemoteRank):
-    """A rank in a process that the executor starts.
-
-    Attributes:
-        program: the module that runs as the rank.
-    """
-
-    program = "nanovllm.executor.worker"
-
-    def __init__(self, rank: int, grid: Grid, environment: dict[str, str]) -> None:
-        self.process, connection = start_process(["-m", self.program], environment)
-        super().__init__(rank, grid, connection, f"process {self.process.pid}", rank)
-        self.pid = self.process.pid
-
-    def end(self) -> str:
-        """How its process ended, in words; "" while it lives."""
-        return how_it_ended(self.process)
-
-
 class MultiprocessExecutor(RemoteExecutor):
     """Starts a process for each rank. Orders go to all of them at once through shared memory; answers come back through one
     socket per rank."""
-
-    ranks: list[RankProcess]
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # readable by this user alone
@@ -63,23 +32,17 @@ class MultiprocessExecutor(RemoteExecutor):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
-        size, loopback = (
-            self.grid.world_size,
-            "lo" if sys.platform == "linux" else "lo0",
-        )  # all ranks are on this machine
-        interfaces = (f"{library}_SOCKET_IFNAME" for library in ("GLOO", "NCCL"))
-        environment = {name: os.environ.get(name, loopback) for name in interfaces}
-        environment["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // size))
+        size = self.grid.world_size
+        environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // size))}
         for rank in range(size):
-            self.ranks.append(RankProcess(rank, self.grid, environment))
-        self._finalizer = weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
+            self._start_rank(rank, environment, rank)
+        weakref.finalize(self, end_processes, [rank.process for rank in self.ranks], self._folder)
         try:
             self._orders = MessageQueue.create(size)
             setup.orders = self._orders.handle
         except OSError as error:
             logger.warning("orders go through one socket per rank, which is slower: no shared memory (%s)", error)
         setup.init_method = self.config.data_parallel_address or f"file://{self._folder}/rendezvous"
-        setup.log_level = logger.getEffectiveLevel()
 
     def _send(self, order: bytes) -> None:
         if self._orders is None:

@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 import tempfile
-import threading
 import weakref
 from typing import Any
 
@@ -16,9 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from nanovllm.distributed.life_signs import Mouth
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import Card, Reception, RemoteExecutor, RemoteRank, connect, interface_of
+from nanovllm.executor.remote import Reception, RemoteExecutor, RemoteRank, connect, use_network_of
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
 
@@ -50,7 +48,7 @@ OWN_RAY = {
 
 
 class RankActor:
-    """A rank in an actor: a thread of it runs the worker."""
+    """An actor that is a rank."""
 
     def open_meeting_place(self) -> str:
         """On rank 0: the address where the ranks meet. It listens on one address only."""
@@ -62,34 +60,28 @@ class RankActor:
             )
         return f"tcp://{address}:{port}"
 
-    def start(self, rank: int, invitation: tuple[str, int, str]) -> None:
-        """Start the rank, which connects to the executor."""
+    def run(self, rank: int, invitation: tuple[str, int, str]) -> None:
+        """Connect to the executor, and run the rank from beginning to end."""
         address = ray.util.get_node_ip_address()
-        if (interface := interface_of(address)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-
-        def run() -> None:
-            connection = connect(invitation, Card(rank, 0, address))  # Ray shows each actor one GPU, as its first
-            run_worker(connection.recv(), connection, Mouth(connection.send))
-            connection.close()
-
-        threading.Thread(target=run, name="rank", daemon=True).start()
+        use_network_of(address)
+        with connect(invitation, rank, 0, address) as connection:  # Ray shows each actor one GPU, as its first
+            run_worker(connection.recv(), connection)
 
 
 class RayRank(RemoteRank):
-    """A rank in an actor.
+    """A rank in an actor, as the executor knows it.
 
     Attributes:
-        actor: its handle.
+        run: the call of `RankActor.run`, to ask how it ended.
     """
 
-    actor: Any = None
+    run: Any = None
 
     def end(self) -> str:
         """How the actor has ended, in Ray's words; "" while it lives."""
         if self.is_gone:
             try:
-                ray.get(self.actor.__ray_ready__.remote(), timeout=FATE_SECONDS)
+                ray.get(self.run, timeout=FATE_SECONDS)
             except ray.exceptions.RayError as error:
                 return f"has ended: {' '.join(str(error).split())}"
         return super().end()
@@ -105,22 +97,20 @@ def start_ray(num_cpus: int, folder: str) -> None:
         os.environ.setdefault(name, value)
     # The same as the variable says, which this process has read already when it imported Ray.
     ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        ray.init(
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-        )
-    except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
-        for child in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
-                if any(folder in word for word in child.cmdline()):
-                    child.kill()
-        raise ExecutorError(f"Ray could not start: {error}") from error
+    options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
+    options |= {"object_store_memory": OBJECT_STORE_BYTES, "_node_ip_address": "127.0.0.1", "_temp_dir": folder}
+    for is_last in (False, True):
+        try:
+            ray.init(num_cpus=num_cpus, **options)
+            return
+        except Exception as error:  # Ray has no class for this error, and leaves the processes that it has started
+            for child in psutil.Process().children():
+                with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                    if any(folder in word for word in child.cmdline()):
+                        child.kill()
+            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
+            if is_last:
+                raise ExecutorError(f"Ray could not start: {error}") from error
 
 
 def find_room(num_ranks: int, with_gpu: bool) -> Any:
@@ -157,7 +147,7 @@ class RayExecutor(RemoteExecutor):
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size
         self._lease = contextlib.ExitStack()  # what this program uses of Ray and has to give back
-        self._finalizer = weakref.finalize(self, self._lease.close)
+        weakref.finalize(self, self._lease.close)
         if not ray.is_initialized():
             self._join_cluster(setup)
         device = self.config.device
@@ -174,12 +164,13 @@ class RayExecutor(RemoteExecutor):
         reception = Reception(ray.util.get_node_ip_address())
         try:
             setup.init_method = ray.get(actors[0].open_meeting_place.remote())
-            ray.get([actor.start.remote(rank, reception.invitation) for rank, actor in enumerate(actors)])
+            ray.get([actor.__ray_ready__.remote() for actor in actors])
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
+        runs = [actor.run.remote(rank, reception.invitation) for rank, actor in enumerate(actors)]
         for rank, (connection, card) in sorted(reception.wait_for(range(size), CONNECT_SECONDS).items()):
-            self.ranks.append(RayRank(rank, self.grid, connection, card.where))
-            self.ranks[rank].actor = actors[rank]
+            self.ranks.append(RayRank(rank, self.grid, connection=connection, where=str(card)))
+            self.ranks[rank].run = runs[rank]
 
     def _join_cluster(self, setup: WorkerSetup) -> None:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone."""
@@ -192,11 +183,7 @@ class RayExecutor(RemoteExecutor):
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
         self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._lease.callback(ray.shutdown)  # callbacks run in reverse order
-        try:
-            start_ray(self.grid.world_size, self.folder)
-        except ExecutorError:
-            # Ray waits at most 30 s for its dozen of processes. On a busy machine the second start is faster.
-            start_ray(self.grid.world_size, self.folder)
+        start_ray(self.grid.world_size, self.folder)
 
     def _kill(self) -> None:
-        self._finalizer()
+        self._lease.close()

@@ -4,8 +4,8 @@ and when something fails, the executor finds out which rank is to blame."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hmac
+import logging
 import os
 import pathlib
 import pickle
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -34,6 +34,8 @@ from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv.connector import OutputAggregator
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
+
+logger = logging.getLogger(__name__)
 
 # Loading a large model takes long; a rank that is not ready after this time will not be.
 START_SECONDS = 600.0
@@ -91,14 +93,6 @@ def start_process(
     return process, Connection(ours.detach())
 
 
-def how_it_ended(process: subprocess.Popen[bytes]) -> str:
-    """How a process ended, in words; "" while it lives."""
-    code = process.poll()
-    if code is None:
-        return ""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
 def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
     """Kill processes and remove a folder."""
     for process in processes:
@@ -111,29 +105,23 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> 
 # ---------------------------------------------------------------- connections between machines
 
 
-def interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has an address; None if none has."""
-    found = psutil.net_if_addrs().items()
-    return next((name for name, addresses in found if address in (a.address for a in addresses)), None)
+def use_network_of(address: str) -> None:
+    """Have gloo use this machine's network interface that has the address, unless the user names another."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (each.address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-@dataclasses.dataclass
-class Card:
-    """What a rank that the executor has not started says of itself when it connects.
-
-    Attributes:
-        config: the settings with which it was started; None if it has none of its own.
-    """
+class Card(NamedTuple):
+    """What a rank that the executor has not started says of itself when it connects: its number in the grid and on its machine, and
+    its process."""
 
     rank: int
     local_rank: int
     host: str
-    config: EngineConfig | None = None
-    pid: int = dataclasses.field(default_factory=os.getpid)
+    pid: int
 
-    @property
-    def where(self) -> str:
-        """Its process, for messages."""
+    def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
@@ -172,12 +160,12 @@ class Reception:
         return found
 
 
-def connect(invitation: Sequence[Any], card: Card) -> Connection:
+def connect(invitation: Sequence[Any], rank: int, local_rank: int, host: str) -> Connection:
     """A rank's connection to its executor; see `Reception.invitation`."""
     host, port, key = invitation
     connection = _connection(socket.create_connection((host, port), START_SECONDS))
     connection.send_bytes(key.encode())
-    connection.send(card)
+    connection.send(Card(rank, local_rank, host, os.getpid()))
     return connection
 
 
@@ -241,8 +229,10 @@ class WatchedProcesses:
 class RemoteRank(Peer):
     """A rank as its executor knows it. Its name tells its place in the grid if there are several stages.
 
+    Args:
+        peer: see `Peer`.
+
     Attributes:
-        connection: to the rank, see `worker.run_worker`.
         local_rank: its number on its machine.
         answers: by the number of the order.
         transfer_has_ended: a KV transfer has ended on the rank, and no step has taken that in yet.
@@ -250,11 +240,11 @@ class RemoteRank(Peer):
 
     transfer_has_ended = False
 
-    def __init__(self, rank: int, grid: Grid, connection: Connection, where: str, local_rank: int = 0) -> None:
+    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, **peer: Any) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
-        super().__init__(f"rank {rank}{place}", where)
-        self.connection, self.local_rank = connection, local_rank
+        super().__init__(f"rank {rank}{place}", **peer)
+        self.local_rank = local_rank
         self.answers: dict[int, Any] = {}
 
     def take(self, message: Any) -> None:
@@ -272,10 +262,15 @@ class RemoteExecutor(WatchedProcesses, Executor):
 
     A subclass says how to start the ranks and how to kill them.
 
+    Attributes:
+        program: the module that runs as a rank on this machine.
+
     Raises:
         ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size; in its words.
         ExecutorError: a rank could not start.
     """
+
+    program = "nanovllm.executor.worker"
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         super().__init__()
@@ -283,7 +278,7 @@ class RemoteExecutor(WatchedProcesses, Executor):
         self.grid = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
         self._num_orders = 0
         self._transfers = OutputAggregator(self.grid.world_size)
-        setup = WorkerSetup(config, model_config, folder)
+        setup = WorkerSetup(config, model_config, folder, log_level=logger.getEffectiveLevel())
         try:
             self._start_ranks(setup)
             _, first = engine_grid(config)
@@ -291,7 +286,7 @@ class RemoteExecutor(WatchedProcesses, Executor):
                 setup.rank, setup.local_rank = first + number, rank.local_rank
                 with contextlib.suppress(OSError):  # `_answer` finds out why
                     rank.connection.send(setup)
-            self._take_memory([self._answer(rank, 0, START_SECONDS) for rank in self.ranks])
+            self._take_memory()
         except BaseException:
             self._end("the ranks could not start")
             raise
@@ -304,6 +299,11 @@ class RemoteExecutor(WatchedProcesses, Executor):
         `setup`, which this method completes (except for their numbers)."""
         raise NotImplementedError
 
+    def _start_rank(self, rank: int, environment: Mapping[str, str], local_rank: int) -> None:
+        """Start a rank on this machine."""
+        process, connection = start_process(["-m", self.program], environment)
+        self.ranks.append(RemoteRank(rank, self.grid, local_rank, connection=connection, process=process))
+
     def _kill(self) -> None:
         """End all ranks, whatever they do. Their connections are closed."""
         raise NotImplementedError
@@ -315,11 +315,10 @@ class RemoteExecutor(WatchedProcesses, Executor):
                 rank.connection.send_bytes(order)
 
     def _listen(self, timeout: float) -> None:
-        by_connection = {rank.connection: rank for rank in self.ranks if not rank.is_gone}
-        ready = wait(list(by_connection), timeout)
+        ready = wait([rank for rank in self.ranks if not rank.is_gone], timeout)
         with uninterrupted():
-            for connection in ready:
-                by_connection[connection].drain(connection)  # type: ignore[index,arg-type]
+            for rank in ready:
+                rank.drain()  # type: ignore[union-attr]
 
     def _end(self, reason: str) -> None:
         self._reason = reason
@@ -388,16 +387,16 @@ class RemoteExecutor(WatchedProcesses, Executor):
             self._send(order)
         return self._num_orders
 
-    def _answer(self, rank: RemoteRank, order: int, timeout: float = ORDER_SECONDS) -> Any:
+    def _answer(self, rank: RemoteRank, order: int) -> Any:
         """Wait for a rank's answer to an order, and drop its answers to earlier ones. Watches all ranks meanwhile."""
         self._check()
-        deadline = time.monotonic() + timeout
+        what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
+        deadline = time.monotonic() + seconds
         while order not in rank.answers:
             with waiting_for_others():
                 self._hear(LOOK_SECONDS)
             if time.monotonic() > deadline:
-                what = "answered" if rank.is_ready else "started"
-                self._fail(f"{rank.name}, {rank.where}, has not {what} after {timeout:g} seconds")
+                self._fail(f"{rank}, has not {what} after {seconds:g} seconds")
         answer = rank.answers[order]
         rank.answers = {number: other for number, other in rank.answers.items() if number > order}
         return answer

@@ -1,7 +1,7 @@
 """An executor whose ranks are processes that torchrun has started, on one machine or on several.
 
-Rank 0's process owns the engine and runs rank 0 in a thread. All other ranks `follow_to_the_end`: each connects to rank 0's process, which
-listens only until all of them have.
+Rank 0's process owns the engine, and starts rank 0 as a process of its own. All other ranks `follow_to_the_end`: each connects to the
+executor, which listens only until all of them have. They get rank 0's settings.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ import pickle
 import signal
 import socket
 import sys
-import threading
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
@@ -28,23 +26,12 @@ import torch.distributed as dist
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.life_signs import Complaint, Mouth
+from nanovllm.distributed.life_signs import Complaint
+from nanovllm.executor import remote
 from nanovllm.executor.base import check_grid, read_model_config
-from nanovllm.executor.remote import (
-    CLOSE_SECONDS,
-    START_SECONDS,
-    Card,
-    Reception,
-    RemoteExecutor,
-    RemoteRank,
-    connect,
-    interface_of,
-)
+from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
-
-# Settings that may differ from machine to machine, or that rank 0 alone uses.
-OWN_SETTINGS = ("model", "tokenizer", "revision", "served_model_name", "trace")
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +64,8 @@ class Launch:
             ) from None
 
     def join_network(self) -> str:
-        """Have gloo use the network that leads to rank 0, unless the user names another; returns the address of this process in it.
-        (By default, gloo uses the address of this host's name, which other machines often cannot reach.)"""
-        if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]:
-            addresses = psutil.net_if_addrs().get(interface, ())
-            usable = (a.address for a in addresses if a.family in (socket.AF_INET, socket.AF_INET6))
-            return next(usable, self.address)
+        """Have gloo use the network that leads to rank 0, unless the user names another; returns the address of this process in
+        the former. (By default, gloo uses the address of this host's name, which other machines often cannot reach.)"""
         is_alone = self.local_world_size == self.world_size
         found = socket.getaddrinfo("127.0.0.1" if is_alone else self.address, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(found[0], found[1]) as probe:
@@ -90,16 +73,12 @@ class Launch:
             ours = probe.getsockname()[0]
         if ours.startswith("127.") and not is_alone:  # as a host's own name does on some systems
             logger.warning(
-                "--master-addr %s is a loopback address here (%s), which ranks on other machines cannot reach: give an address "
-                "that they can, or name the network interface in GLOO_SOCKET_IFNAME", self.address, ours,
+                "--master-addr %s is a loopback address here (%s), which ranks on other machines cannot reach: give torchrun an "
+                "address that they can, as --master-addr or, with --rdzv-endpoint, as --local-addr", self.address, ours,
             )  # fmt: skip
-        elif (found_interface := interface_of(ours)) is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = found_interface
+        else:
+            remote.use_network_of(ours)
         return ours
-
-    def card(self, config: EngineConfig) -> Card:
-        """Who this process is, and with which settings it was started."""
-        return Card(self.rank, self.local_rank, socket.gethostname(), config)
 
 
 def open_store() -> dist.Store:
@@ -108,64 +87,38 @@ def open_store() -> dist.Store:
     return dist.PrefixStore(f"nanovllm/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def check_settings(cards: Sequence[Card]) -> None:
-    """Check that all ranks were started with rank 0's settings.
-
-    Raises:
-        ValueError: names the first difference.
-    """
-    for card in cards:
-        for name, ours in vars(cards[0].config).items():
-            if name not in OWN_SETTINGS and (theirs := getattr(card.config, name)) != ours:
-                raise ValueError(
-                    f"rank {card.rank} ({card.where}) was started with {name}={theirs!r}, rank 0 with {ours!r}: "
-                    "start all ranks with the same settings"
-                )
-
-
 class TorchrunExecutor(RemoteExecutor):
-    """Rank 0's view of the ranks that torchrun has started. Rank 0 itself runs in a thread."""
+    """Rank 0's view of the ranks that torchrun has started."""
 
     _neighbours: Sequence[psutil.Process] = ()
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
         launch = Launch.from_environment()
-        reception, store = Reception(launch.join_network()), open_store()
+        reception, store = remote.Reception(launch.join_network()), open_store()
         if store.add("engines", 1) > 1:
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         store.set("executor", json.dumps(reception.invitation))
-        ours, theirs = Pipe()
-        guests = {0: (ours, launch.card(self.config))} | reception.wait_for(range(1, launch.world_size))
-        cards = [guests[rank][1] for rank in range(launch.world_size)]
-        check_settings(cards)
-        # torchrun gives the first ranks to the first machine.
-        self._neighbours = [psutil.Process(card.pid) for card in cards[1 : launch.local_world_size]]
-        thread = threading.Thread(target=_run_rank_0, args=(theirs,), name="rank 0", daemon=True)
-        thread.start()
-        connections = [guests[card.rank][0] for card in cards]
-        weakref.finalize(self, _shut_down, connections, thread)
-        for card, connection in zip(cards, connections, strict=True):
-            self.ranks.append(RemoteRank(card.rank, self.grid, connection, card.where, card.local_rank))
+        self._start_rank(0, {}, launch.local_rank)
+        for rank, (connection, card) in sorted(reception.wait_for(range(1, launch.world_size)).items()):
+            self.ranks.append(RemoteRank(rank, self.grid, card.local_rank, connection=connection, where=str(card)))
+            if rank < launch.local_world_size:  # torchrun gives the first ranks to the first machine
+                self.ranks[rank].pid = card.pid
+        self._neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
+        weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
 
     def _kill(self) -> None:
         """Wait for the ranks of this machine: they end when their connections are closed, unless they hang. (torchrun would wait
         for those.)"""
-        for process in psutil.wait_procs(self._neighbours, CLOSE_SECONDS)[1]:
+        for process in psutil.wait_procs(self._neighbours, remote.CLOSE_SECONDS)[1]:
             process.kill()
 
 
-def _run_rank_0(connection: Connection) -> None:
-    run_worker(connection.recv(), connection, Mouth(connection.send, on_lost=lambda: None))
-    connection.close()
-
-
-def _shut_down(connections: list[Connection], rank_0: threading.Thread) -> None:
+def _shut_down(connections: list[Connection]) -> None:
     """End all ranks when the program ends without having closed its engine."""
     for connection in connections:
         with contextlib.suppress(OSError):
             connection.send_bytes(pickle.dumps(("shutdown", ())))
-    rank_0.join(2 * CLOSE_SECONDS)
 
 
 def follow_to_the_end(config: EngineConfig) -> NoReturn:
@@ -180,11 +133,12 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     launch = Launch.from_environment()
     launch.join_network()
     store = open_store()
-    store.wait(["executor"], timedelta(seconds=START_SECONDS))
+    store.wait(["executor"], timedelta(seconds=remote.START_SECONDS))
     # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = connect(json.loads(store.get("executor")), launch.card(config))
+    invitation = json.loads(store.get("executor"))
+    connection = remote.connect(invitation, launch.rank, launch.local_rank, socket.gethostname())
 
     def send(message: Any) -> None:
         if isinstance(message, Complaint):  # torchrun may end rank 0 before it reports this
@@ -194,7 +148,7 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     was_shut_down = False
     with contextlib.suppress(EOFError, OSError):  # rank 0 tells the user why; torchrun ends it once this process ends
         setup = dataclasses.replace(connection.recv(), folder=folder)  # where this machine has the checkpoint
-        was_shut_down = run_worker(setup, connection, Mouth(send))
+        was_shut_down = run_worker(setup, connection, send)
         while not was_shut_down:
             connection.recv_bytes()
     sys.stdout.flush()

@@ -107,7 +107,7 @@ class InProcessExecutor(Executor):
         self.worker = Worker(WorkerSetup(config, model_config, folder, rank, init_method=address))
         self.runner = self.worker.runner
         self._ends: Any = None  # a mailbox, once this rank has KV transfers
-        self._take_memory([self.worker.memory()])
+        self._take_memory()
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""

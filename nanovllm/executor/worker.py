@@ -6,99 +6,85 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
-from nanovllm.data.schedule import ModelRunnerOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import at_rest, in_step
 from nanovllm.distributed.groups import get_pp_group, get_tp_group
-from nanovllm.distributed.life_signs import TRANSFER_ENDED, Complaint, Mouth, PeerLost, activity_of_this_thread
+from nanovllm.distributed.life_signs import TRANSFER_ENDED, Complaint, Mouth, activity_of_this_thread
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 
 
-def run_worker(setup: WorkerSetup, connection: Connection, mouth: Mouth) -> bool:
-    """Start the rank, report its memory, and carry out orders until the executor shuts it down or is gone. Reports errors.
+def run_worker(setup: WorkerSetup, connection: Connection, send: Callable[[Any], None] | None = None) -> bool:
+    """Start the rank, and carry out orders until the executor shuts it down or is gone. Reports errors.
 
     Args:
         connection: brings orders, if they do not come through shared memory: pickled names of methods with their arguments.
-        mouth: not started yet; sends answers and heartbeats over the same connection.
+        send: sends answers and heartbeats; default: over the same connection.
 
     Returns:
         True if the executor has shut the rank down.
     """
+    mouth, is_starting = Mouth(send or connection.send), True
     mouth.start()
     mouth.watch_this_thread(activity_of_this_thread(setup.rank))
     try:
-        return _obey(setup, _orders(setup, connection), mouth)
+        worker = Worker(setup)
+        for number, (name, arguments) in enumerate(_orders(setup, connection), start=1):
+            if name == "launch":
+                is_starting = False
+                _launch(worker, arguments[0], number, mouth)
+                continue
+            value = getattr(worker, name)(*arguments)
+            if name == "allocate":
+                worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
+            mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
+        worker.close()
+        return True
     except EOFError:
         return False  # the executor is gone
-    except Exception:
-        mouth.complain(Complaint.of_error())
+    except Exception as error:
+        # Until the first step, the user can mend what the message names, but not the loss of another rank.
+        is_users = is_starting and isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError)
+        mouth.complain(Complaint(True, str(error)) if is_users else Complaint.of_error())
         return False
     finally:
         mouth.close()
 
 
-def _orders(setup: WorkerSetup, connection: Connection) -> Callable[[], bytes]:
-    """A function that waits for the next order. Raises EOFError when the executor is gone."""
-    if setup.orders is None:
-        return connection.recv_bytes
-    orders = MessageQueue.attach(setup.orders, setup.local_rank)
-
-    def next_order() -> bytes:
+def _orders(setup: WorkerSetup, connection: Connection) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Wait for orders, and yield them until the rank is shut down. Raises EOFError when the executor is gone."""
+    receive = connection.recv_bytes
+    if setup.orders is not None:
+        receive = partial(MessageQueue.attach(setup.orders, setup.local_rank).get, float("inf"))
+    while True:
         try:
-            return orders.get(timeout=float("inf"))
-        except PeerLost as error:
-            raise EOFError(str(error)) from None
-
-    return next_order
-
-
-def _obey(setup: WorkerSetup, next_order: Callable[[], bytes], mouth: Mouth) -> bool:
-    try:
-        worker = Worker(setup)
-        memory = worker.memory()
-    except ConnectionError:
-        raise  # another rank has failed
-    except (ValueError, OSError) as error:
-        mouth.complain(Complaint(True, str(error)))
-        return False
-    mouth.answer(0, lambda: memory)
-    is_output_rank = get_pp_group().is_last and get_tp_group().is_first
-    for number in itertools.count(1):
-        with at_rest():
-            name, arguments = pickle.loads(next_order())
+            with at_rest():
+                name, arguments = pickle.loads(receive())
+        except OSError as error:
+            raise EOFError from error
         if name == "shutdown":
-            break
-        if name == "launch":
-            with in_step():
-                wait = worker.launch(*arguments)
-            if is_output_rank:
-                mouth.answer(number, wait)
-            elif arguments[0].connector_metadata is not None:  # the output rank reports the sampled tokens
-                mouth.answer(number, _transfers_of(wait))
-            continue
-        try:
-            value = getattr(worker, name)(*arguments)
-        except ValueError as error:  # not enough memory to allocate: the message says which setting to change
-            mouth.complain(Complaint(True, str(error)))
-            return False
-        if name == "allocate":
-            worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
-        mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
-    worker.close()
-    return True
+            return
+        yield name, arguments
 
 
-def _transfers_of(wait: Callable[[], ModelRunnerOutput]) -> Callable[[], ModelRunnerOutput]:
-    return lambda: ModelRunnerOutput(connector_output=wait().connector_output)
+def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth) -> None:
+    """Start a step. The output rank reports the sampled tokens, every other rank only its KV transfers, if there are any."""
+    with in_step():
+        wait = worker.launch(schedule)
+    if get_pp_group().is_last and get_tp_group().is_first:
+        mouth.answer(number, wait)
+    elif schedule.connector_metadata is not None:
+        mouth.answer(number, lambda: ModelRunnerOutput(connector_output=wait().connector_output))
 
 
 def main() -> None:
@@ -107,7 +93,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     setup: WorkerSetup = connection.recv()
     logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s")
-    was_shut_down = run_worker(setup, connection, Mouth(connection.send))
+    was_shut_down = run_worker(setup, connection)
     os._exit(0 if was_shut_down else 1)  # at once: groups that other ranks have left would wait for them
 
 

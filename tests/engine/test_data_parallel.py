@@ -224,15 +224,13 @@ class LockStepExecutor(Executor):
 
     is_in_process = True
     on_gpu = False
+    num_blocks = 24
     bytes_per_block = 2**25  # 32 blocks in host memory
 
     def __init__(self, meeting: Meeting, waits_at_launch: bool) -> None:
         self.meeting, self.waits_at_launch = meeting, waits_at_launch
         self.runner = ContentRunner(BLOCK, Everyone())
         self.kinds: list[str] = []
-
-    def num_blocks_that_fit(self) -> int:
-        return 24
 
     def allocate(self, num_blocks: int, num_host_blocks: int) -> None:
         pass
@@ -261,7 +259,6 @@ class ThreadRank(DataRank):
     def __init__(self, config: EngineConfig, environment: Any) -> None:
         self.rank = config.data_parallel_rank or 0
         Peer.__init__(self, f"data rank {self.rank}", "thread")
-        self._pulse: Any = None
         self.folder = ""
         addresses = [f"inproc://{kind} {id(self)}" for kind in ("commands", "reports")]
         self._bind(*addresses)
@@ -288,7 +285,7 @@ class ThreadRank(DataRank):
         self.sent.append(command)
         super().send(command)
 
-    def drain(self, connection: Any) -> None:
+    def drain(self) -> None:
         self.heard = time.monotonic()
         error, self.error = self.error, None
         if error is not None:

@@ -176,7 +176,7 @@ def test_a_rank_that_dies_while_nothing_is_computed(tiny_model: pathlib.Path) ->
 def test_a_rank_that_fails_says_why(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[Exception], words: str
 ) -> None:
-    monkeypatch.setattr(multiprocess.RankProcess, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
     monkeypatch.setenv("RANK_FAULT", fault)
     before = set(psutil.Process().children())
     with pytest.raises(kind, match=words):
@@ -190,7 +190,7 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, int]
 ) -> None:
     """Rank 0 computes for more than twice the time after which one that rests would be taken to hang."""
-    monkeypatch.setattr(multiprocess.RankProcess, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
     monkeypatch.setenv("RANK_FAULT", "0 launch burn")
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     start = time.monotonic()
@@ -225,7 +225,7 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
 def test_ranks_that_wait_for_one_another_are_named(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, Any], fault: str, words: str
 ) -> None:
-    monkeypatch.setattr(multiprocess.RankProcess, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
     monkeypatch.setenv("RANK_FAULT", fault)
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     processes = processes_of(llm)

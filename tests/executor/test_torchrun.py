@@ -21,9 +21,8 @@ import httpx
 import psutil
 import pytest
 
-from nanovllm.data.config import EngineConfig
-from nanovllm.executor.remote import Card, Reception, connect, interface_of
-from nanovllm.executor.torchrun import Launch, check_settings
+from nanovllm.executor.remote import Reception, connect, use_network_of
+from nanovllm.executor.torchrun import Launch
 from tests import rank_faults
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
@@ -95,24 +94,15 @@ def test_as_many_processes_as_ranks(tiny_model: pathlib.Path) -> None:
     assert "WORLD_SIZE = 2 processes: start 4, or change the sizes" in ended.stderr
 
 
-def test_all_ranks_need_the_same_settings() -> None:
-    launches = [Launch(rank, rank, 2, 2, "127.0.0.1") for rank in range(2)]
-    ours = launches[0].card(EngineConfig(tensor_parallel_size=2))
-    check_settings([ours, launches[1].card(EngineConfig(model="/another/folder", tensor_parallel_size=2))])
-    theirs = launches[1].card(EngineConfig(tensor_parallel_size=2, dtype="half"))
-    with pytest.raises(ValueError, match=r"rank 1 \(process \d+ on .*dtype='half', rank 0 with 'auto'"):
-        check_settings([ours, theirs])
-
-
 def test_strangers_are_not_let_in() -> None:
     reception = Reception("127.0.0.1")
     host, port, key = reception.invitation
     stranger = socket.create_connection((host, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    impostor = connect((host, port, "0" * len(key)), Card(1, 1, "there"))
-    with connect(reception.invitation, Card(1, 1, "here")) as ours:
+    impostor = connect((host, port, "0" * len(key)), 1, 1, "there")
+    with connect(reception.invitation, 1, 1, "here") as ours:
         ((theirs, card),) = reception.wait_for([1]).values()
-        assert card.where == f"process {os.getpid()} on here"
+        assert str(card) == f"process {os.getpid()} on here"
         theirs.send("welcome")
         assert ours.recv() == "welcome"
     stranger.close()
@@ -127,16 +117,16 @@ def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    Launch(0, 0, 1, 2, "127.0.0.1").join_network()
+    Launch(0, 0, 2, 2, "127.0.0.1").join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     Launch(0, 0, 1, 2, "127.0.0.1").join_network()  # the other machine cannot be there
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert "--master-addr 127.0.0.1 is a loopback address here" in caplog.text
-    loopback = interface_of("127.0.0.1")
-    assert loopback is not None and interface_of("203.0.113.1") is None
+    use_network_of("203.0.113.1")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     Launch(0, 0, 2, 2, "127.0.0.1").join_network()
-    assert os.environ["GLOO_SOCKET_IFNAME"] == loopback
+    assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 
 
@@ -276,13 +266,13 @@ def test_a_rank_that_hangs_is_named(
     monkeypatch: pytest.MonkeyPatch,
     victim: int,
 ) -> None:
-    """Rank 0 is a thread beside the engine, of which the heart must not think that it hangs, too."""
+    """The engine's process waits for the rank, and must not be thought to hang, too."""
     faults = rank_faults.environment(tmp_path_factory.mktemp("faults"), f"{victim} launch hang 40")
     for name, value in faults.items():
         monkeypatch.setenv(name, value)
     with Job(tiny_model, tmp_path) as job:
         response, seconds = Request(job, 250).answer()
-        words = rf"rank {victim}, process \d+ on .*, hangs: for 4 seconds it has been at .*rank_faults.py:\d+ in"
+        words = rf"rank {victim}, process \d+( on .*)?, hangs: for 4 seconds it has been at .*rank_faults.py:\d+ in"
         assert response.status_code == 503 and re.search(words, response.text), response.text
         assert seconds < SOON
         wait_until(lambda: job.is_over, 2 * SOON, "torchrun and all ranks have ended")

@@ -164,8 +164,8 @@ class TalkingRanks(RemoteExecutor):
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         connection, self._other_end = Pipe()
-        self.ranks.append(RemoteRank(0, self.grid, connection, ""))
-        self.ranks[0].answers[0] = (1, 1, False)
+        self.ranks.append(RemoteRank(0, self.grid, connection=connection))
+        self.ranks[0].answers[1] = (1, 1, False)
 
     def _send(self, order: bytes) -> None:
         pass
