@@ -9,13 +9,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
+from torch import Tensor
 
 import nanovllm.engine.core
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, SingleStage
+from nanovllm.distributed.pipeline_parallel import SingleStage
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
@@ -37,19 +38,19 @@ def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
 class Wire(StageLink):
     """A line within this process."""
 
-    def __init__(self, link: SingleStage, wires: list[deque[IntermediateTensors]]) -> None:
+    def __init__(self, link: SingleStage, wires: list[deque[Tensor]]) -> None:
         super().__init__(link.hidden_size, link.dtype, link.device)
         self.wires = wires
 
-    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+    def receive(self, num_tokens: int) -> Tensor | None:
         if self.group.is_first:
             return None
-        tensors = self.wires[self.group.rank_in_group - 1].popleft()
-        assert len(tensors.hidden) == len(tensors.residual) == num_tokens
-        return tensors
+        hidden = self.wires[self.group.rank_in_group - 1].popleft()
+        assert len(hidden) == num_tokens
+        return hidden
 
-    def send(self, tensors: IntermediateTensors) -> None:
-        self.wires[self.group.rank_in_group].append(tensors.clone())
+    def send(self, hidden: Tensor) -> None:
+        self.wires[self.group.rank_in_group].append(hidden.clone())
 
 
 class StagedExecutor(Executor):
@@ -60,7 +61,7 @@ class StagedExecutor(Executor):
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         self.stages = config.pipeline_parallel_size
-        self.wires: list[deque[IntermediateTensors]] = [deque() for _ in range(self.stages)]
+        self.wires: list[deque[Tensor]] = [deque() for _ in range(self.stages)]
         self.runners: list[ModelRunner] = []
         for _ in self._in_turn():
             runner = ModelRunner(config, model_config, folder)

@@ -6,7 +6,6 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -77,32 +76,6 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
 # ---------------------------------------------------------------- from stage to stage
 
 
-@dataclass
-class IntermediateTensors:
-    """What a stage sends to the next one: the residual stream, not added up yet.
-
-    Attributes:
-        hidden: `[num_tokens, hidden_size]`, what the stage's last layer adds to the stream.
-        residual: `[num_tokens, hidden_size]`, the stream before that.
-    """
-
-    hidden: Tensor
-    residual: Tensor
-
-    def __getitem__(self, rows: slice) -> IntermediateTensors:
-        return IntermediateTensors(self.hidden[rows], self.residual[rows])
-
-    def copy_(self, other: IntermediateTensors) -> IntermediateTensors:
-        """Overwrite both tensors; returns itself."""
-        self.hidden.copy_(other.hidden)
-        self.residual.copy_(other.residual)
-        return self
-
-    def clone(self) -> IntermediateTensors:
-        """A copy of both tensors."""
-        return IntermediateTensors(self.hidden.clone(), self.residual.clone())
-
-
 class SingleStage:
     """In place of a `StageLink`: a rank that has all layers, and neither receives nor sends anything.
 
@@ -113,25 +86,25 @@ class SingleStage:
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
 
-    def receive(self, num_tokens: int) -> IntermediateTensors | None:
-        """Wait for the previous stage's tensors of this step; None on the first stage."""
+    def receive(self, num_tokens: int) -> Tensor | None:
+        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`; None on the first stage."""
         return None
 
-    def send(self, tensors: IntermediateTensors) -> None:
+    def send(self, hidden: Tensor) -> None:
         """Start to send to the next stage, without waiting until it has finished the previous step.
 
-        The caller must not write to the tensors any more. They are kept until they have been sent.
+        The caller must not write to the tensor any more. It is kept until it has been sent.
         """
 
     def flush(self) -> None:
         """Wait until everything has arrived."""
 
-    def blank(self, num_tokens: int) -> IntermediateTensors | None:
-        """A substitute for received tensors, for steps that a stage runs alone to measure or to record them."""
+    def blank(self, num_tokens: int) -> Tensor | None:
+        """A substitute for received hidden states, for steps that a stage runs alone to measure or to record them."""
         return None
 
-    def blank_output(self, num_tokens: int) -> Tensor | IntermediateTensors:
-        """A buffer for this stage's output: hidden states if it is the last one."""
+    def blank_output(self, num_tokens: int) -> Tensor:
+        """A buffer for this stage's output."""
         return torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.groups import get_pp_group
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, SingleStage
+from nanovllm.distributed.pipeline_parallel import SingleStage
 from nanovllm.distributed.standstill import CallCounter
 
 
@@ -35,31 +35,27 @@ class StageLink(SingleStage):
         )
         self._in_flight: deque[tuple[dist.Work | None, Tensor]] = deque()
 
-    def receive(self, num_tokens: int) -> IntermediateTensors | None:
+    def receive(self, num_tokens: int) -> Tensor | None:
         """See `SingleStage`."""
         if self.group.is_first:
             return None
-        received = torch.empty(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
+        received = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
         with waiting_for_others(), self._received.call("receive"):
-            # Post both receives before waiting for the first: sender and receiver synchronise once instead of twice.
-            for work in [dist.irecv(tensor, self._previous, group=self._connections) for tensor in received]:
-                work.wait()  # type: ignore[union-attr]  # both ranks are of the group
-        return IntermediateTensors(*received)
+            dist.recv(received, self._previous, group=self._connections)
+        return received
 
-    def send(self, tensors: IntermediateTensors) -> None:
+    def send(self, hidden: Tensor) -> None:
         """See `SingleStage`."""
-        transfer = self._sent.call("send")
-        for tensor in (tensors.hidden.contiguous(), tensors.residual.contiguous()):
-            # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
-            # (gloo marks a send as completed only in `wait`.)
-            with waiting_for_others(), transfer:
-                if len(self._in_flight) >= 2 * self.group.world_size:
-                    self._wait_for_oldest()
-                # NCCL connects two ranks when they first talk.
-                work = dist.isend(tensor, self._next, group=self._connections)
-            self.group.calls["send"] += 1
-            self.group.bytes_sent["send"] += tensor.nbytes
-            self._in_flight.append((work, tensor))
+        # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
+        # (gloo marks a send as completed only in `wait`.)
+        with waiting_for_others(), self._sent.call("send"):
+            if len(self._in_flight) >= self.group.world_size:
+                self._wait_for_oldest()
+            # NCCL connects two ranks when they first talk.
+            work = dist.isend(hidden, self._next, group=self._connections)
+        self.group.calls["send"] += 1
+        self.group.bytes_sent["send"] += hidden.nbytes
+        self._in_flight.append((work, hidden))
 
     def _wait_for_oldest(self) -> None:
         self._in_flight.popleft()[0].wait()  # type: ignore[union-attr]
@@ -69,14 +65,6 @@ class StageLink(SingleStage):
         while self._in_flight:
             self._wait_for_oldest()
 
-    def _zeros(self, num_tokens: int) -> IntermediateTensors:
-        return IntermediateTensors(*torch.zeros(2, num_tokens, self.hidden_size, dtype=self.dtype, device=self.device))
-
-    def blank(self, num_tokens: int) -> IntermediateTensors | None:
+    def blank(self, num_tokens: int) -> Tensor | None:
         """See `SingleStage`."""
-        return None if self.group.is_first else self._zeros(num_tokens)
-
-    def blank_output(self, num_tokens: int) -> Tensor | IntermediateTensors:
-        """See `SingleStage`."""
-        blank = self._zeros(num_tokens)
-        return blank.hidden if self.group.is_last else blank
+        return None if self.group.is_first else self.blank_output(num_tokens)

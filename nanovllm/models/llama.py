@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nanovllm import ops
 from nanovllm.attention.base import Rotary, attend
 from nanovllm.distributed.groups import GroupCoordinator, get_pp_group
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, if_here, is_elsewhere, layers_here
+from nanovllm.distributed.pipeline_parallel import if_here, is_elsewhere, layers_here
 from nanovllm.layers.basic import Layer, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import (
     MergedColumnParallelLinear,
@@ -134,19 +134,14 @@ class LlamaModel(nn.Module):
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", family.rotary_table(config, max_positions), persistent=False)
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
-    ) -> Tensor | IntermediateTensors:
-        if received is None:
-            x = self.embed_tokens(input_ids)
-            residual = torch.zeros_like(x)
-        else:
-            x, residual = received.hidden, received.residual
+    def forward(self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None) -> Tensor:
+        x = self.embed_tokens(input_ids) if received is None else received
+        residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
         for layer in islice(self.layers, self.here.start, self.here.stop):
             x, residual = layer(x, residual, rotary)
         if not self.stage.is_last:
-            return IntermediateTensors(x, residual)
+            return residual.add_(x)
         return self.norm.add(x, residual)[0]
 
 
@@ -177,10 +172,8 @@ class LlamaForCausalLM(nn.Module):
         if self.model.stage.is_last:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, received: IntermediateTensors | None = None
-    ) -> Tensor | IntermediateTensors:
-        """Hidden states `[num_tokens, hidden_size]` of packed tokens; or, before the last stage of a pipeline, the tensors
+    def forward(self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None) -> Tensor:
+        """Hidden states `[num_tokens, hidden_size]` of packed tokens; before the last stage of a pipeline, the residual stream
         for the next stage.
 
         Args:

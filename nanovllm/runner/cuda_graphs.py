@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.distributed.groups import get_tp_group
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors
+from nanovllm.distributed.groups import get_pp_group, get_tp_group
 from nanovllm.runner.batch import Batch
 
 if TYPE_CHECKING:
@@ -96,14 +95,14 @@ class DecodeGraphs:
         """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
         writes only buffers that never move, and does not depend on any length."""
         inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
-        out: Any = runner._run_model(*inputs, self._received[:size] if self._received is not None else None)
+        out = runner._run_model(*inputs, self._received[:size] if self._received is not None else None)
         return self._out[:size].copy_(out)
 
     def size_for(self, num_seqs: int) -> int:
         """The smallest recorded size that is large enough; there is one."""
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
-    def replay(self, batch: Batch, received: IntermediateTensors | None) -> Tensor | IntermediateTensors:
+    def replay(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits."""
         count = len(batch.rows)
         if received is not None and self._received is not None:
@@ -111,7 +110,7 @@ class DecodeGraphs:
         self._graphs[batch.graph_size].replay()
         out = self._out[:count]
         # The next step may begin before this one's has been sent.
-        return out if isinstance(out, Tensor) else out.clone()
+        return out if get_pp_group().is_last else out.clone()
 
 
 @torch.inference_mode()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.distributed.groups import get_pp_group
 from nanovllm.ops.device import out_of_memory
 from nanovllm.runner.cuda_graphs import DecodeGraphs
 from nanovllm.runner.memory import longest_request
@@ -106,7 +106,7 @@ def run_largest_step(runner: ModelRunner) -> None:
     runner._upload(num_seqs, num_tokens)
     inputs = runner._inputs(num_seqs, num_tokens, most, most)
     hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
-    if isinstance(hidden, Tensor):
+    if get_pp_group().is_last:
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
         row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)
         runner.sampler.sample(runner.model.compute_logits(hidden[:num_seqs]), [row] * num_seqs)

@@ -28,8 +28,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
-from nanovllm.distributed.groups import get_dp_group, get_tp_group
-from nanovllm.distributed.pipeline_parallel import IntermediateTensors, layers_here, stage_link
+from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
+from nanovllm.distributed.pipeline_parallel import layers_here, stage_link
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import KVConnectorWorker, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
@@ -290,14 +290,14 @@ class ModelRunner:
                 out = self.graphs.replay(batch, received)
         else:
             out = self._run_model(batch.input_ids, batch.positions, batch.metadata, received)
-        if isinstance(out, Tensor):
+        if get_pp_group().is_last:
             return out
         self.link.send(out)
         return None
 
     def _run_model(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: IntermediateTensors | None
-    ) -> Tensor | IntermediateTensors:
+        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: Tensor | None
+    ) -> Tensor:
         """The layers of this rank: hidden states, or what the next stage wants."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
         connector = self.connector if self.connector.kv_caches else None  # only one that moves KV hears of layers
