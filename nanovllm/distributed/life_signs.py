@@ -11,6 +11,7 @@ finds those that wait for one another in collectives: see `standstill`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import queue
@@ -26,7 +27,7 @@ from typing import Any
 import psutil
 
 from nanovllm.distributed.activity import LOOK_SECONDS, here
-from nanovllm.distributed.standstill import Activity, StandstillDetector, latest_calls
+from nanovllm.distributed.standstill import Activity, explain_standstill, latest_calls
 
 # Time between two heartbeats.
 HEARTBEAT_SECONDS = 1.0
@@ -144,11 +145,10 @@ class HangDetector:
         return f"for {SILENCE_SECONDS:g} seconds it has been at {self._place()}"
 
     def _place(self) -> str:
-        stack = traceback.walk_stack(sys._current_frames().get(self._thread))
         # The innermost frames: mostly those of a library, and of its caller.
-        calls = traceback.StackSummary.extract(stack, limit=4, lookup_lines=False)
-        places = ["/".join(pathlib.Path(call.filename).parts[-2:]) for call in calls]
-        return ", called from ".join(f"{p}:{c.lineno} in {c.name}" for p, c in zip(places, calls, strict=True))
+        frames = itertools.islice(traceback.walk_stack(sys._current_frames().get(self._thread)), 4)
+        places = [(frame.f_code.co_filename.split("/")[-2:], line, frame.f_code.co_name) for frame, line in frames]
+        return ", called from ".join(f"{'/'.join(path)}:{line} in {name}" for path, line, name in places)
 
 
 # ---------------------------------------------------------------- the sender
@@ -158,22 +158,24 @@ class Mouth(threading.Thread):
     """Sends a process's messages to its parent in order (an answer is a pair of the order's number and a value), and a heartbeat
     every second, even while the next message waits for a GPU. If the parent is gone, the process ends.
 
+    It starts at once, and reports if the thread that creates it hangs (see `HangDetector`).
+
     Args:
-        send: sends a message (a heartbeat is a dict of what the ranks do), or raises OSError.
-        on_lost: called when the parent is gone.
+        send: sends a message, or raises OSError.
+        activities: what the ranks do, which is a heartbeat.
     """
 
-    def __init__(self, send: Callable[[Any], None], on_lost: Callable[[], None] = lambda: os._exit(1)) -> None:
+    def __init__(self, send: Callable[[Any], None], activities: Callable[[], dict[int, Activity]] = dict) -> None:
         super().__init__(name="mouth", daemon=True)
-        self._send, self._on_lost = send, on_lost
+        self._send, self._activities = send, activities
         self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), threading.Event()
-        self._detector: HangDetector | None = None
-        self._activities: Callable[[], dict[int, Activity]] = dict
+        self._detector: HangDetector | None = HangDetector()
+        self.start()
 
-    def watch_this_thread(self, activities: Callable[[], dict[int, Activity]] = dict) -> None:
-        """From now on, report if the calling thread hangs (see `HangDetector`), and what ranks do in every heartbeat."""
-        self._detector, self._activities = HangDetector(), activities
+    def on_lost(self) -> None:
+        """End the process: the parent is gone."""
+        os._exit(1)
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message; the function waits for it and returns it. If it fails, the message is a `Complaint`."""
@@ -224,7 +226,7 @@ class Mouth(threading.Thread):
                 self._send(message)
             return True
         except OSError:
-            self._on_lost()
+            self.on_lost()
             return False
 
 
@@ -291,6 +293,12 @@ class Peer:
             return ""
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    def failure(self) -> Complaint | None:
+        """Its complaint, or how it ended without one, as when it was killed: complaints of others may result from that."""
+        if self.complaint is None and (end := self.end()):
+            return Complaint(False, end, time=0.0, is_certain=True)
+        return self.complaint
+
 
 class Watch:
     """Watches processes that belong together: if one fails, all must end."""
@@ -298,7 +306,8 @@ class Watch:
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers
         self._looked = time.monotonic()
-        self._standstill, self._compared = StandstillDetector(), 0.0
+        self._compared, self._since = 0.0, 0.0
+        self._activities: dict[int, Activity] = {}  # of all ranks, the same since then
 
     def look(self, listen: Callable[[float], None], timeout: float = 0.0) -> Complaint | None:
         """Check all processes.
@@ -312,7 +321,7 @@ class Watch:
         """
         now = time.monotonic()
         if now - self._looked > 2 * HEARTBEAT_SECONDS:  # the caller has not listened meanwhile
-            self._standstill = StandstillDetector()
+            self._activities = {}
             for peer in self.peers:
                 peer.heard = now
         listen(timeout)
@@ -332,34 +341,30 @@ class Watch:
         return self._compare(now) if now - self._compared > LOOK_SECONDS else None
 
     def _compare(self, now: float) -> Complaint | None:
-        """Find ranks that wait for one another for ever."""
+        """Find ranks that wait for one another for ever: the heartbeats of all ranks have said the same for long."""
         self._compared = now
         peers = {rank: peer for peer in self.peers for rank in peer.activities}
         activities = {rank: peer.activities[rank] for rank, peer in peers.items()}
-        heard = {rank: peer.heard for rank, peer in peers.items()}
+        heard = min((peer.heard for peer in peers.values()), default=0.0)
+        if activities != self._activities:
+            self._activities, self._since = activities, heard
+        if heard - self._since <= SILENCE_SECONDS:
+            return None
         # An engine may have several ranks.
         names = {r: str(peer) if len(peer.activities) == 1 else f"rank {r} of {peer}" for r, peer in peers.items()}
-        text = self._standstill.look(activities, heard, names, SILENCE_SECONDS)
+        text = explain_standstill(activities, names, SILENCE_SECONDS)
         return Complaint(False, text) if text else None
 
     def _blame(self, suspect: Peer, listen: Callable[[float], None]) -> Complaint:
         """Find out which process has failed first: the suspect, or another one that it works with."""
         deadline, is_known = time.monotonic() + BLAME_SECONDS, False
-        complaints: list[tuple[Complaint, Peer]] = []
-        fallen: Peer | None = None
+        failures: list[tuple[Complaint, Peer]] = []
         while not is_known:
             # What was sent just before the end arrives with the last look.
-            is_known = time.monotonic() > deadline or fallen is not None or any(c.is_certain for c, _ in complaints)
+            is_known = time.monotonic() > deadline or any(failure.is_certain for failure, _ in failures)
             listen(0.01)
-            complaints = [(peer.complaint, peer) for peer in self.peers if peer.complaint is not None]
-            # It has ended without a complaint, as when it was killed: the complaints of others may result from that.
-            fallen = next((peer for peer in self.peers if peer.complaint is None and peer.end()), None)
-        for complaint, _ in complaints:
-            if complaint.is_users:
-                return complaint
-        if fallen is not None:
-            return Complaint(False, f"{fallen}, {fallen.end()}")
-        if complaints:
-            complaint, peer = min(complaints, key=lambda pair: (not pair[0].is_certain, pair[0].time))
-            return Complaint(False, f"{peer}, {complaint.text}")
-        return Complaint(False, f"{suspect}, has closed its connection")
+            failures = [(failure, peer) for peer in self.peers if (failure := peer.failure()) is not None]
+        if not failures:
+            return Complaint(False, f"{suspect}, has closed its connection")
+        first, peer = min(failures, key=lambda pair: (not pair[0].is_users, not pair[0].is_certain, pair[0].time))
+        return first if first.is_users else Complaint(False, f"{peer}, {first.text}")

@@ -59,8 +59,6 @@ class ProcessGroupCoordinator(GroupCoordinator):
         try:
             with waiting_for_others(), self._counter.call(name):
                 yield
-        except CollectiveError:
-            raise
         except RuntimeError as error:
             lost = "; ".join(self.shared.lost(range(self.world_size))) if self.shared else ""
             where = f"{name} of group {self.name} (ranks {self.ranks}), rank {self.rank}"
@@ -174,37 +172,28 @@ def initialize_groups(
         timeout: seconds after which a collective fails that a rank has not joined.
         disable_custom_all_reduce: use gloo instead of shared memory for all-reduce.
     """
-    device = torch.device(device)
+    device, limit = torch.device(device), timedelta(seconds=timeout)
+    backends = ["gloo", "nccl"] if device.type == "cuda" else ["gloo"]
     if grid.world_size > 1:
         if init_method.startswith("file://"):
             for library in ("GLOO", "NCCL"):
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        backend, limit = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit)
+        dist.init_process_group(
+            backends[-1], init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit
+        )
     for kind in KINDS:
-        _groups[kind] = _make_group(grid, kind, rank, local_rank, device, timeout)
-    if device.type == "cpu" and not disable_custom_all_reduce:
-        for group in _groups.values():
-            if isinstance(group, ProcessGroupCoordinator):
-                group.share_memory(timeout)
-
-
-def _make_group(
-    grid: Grid, kind: str, rank: int, local_rank: int, device: torch.device, timeout: float
-) -> GroupCoordinator:
-    """This rank's group of a kind. Every rank must take part in making every group, not only its own."""
-    own, limit = GroupCoordinator(kind, [rank], rank, local_rank), timedelta(seconds=timeout)
-    for ranks in grid.groups(kind):
+        groups = grid.groups(kind)
+        ranks = next(ranks for ranks in groups if rank in ranks)
         if len(ranks) == 1:
+            _groups[kind] = GroupCoordinator(kind, ranks, rank, local_rank)
             continue
-        device_group = cpu_group = dist.new_group(ranks, backend="gloo", timeout=limit)
-        if device.type == "cuda":
-            device_group = dist.new_group(ranks, backend="nccl", timeout=limit)
-        if rank in ranks:
-            own = ProcessGroupCoordinator(kind, ranks, rank, local_rank, device_group, cpu_group)
-    return own
+        # Every rank takes part in making every group, and gets its own.
+        own = [dist.new_subgroups_by_enumeration(groups, limit, backend)[0] for backend in backends]
+        group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, local_rank, own[-1], own[0])
+        if device.type == "cpu" and not disable_custom_all_reduce:
+            group.share_memory(timeout)
 
 
 def destroy_groups() -> None:

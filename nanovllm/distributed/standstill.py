@@ -14,7 +14,7 @@ from typing import NamedTuple
 TRANSFER = {"send", "receive"}
 
 
-class CollectiveError(RuntimeError):
+class CollectiveError(Exception):
     """A collective failed: a rank has died, did not come, or is in another collective. The message says which."""
 
 
@@ -84,38 +84,25 @@ def latest_calls() -> tuple[Call, ...]:
     return tuple(Call(c.group, c.ranks, c.number, c.name, c.is_inside) for c in counters if c.number)
 
 
-class StandstillDetector:
-    """Finds ranks that have waited for one another for too long. Use a new one after heartbeats have been missed."""
+def explain_standstill(activities: dict[int, Activity], names: dict[int, str], seconds: float) -> str:
+    """Find out whether ranks wait for one another in vain.
 
-    def __init__(self) -> None:
-        self._known: dict[int, Activity] = {}
-        self._since = 0.0
+    Args:
+        activities: what each rank has done all the time.
+        names: of the ranks.
+        seconds: how long.
 
-    def look(
-        self, activities: dict[int, Activity], heard: dict[int, float], names: dict[int, str], seconds: float
-    ) -> str:
-        """Compare the ranks. Call this whenever heartbeats may have arrived.
-
-        Args:
-            activities: the latest of each rank.
-            heard: when it arrived.
-            names: of the ranks.
-            seconds: how long the heartbeats of all ranks must have said the same.
-
-        Returns:
-            Which rank hangs, and why; "" while none does.
-        """
-        latest = min(heard.values(), default=0.0)
-        if activities != self._known:
-            self._known, self._since = activities, latest
-        if latest - self._since <= seconds or not (waiting := _waiting_in_vain(activities)):
-            return ""
-        # A rank that waits for an idle one explains more than ranks that wait for one another.
-        rank, call, missed = min(waiting, key=lambda each: not activities[each[2]].is_idle)
-        hangs, where = f"hangs: for {seconds:g} seconds it has", _waits_in(activities[missed])
-        if where is None:
-            return f"{names[missed]}, {hangs} been idle while {names[rank]}, waits for it in {call}"
-        return f"{names[rank]}, {hangs} waited in {call} for {names[missed]}, which waits in {where}"
+    Returns:
+        Which rank hangs, and why; "" while none does.
+    """
+    if not (waiting := _waiting_in_vain(activities)):
+        return ""
+    # A rank that waits for an idle one explains more than ranks that wait for one another.
+    rank, call, missed = min(waiting, key=lambda each: not activities[each[2]].is_idle)
+    hangs, where = f"hangs: for {seconds:g} seconds it has", _waits_in(activities[missed])
+    if where is None:
+        return f"{names[missed]}, {hangs} been idle while {names[rank]}, waits for it in {call}"
+    return f"{names[rank]}, {hangs} waited in {call} for {names[missed]}, which waits in {where}"
 
 
 def _waits_in(activity: Activity) -> Call | None:

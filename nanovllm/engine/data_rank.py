@@ -182,10 +182,8 @@ def main() -> None:
     )
     connection = Connection(int(sys.argv[1]))
     config, commands, reports = connection.recv()
-    mouth = Mouth(connection.send)
     is_rank = config.world_size == 1  # else its ranks have processes of their own
-    mouth.watch_this_thread(activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities.copy)
-    mouth.start()
+    Mouth(connection.send, activity_of_this_thread(config.data_parallel_rank) if is_rank else heard_activities.copy)
     code: Any = 0
     try:
         run_engine(config, commands, reports, connection.fileno())

@@ -17,17 +17,18 @@ from nanovllm.engine.watch import EngineProcess
 
 def _run_with_pulse(run_engine: Callable[..., None], pulse: Connection, *arguments: Any) -> None:
     """Run the engine, and a thread that sends heartbeats and reports a step that hangs."""
-    mouth = Mouth(pulse.send, on_lost=_exit_later)
-    mouth.watch_this_thread()
-    mouth.start()
+    PatientMouth(pulse.send)
     run_engine(*arguments)
 
 
-def _exit_later() -> None:
-    """Called when the front end has ended. The engine's loop notices that as well and ends; if it hangs, a timer ends the process."""
-    timer = threading.Timer(2 * SILENCE_SECONDS, os._exit, (1,))
-    timer.daemon = True
-    timer.start()
+class PatientMouth(Mouth):
+    """If the front end is gone, the engine's loop notices that as well and ends; if it hangs, a timer ends the process."""
+
+    def on_lost(self) -> None:
+        """Start the timer."""
+        timer = threading.Timer(2 * SILENCE_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
 
 
 class WatchedEngineProcess(EngineProcess):

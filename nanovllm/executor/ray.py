@@ -64,7 +64,7 @@ class RankActor:
         """Connect to the executor, and run the rank from beginning to end."""
         address = ray.util.get_node_ip_address()
         use_network_of(address)
-        with connect(invitation, rank, 0, address) as connection:  # Ray shows each actor one GPU, as its first
+        with connect(invitation, address, rank=rank) as connection:  # Ray shows each actor one GPU, as its first
             run_worker(connection.recv(), connection)
 
 
@@ -168,9 +168,9 @@ class RayExecutor(RemoteExecutor):
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
         runs = [actor.run.remote(rank, reception.invitation) for rank, actor in enumerate(actors)]
-        for rank, (connection, card) in sorted(reception.wait_for(range(size), CONNECT_SECONDS).items()):
-            self.ranks.append(RayRank(rank, self.grid, connection=connection, where=str(card)))
-            self.ranks[rank].run = runs[rank]
+        for run, card in zip(runs, reception.wait_for(range(size), CONNECT_SECONDS), strict=True):
+            self.ranks.append(RayRank(grid=self.grid, **card))
+            self.ranks[-1].run = run
 
     def _join_cluster(self, setup: WorkerSetup) -> None:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone."""

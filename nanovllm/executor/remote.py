@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NoReturn
 
 import psutil
 
@@ -112,19 +112,6 @@ def use_network_of(address: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-class Card(NamedTuple):
-    """What a rank that the executor has not started says of itself when it connects: its number in the grid and on its machine, and
-    its process."""
-
-    rank: int
-    local_rank: int
-    host: str
-    pid: int
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
-
-
 class Reception:
     """Where ranks that the executor has not started connect to it. Only ranks that know the key are let in.
 
@@ -138,13 +125,13 @@ class Reception:
         self._key = secrets.token_hex(32)
         self.invitation = (host, self._listener.getsockname()[1], self._key)
 
-    def wait_for(self, ranks: Collection[int], seconds: float = START_SECONDS) -> dict[int, tuple[Connection, Card]]:
-        """Wait until these ranks have connected; nothing listens any more after that.
+    def wait_for(self, ranks: Collection[int], seconds: float = START_SECONDS) -> list[dict[str, Any]]:
+        """Wait until these ranks have connected; nothing listens any more after that. Returns the arguments of each `RemoteRank`.
 
         Raises:
             ExecutorError: a rank has not connected in time.
         """
-        found: dict[int, tuple[Connection, Card]] = {}
+        found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
         with self._listener:
             self._listener.settimeout(LOOK_SECONDS)
@@ -155,17 +142,23 @@ class Reception:
                     connection = _connection(self._listener.accept()[0])
                     key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
                     if hmac.compare_digest(key, self._key.encode()):
-                        card: Card = connection.recv()
-                        found[card.rank] = connection, card
-        return found
+                        card = {"connection": connection} | connection.recv()
+                        found[card["rank"]] = card
+        return [found[rank] for rank in ranks]
 
 
-def connect(invitation: Sequence[Any], rank: int, local_rank: int, host: str) -> Connection:
-    """A rank's connection to its executor; see `Reception.invitation`."""
+def connect(invitation: Sequence[Any], here: str, **card: Any) -> Connection:
+    """A rank's connection to its executor.
+
+    Args:
+        invitation: see `Reception`.
+        here: the name of this machine.
+        card: arguments of `RemoteRank`.
+    """
     host, port, key = invitation
     connection = _connection(socket.create_connection((host, port), START_SECONDS))
     connection.send_bytes(key.encode())
-    connection.send(Card(rank, local_rank, host, os.getpid()))
+    connection.send(card | {"where": f"process {os.getpid()} on {here}"})
     return connection
 
 
@@ -240,11 +233,11 @@ class RemoteRank(Peer):
 
     transfer_has_ended = False
 
-    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, **peer: Any) -> None:
+    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any) -> None:
         stage, tensor = divmod(rank, grid.tensor)
         place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
         super().__init__(f"rank {rank}{place}", **peer)
-        self.local_rank = local_rank
+        self.local_rank, self.pid = local_rank, self.pid or pid
         self.answers: dict[int, Any] = {}
 
     def take(self, message: Any) -> None:
@@ -346,15 +339,16 @@ class RemoteExecutor(WatchedProcesses, Executor):
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Tell every rank; the result comes from the first rank of the last stage."""
-        output_rank = self.grid.world_size - self.grid.tensor
-        if schedule.connector_metadata is None:
-            number = self._order("launch", schedule)
-            return lambda: self._answer(self.ranks[output_rank], number)
-        self.forget_ends()
+        output_rank, has_transfers = -self.grid.tensor, schedule.connector_metadata is not None
+        if has_transfers:
+            self.forget_ends()
         number = self._order("launch", schedule)
 
-        def gather() -> ModelRunnerOutput:  # a KV transfer has ended once it has ended on every rank
+        def gather() -> ModelRunnerOutput:
+            if not has_transfers:
+                return self._answer(self.ranks[output_rank], number)
             results = [self._answer(rank, number) for rank in self.ranks]
+            # A KV transfer has ended once it has ended on every rank.
             results[output_rank].connector_output = self._transfers.add([r.connector_output for r in results])
             return results[output_rank]
 

@@ -19,14 +19,13 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.life_signs import Complaint
 from nanovllm.executor import remote
 from nanovllm.executor.base import check_grid, read_model_config
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
@@ -100,10 +99,7 @@ class TorchrunExecutor(RemoteExecutor):
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         store.set("executor", json.dumps(reception.invitation))
         self._start_rank(0, {}, launch.local_rank)
-        for rank, (connection, card) in sorted(reception.wait_for(range(1, launch.world_size)).items()):
-            self.ranks.append(RemoteRank(rank, self.grid, card.local_rank, connection=connection, where=str(card)))
-            if rank < launch.local_world_size:  # torchrun gives the first ranks to the first machine
-                self.ranks[rank].pid = card.pid
+        self.ranks += [RemoteRank(grid=self.grid, **card) for card in reception.wait_for(range(1, launch.world_size))]
         self._neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
         weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
 
@@ -138,17 +134,14 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     invitation = json.loads(store.get("executor"))
-    connection = remote.connect(invitation, launch.rank, launch.local_rank, socket.gethostname())
-
-    def send(message: Any) -> None:
-        if isinstance(message, Complaint):  # torchrun may end rank 0 before it reports this
-            logger.error("rank %d: %s", launch.rank, message.text)
-        connection.send(message)
-
+    pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
+    connection = remote.connect(
+        invitation, socket.gethostname(), rank=launch.rank, local_rank=launch.local_rank, pid=pid
+    )
     was_shut_down = False
     with contextlib.suppress(EOFError, OSError):  # rank 0 tells the user why; torchrun ends it once this process ends
         setup = dataclasses.replace(connection.recv(), folder=folder)  # where this machine has the checkpoint
-        was_shut_down = run_worker(setup, connection, send)
+        was_shut_down = run_worker(setup, connection)
         while not was_shut_down:
             connection.recv_bytes()
     sys.stdout.flush()

@@ -11,7 +11,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,20 +23,20 @@ from nanovllm.distributed.life_signs import TRANSFER_ENDED, Complaint, Mouth, ac
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.uniproc import Worker, WorkerSetup
 
+logger = logging.getLogger(__name__)
 
-def run_worker(setup: WorkerSetup, connection: Connection, send: Callable[[Any], None] | None = None) -> bool:
+
+def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
     """Start the rank, and carry out orders until the executor shuts it down or is gone. Reports errors.
 
     Args:
-        connection: brings orders, if they do not come through shared memory: pickled names of methods with their arguments.
-        send: sends answers and heartbeats; default: over the same connection.
+        connection: brings orders, if they do not come through shared memory: pickled names of methods with their arguments. Takes
+            answers and heartbeats.
 
     Returns:
         True if the executor has shut the rank down.
     """
-    mouth, is_starting = Mouth(send or connection.send), True
-    mouth.start()
-    mouth.watch_this_thread(activity_of_this_thread(setup.rank))
+    mouth, is_starting = Mouth(connection.send, activity_of_this_thread(setup.rank)), True
     try:
         worker = Worker(setup)
         for number, (name, arguments) in enumerate(_orders(setup, connection), start=1):
@@ -55,7 +55,10 @@ def run_worker(setup: WorkerSetup, connection: Connection, send: Callable[[Any],
     except Exception as error:
         # Until the first step, the user can mend what the message names, but not the loss of another rank.
         is_users = is_starting and isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError)
-        mouth.complain(Complaint(True, str(error)) if is_users else Complaint.of_error())
+        complaint = Complaint(True, str(error)) if is_users else Complaint.of_error()
+        mouth.complain(complaint)
+        if setup.init_method == "env://":  # torchrun may end rank 0 before it reports this
+            logger.error("rank %d: %s", setup.rank, complaint.text)
         return False
     finally:
         mouth.close()

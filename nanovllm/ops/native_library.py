@@ -4,7 +4,7 @@ The sources are plain C++ with a C interface, so that any compiler builds them i
 Python's.
 
 Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
-(~/.cache/nanovllm).
+(~/.cache/nanovllm). With `NANOVLLM_NATIVE=0`, nothing is compiled or loaded.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def load_library(
     Raises:
         BuildError: it cannot be compiled or loaded; the message says why.
     """
+    if os.environ.get("NANOVLLM_NATIVE") == "0":
+        raise BuildError("NANOVLLM_NATIVE=0")
     compiler = find_compiler()
     flags = [*flags, *os.environ.get("CXXFLAGS", "").split()]
     parts = [_run([compiler, "--version"]), " ".join(flags), _cpu_identity()]

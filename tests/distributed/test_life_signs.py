@@ -41,17 +41,14 @@ def complaints_about(work: Callable[[], Any]) -> list[Complaint]:
         if isinstance(message, Complaint):
             found.set()
 
-    mouth = Mouth(say)
-
     def run() -> None:
-        mouth.watch_this_thread()
+        mouth = Mouth(say)
         work()
+        mouth.close()
 
-    mouth.start()
     worker = threading.Thread(target=run)
     worker.start()
     worker.join()
-    mouth.close()
     assert {} in said, "the heart has gone on"
     return [message for message in said if isinstance(message, Complaint)]
 

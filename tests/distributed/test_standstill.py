@@ -8,7 +8,7 @@ import pytest
 
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.life_signs import Peer, Watch
-from nanovllm.distributed.standstill import Activity, Call, CallCounter, StandstillDetector, latest_calls
+from nanovllm.distributed.standstill import Activity, Call, CallCounter, explain_standstill, latest_calls
 
 SECONDS = 4.0
 NAMES = {0: "rank 0", 1: "rank 1", 2: "rank 2"}
@@ -32,11 +32,7 @@ def busy(*calls: Call) -> Activity:
 
 def verdict(*activities: Activity) -> str:
     """What is said of ranks that do the same again and again."""
-    detector, known, found = StandstillDetector(), dict(enumerate(activities)), ""
-    for second in range(6):
-        found = detector.look(known, dict.fromkeys(known, float(second)), NAMES, SECONDS)
-        assert second > SECONDS or not found, "too early"
-    return found
+    return explain_standstill(dict(enumerate(activities)), NAMES, SECONDS)
 
 
 def test_an_idle_rank_is_missed() -> None:
@@ -96,13 +92,23 @@ def test_who_may_still_move(activities: list[Activity]) -> None:
 
 
 def test_only_fresh_news_of_both_count() -> None:
-    detector = StandstillDetector()
-    known = {0: busy(call(17, "all_reduce", True, "tp", 0, 1)), 1: idle()}
+    peers = [Peer("rank 0", "process 5"), Peer("rank 1", "process 6")]
+    watch = Watch(peers)
+
+    def compare(number: int, *heard: int) -> str:
+        peers[0].activities = {0: busy(call(number, "all_reduce", True, "tp", 0, 1))}
+        peers[1].activities = {1: idle()}
+        for peer, second in zip(peers, heard, strict=True):
+            peer.heard = float(second)
+        verdict = watch._compare(0.0)
+        return verdict.text if verdict is not None else ""
+
     for second in range(10):
-        assert not detector.look(known, {0: float(second), 1: 0.0}, NAMES, SECONDS), "rank 1 is silent"
-    for second in range(10):
-        moved = {0: busy(call(18 + second, "all_reduce", True, "tp", 0, 1)), 1: idle()}
-        assert not detector.look(moved, dict.fromkeys(moved, 10.0 + second), NAMES, SECONDS), "rank 0 moves"
+        assert not compare(17, second, 0), "rank 1 is silent"
+    for second in range(10, 20):
+        assert not compare(8 + second, second, second), "rank 0 moves"
+    for second in range(20, 26):
+        assert bool(compare(28, second, second)) == (second > 20 + SECONDS), "too early, or too late"
 
 
 def test_a_watch_names_the_ranks_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:

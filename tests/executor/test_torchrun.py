@@ -99,11 +99,11 @@ def test_strangers_are_not_let_in() -> None:
     host, port, key = reception.invitation
     stranger = socket.create_connection((host, port))
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    impostor = connect((host, port, "0" * len(key)), 1, 1, "there")
-    with connect(reception.invitation, 1, 1, "here") as ours:
-        ((theirs, card),) = reception.wait_for([1]).values()
-        assert str(card) == f"process {os.getpid()} on here"
-        theirs.send("welcome")
+    impostor = connect((host, port, "0" * len(key)), "there", rank=1)
+    with connect(reception.invitation, "here", rank=1) as ours:
+        (card,) = reception.wait_for([1])
+        assert card["where"] == f"process {os.getpid()} on here"
+        card["connection"].send("welcome")
         assert ours.recv() == "welcome"
     stranger.close()
     impostor.close()
