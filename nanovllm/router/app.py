@@ -8,13 +8,15 @@ of both kinds understand one another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import html
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import httpcore
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -24,8 +26,8 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 import nanovllm
-from nanovllm.router.backends import FAILURES, REFUSED, Answer, Backend, Backends, describe
-from nanovllm.router.call import NOT_PASSED_ON, Call
+from nanovllm.router.backends import FAILURES, Backend, describe
+from nanovllm.router.call import OF_CONNECTION, Call
 from nanovllm.router.policies import choose
 from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
@@ -40,6 +42,9 @@ logger = logging.getLogger("nanovllm.router")
 MAX_ATTEMPTS = 3
 # The routes whose requests a prefill server may prepare.
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+Result = TypeVar("Result")
+Ask = Callable[[Call, Backend], Awaitable[tuple[int, Result | None]]]
 
 
 # Metrics, named like those of vLLM's router, with our prefix.
@@ -57,8 +62,8 @@ TRANSFERS = "Requests whose KV a prefill server was to supply (offered), and tho
 class Metrics(MetricSet):
     """All metrics of a router, in a registry of their own."""
 
-    def __init__(self, backends: Sequence[Backend]) -> None:
-        sources = [((backend.url, backend.role), backend) for backend in backends]
+    def __init__(self, servers: Sequence[Backend]) -> None:
+        sources = [((server.url, server.role), server) for server in servers]
         super().__init__("nanovllm_router_", LABELS, TABLE, lambda: sources)
         self.requests = self.add(Counter, "requests", "Requests that have come", ["route"])
         self.retries = self.add(Counter, "retries", "Requests that were sent to another server", [])
@@ -87,53 +92,48 @@ class Transfer:
     server: Backend | None = None
 
 
-def with_headers(response: Response, answer: Answer, *own: tuple[bytes, bytes]) -> Response:
+def with_headers(response: Response, answer: httpcore.Response) -> Response:
     """A response with the headers of a server's answer."""
-    response.raw_headers = [header for header in answer.headers if header[0] not in NOT_PASSED_ON] + list(own)
+    headers = [(name.lower(), value) for name, value in answer.headers]
+    response.raw_headers = [header for header in headers if header[0] not in OF_CONNECTION]
     return response
 
 
-def whole(answer: Answer, content: bytes) -> Response:
-    """A server's answer that has been read, for the client."""
-    return with_headers(Response(content, answer.status), answer, (b"content-length", b"%d" % len(content)))
-
-
-async def events(answer: Answer, first: bytes | None) -> AsyncIterator[bytes]:
+async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """A stream of events, in whole lines as they come. If the connection is cut, the stream ends with an error.
 
     Args:
-        first: the part that has been read already.
+        chunk: the part that has been read already.
+        chunks: the further parts.
     """
-    chunk, rest = first, b""
+    rest = b""
     try:
         while chunk is not None:
             lines, newline, rest = (rest + chunk).rpartition(b"\n")
-            if newline:
-                yield lines + newline
-            chunk = await answer.chunk()
+            yield lines + newline
+            chunk = await anext(chunks, None)
+        yield rest
     except FAILURES as error:
-        logger.warning("%s %s in the middle of a stream", answer.backend, describe(error))
-        message = f"the server that was at work on this {describe(error)}"
+        problem = server.problem or describe(error)
+        logger.warning("%s %s in the middle of a stream", server, problem)
+        message = f"the server that was at work on this {problem}"
         # The empty line ends an event of which only a part has come.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
-    else:
-        if rest:
-            yield rest
 
 
 class RouterApp:
     """Takes requests to servers.
 
     Args:
-        backends: the servers: prefill and decode, or all of them regular.
+        servers: some for prefill and some for decode, or all of them regular; all with the same configuration.
     """
 
-    def __init__(self, backends: Backends) -> None:
-        self.backends, self.config = backends, backends.config
-        self.metrics = Metrics(backends.all)
-        self.prefill = backends.of("prefill")
+    def __init__(self, servers: Sequence[Backend]) -> None:
+        self.config, self.metrics = servers[0].config, Metrics(servers)
+        self.prefill = [server for server in servers if server.role == "prefill"]
         # The servers that answer clients.
-        self.decode = backends.of("decode") or backends.of("regular")
+        self.decode = [server for server in servers if server.role != "prefill"]
+        self.is_decode_first = self.config.kv_order == "decode_first"
 
     # ---------------------------------------------------------------- generation
 
@@ -143,127 +143,101 @@ class RouterApp:
         arrival, route = time.monotonic(), "/v1/models" if request.path_params else request.url.path
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
-        if route in GENERATING and call.has_kv_params:
+        if call.body.get("kv_transfer_params") is not None:
             message = "kv_transfer_params must be left out: the router fills it in"
             raise APIError(400, message, "kv_transfer_params")
-        response = await unless_disconnected(request, self._answer(call))
+        response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)
         return response
 
-    async def _answer(self, call: Call) -> Response:
-        """Prefill and decode. A decode server that fails before its answer has begun is replaced."""
-        tried: list[Backend] = []
-        transfer: Transfer | Response | None = None
-        response: Response | None = None
-        try:
-            while True:
-                # Chosen before the prefill, which is in vain without a decode server. One that has failed is asked again if there
-                # is no other.
-                candidates = healthy(self.decode, tried) or self._check_some(self.decode)
-                backend = choose(self.config.policy, candidates, call.body)
-                self.metrics.retries.inc(bool(tried))
-                tried.append(backend)
-                transfer = transfer or await self._transfer(call)
-                if isinstance(transfer, Response):
-                    return transfer
-                is_last = len(tried) == MAX_ATTEMPTS
-                try:
-                    response = await self._ask(backend, call, transfer)
-                    if response.status_code != 503 or is_last or not healthy(self.decode, tried):
-                        return response
-                    self.backends.note_failure(backend, None)
-                except FAILURES as error:
-                    self.backends.note_failure(backend, error)
-                    if is_last:
-                        message = f"{backend} {describe(error)}, and so did {MAX_ATTEMPTS - 1} before it"
-                        raise APIError(503, message, code="backend_lost") from error
-                    if isinstance(error, REFUSED):
-                        continue
-                # The prefill server may have freed the KV by now: prefill again.
-                self._release(transfer)
-                transfer = None
-        finally:
-            if response is None or response.status_code >= 400:
-                self._release(transfer)
+    async def _first_of(self, servers: Sequence[Backend], call: Call, ask: Ask[Result]) -> Result:
+        """What the first of some servers answers that does not fail; if all answer with a status of 5xx, what the last one does.
 
-    def _release(self, transfer: Transfer | Response | None) -> None:
-        """Have a prefill server free the KV of a request that no decode server has answered. An engine that has claimed the KV
-        may still read it."""
-        if isinstance(transfer, Transfer) and transfer.server and "remote_request_id" in transfer.params:
-            self.backends.release(transfer.server, transfer.params["remote_request_id"])
-
-    async def _ask(self, backend: Backend, call: Call, transfer: Transfer) -> Response:
-        """A decode server's answer, or the beginning of its stream.
+        Args:
+            ask: returns the status and the result of a server's answer, or raises one of FAILURES.
 
         Raises:
-            FAILURES: there is no answer.
+            APIError: no server answers.
         """
-        helpers = [transfer.server] if transfer.server and self.config.kv_order == "decode_first" else []
-        answer = await self.backends.send(call.with_transfer(transfer.params), backend, *helpers)
-        backend.num_answered += 1
-        if not answer.is_stream:
-            return whole(answer, await answer.read())
+        tried: list[Backend] = []
+        result = None
+        while len(tried) < MAX_ATTEMPTS and (candidates := healthy(servers, tried)):
+            server = choose(self.config.policy, candidates, call.body)
+            self.metrics.retries.inc(bool(tried))
+            tried.append(server)
+            try:
+                status, result = await ask(call, server)
+                if status < 500 and result is not None:
+                    return result
+                server.note_failure()
+            except FAILURES as error:
+                server.note_failure(error)
+        if result is None:
+            raise unavailable(servers)
+        return result
+
+    async def _decode(self, call: Call, server: Backend) -> tuple[int, Response]:
+        """A decode server's answer, or the beginning of its stream; or a prefill server's refusal."""
+        transfer = await self._transfer(call)
+        if isinstance(transfer, Response):
+            return transfer.status_code, transfer
+        status = 503
         try:
-            chunks = events(answer, await answer.chunk())
-            return with_headers(ClosingStream(chunks, answer.aclose, status_code=answer.status), answer)
-        except BaseException:
-            await answer.aclose()
-            raise
+            response = await self._ask(call.with_transfer(transfer.params), server, transfer.server)
+            status = response.status_code
+        finally:
+            # No decode server will read the KV that is held. An engine that has claimed it may still read it.
+            if status >= 400 and transfer.server and "remote_request_id" in transfer.params:
+                await transfer.server.release(transfer.params["remote_request_id"])
+        return status, response
+
+    async def _ask(self, call: Call, server: Backend, helper: Backend | None) -> Response:
+        async with contextlib.AsyncExitStack() as stack:
+            if helper and self.is_decode_first:
+                stack.enter_context(helper.at_work())
+            answer = await stack.enter_async_context(server.ask(call))
+            server.num_answered += 1
+            response = with_headers(Response(status_code=answer.status), answer)
+            if not response.headers.get("content-type", "").startswith("text/event-stream"):
+                response.body = await answer.aread()
+                return response
+            chunks = answer.aiter_stream()
+            pieces = events(server, await anext(chunks, None), chunks)
+            return with_headers(ClosingStream(pieces, stack.pop_all().aclose, status_code=answer.status), answer)
 
     # ---------------------------------------------------------------- where the KV comes from
 
     async def _transfer(self, call: Call) -> Transfer | Response:
         """Parameters for a decode server, or a prefill server's refusal."""
-        decode_first = self.config.kv_order == "decode_first"
-        if not self.prefill or not call.body or not (decode_first or call.is_one_sequence):
+        if not self.prefill or not call.body or not (self.is_decode_first or call.is_one_sequence):
             return Transfer()
-        transfer = self._from_address(call) if decode_first else await self._from_prefill(call)
-        self.metrics.transfers.labels("offered" if transfer else "recomputed").inc()
-        if transfer is None and self.config.kv_load_failure_policy == "fail":
-            raise APIError(503, f"no prefill server can be had: {problems(self.prefill)}", code="backend_lost")
-        return transfer or Transfer()
+        ask: Ask[Transfer | Response] = self._address if self.is_decode_first else self._prefill
+        try:
+            transfer: Transfer | Response = await self._first_of(self.prefill, call, ask)
+        except APIError:
+            self.metrics.transfers.labels("recomputed").inc()
+            if self.config.kv_load_failure_policy == "fail":
+                raise
+            return Transfer()
+        self.metrics.transfers.labels("offered").inc()
+        return transfer
 
-    def _from_address(self, call: Call) -> Transfer | None:
+    async def _address(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
         """The address of a prefill server, for a decode server to ask."""
-        known = [backend for backend in healthy(self.prefill) if backend.kv_addresses]
-        if not known:
-            return None
-        producer = choose(self.config.policy, known, call.body)
         params: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False}
-        params |= {"prefill_addresses": producer.kv_addresses, "kv_direction": self.config.kv_direction}
-        return Transfer(params, producer)
+        params |= {"prefill_addresses": server.kv_addresses, "kv_direction": self.config.kv_direction}
+        return 200, Transfer(params, server)
 
-    async def _from_prefill(self, call: Call) -> Transfer | Response | None:
+    async def _prefill(self, call: Call, server: Backend) -> tuple[int, Transfer | Response | None]:
         """Let a prefill server compute the prompt: its KV parameters, or its refusal."""
-        tried: list[Backend] = []
-        prefill_call = call.for_prefill()
-        while len(tried) < MAX_ATTEMPTS and (candidates := healthy(self.prefill, tried)):
-            backend = choose(self.config.policy, candidates, call.body)
-            tried.append(backend)
-            try:
-                async with asyncio.timeout(self.config.prefill_timeout):
-                    answer = await self.backends.send(prefill_call, backend)
-                    content = await answer.read()
-                backend.num_answered += 1
-                if answer.status < 400:
-                    return Transfer(msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params or {}, backend)
-                if answer.status < 500:
-                    return whole(answer, content)
-                self.backends.note_failure(backend, None)
-            except FAILURES as error:
-                self.backends.note_failure(backend, error)
-        return None
-
-    def _check_some(self, servers: Sequence[Backend]) -> list[Backend]:
-        """The healthy servers among these.
-
-        Raises:
-            APIError: there are none.
-        """
-        if not (candidates := healthy(servers)):
-            raise APIError(503, f"no server can be reached: {problems(servers)}", code="backend_lost")
-        return candidates
+        async with asyncio.timeout(self.config.prefill_timeout), server.ask(call.for_prefill()) as answer:
+            content = await answer.aread()
+        server.num_answered += 1
+        if answer.status < 400:
+            params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
+            return answer.status, Transfer(params or {}, server)
+        return answer.status, with_headers(Response(content, answer.status), answer) if answer.status < 500 else None
 
     # ---------------------------------------------------------------- other routes
 
@@ -277,9 +251,10 @@ class RouterApp:
 
     async def health(self, request: Request) -> Response:
         """GET /health."""
-        self._check_some(self.decode)
-        if self.prefill and self.config.kv_load_failure_policy == "fail":
-            self._check_some(self.prefill)
+        needs_prefill = self.prefill and self.config.kv_load_failure_policy == "fail"
+        for servers in (self.decode, self.prefill) if needs_prefill else (self.decode,):
+            if not healthy(servers):
+                raise unavailable(servers)
         return PlainTextResponse("")
 
     async def render_metrics(self, request: Request) -> Response:
@@ -289,21 +264,22 @@ class RouterApp:
 
 def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
     """The servers that can get a request, without those that were tried."""
-    return [backend for backend in servers if backend.is_healthy and backend not in tried]
+    return [server for server in servers if server.is_healthy and server not in tried]
 
 
-def problems(servers: Sequence[Backend]) -> str:
-    """Why servers get no requests, for a message."""
-    return "; ".join(f"{backend} {backend.problem or 'has failed to answer this'}" for backend in servers)
+def unavailable(servers: Sequence[Backend]) -> APIError:
+    """Says why none of these servers has answered."""
+    problems = "; ".join(f"{server} {server.problem or 'has failed to answer this'}" for server in servers)
+    return APIError(503, f"no server can be reached: {problems}", code="backend_lost")
 
 
-def create_app(backends: Backends, access: Access) -> Starlette:
-    """The application. It answers while `backends.look_after()` runs.
+def create_app(servers: Sequence[Backend], access: Access) -> Starlette:
+    """The application. It answers while the servers are looked after.
 
     Args:
         access: which clients may use the router. Without keys, the servers check those of the clients.
     """
-    router = RouterApp(backends)
+    router = RouterApp(servers)
     routes = [Route(path, router.answer, methods=["POST"]) for path in (*GENERATING, "/tokenize", "/detokenize")]
     gets: dict[str, Any] = {
         "/v1/models": router.answer,

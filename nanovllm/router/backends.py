@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
 import httpcore
 import msgspec
 
 from nanovllm.data.flags import UsageError
-from nanovllm.router.call import Call, Headers
+from nanovllm.router.call import Call
 from nanovllm.router.config import RouterConfig
 
 logger = logging.getLogger("nanovllm.router")
@@ -29,16 +29,13 @@ HEALTH_SECONDS = 2.5
 # After so many health checks in a row without an answer the router gives a server up, with all requests that wait for it. More than
 # one: after this process was stopped, its timers end before it has read the answers.
 MAX_SILENT_CHECKS = 2
-# So soon after a failed request the router checks all servers.
+# So soon after a failed request the router checks the server.
 LOOK_SECONDS = 0.1
 # Servers close idle connections after 5 s (uvicorn). The router must not use one that is about to be closed.
 KEEP_ALIVE_SECONDS = 3.0
 # All errors of a request to a server.
-FAILURES = (
-    *(httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException),
-    *(TimeoutError, OSError, msgspec.DecodeError),
-)
-REFUSED = (httpcore.ConnectError, httpcore.ConnectTimeout)
+FAILURES = httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, msgspec.DecodeError
+REFUSED = httpcore.ConnectError, httpcore.ConnectTimeout
 
 
 class KVEngine(msgspec.Struct):
@@ -56,11 +53,13 @@ class KVInformation(msgspec.Struct):
 
 
 class Backend:
-    """A server.
+    """A server, its connections and its health.
 
     Args:
         url: such as http://127.0.0.1:8100.
         role: "regular": the server does both prefill and decode.
+        config: how requests are routed.
+        api_key: the router's own key, for its own questions.
 
     Attributes:
         num_running, num_answered, num_failures: requests that the router has sent to it and that have not ended, that it has
@@ -69,22 +68,28 @@ class Backend:
         kv_addresses: where decode servers may ask its engines for KV.
         turn: the number of the last request that it was chosen for.
         sent: names of the pieces of text that it was sent since it started, the latest last.
+        on_silence: called after every health check without an answer that gives the server up, with the number of such checks.
 
     Raises:
         UsageError: not such a URL.
     """
 
-    def __init__(self, url: str, role: Role) -> None:
-        self.url, self.role = url.rstrip("/"), role
+    def __init__(self, url: str, role: Role, config: RouterConfig, api_key: str | None = None) -> None:
+        self.url, self.role, self.config = url.rstrip("/"), role, config
         self._origin = origin = httpcore.URL(self.url)
         if origin.scheme not in (b"http", b"https") or not origin.host or origin.target != b"/":
             raise UsageError(f"{url!r} is not the address of a server: write it as http://127.0.0.1:8100")
-        self.host = origin.host if origin.port is None else b"%s:%d" % (origin.host, origin.port)
+        self._own_headers = [(b"content-type", b"application/json")]
+        self._own_headers += [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
+        seconds = config.request_timeout
+        self._settings = {"timeout": {"connect": CONNECT_SECONDS, "read": seconds, "write": seconds}}
+        self.connections = httpcore.AsyncConnectionPool(max_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS)
         self.problem = "has not been reached yet"
         self.kv_addresses: list[tuple[str, int]] = []
         self.num_running = self.num_answered = self.num_failures = self.silent_checks = self.turn = 0
         self.sent: OrderedDict[bytes, None] = OrderedDict()
-        self._waiting: set[asyncio.Timeout] = set()
+        self.on_silence: Callable[[int], None] = lambda num_checks: None
+        self._look = asyncio.Event()
 
     def __str__(self) -> str:
         return self.url
@@ -94,235 +99,115 @@ class Backend:
         """Whether it gets requests."""
         return not self.problem
 
-    def target(self, path: bytes) -> httpcore.URL:
-        """The URL of a path, with its query."""
-        origin = self._origin
-        return httpcore.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=path)
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around a request that keeps this server busy."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
 
     @contextlib.asynccontextmanager
-    async def patience(self) -> AsyncIterator[None]:
-        """Around waiting for this server: raises TimeoutError when the router gives the server up."""
-        async with asyncio.timeout(None) as scope:
-            self._waiting.add(scope)
-            try:
-                yield
-            finally:
-                self._waiting.discard(scope)
-
-    def give_up(self) -> None:
-        """End all waiting for this server."""
-        now = asyncio.get_running_loop().time()
-        while self._waiting:
-            self._waiting.pop().reschedule(now)
-
-
-class Answer:
-    """A server's answer, whose body is still to come. The caller closes it.
-
-    Args:
-        busy: the servers that work on it, the one that answers first.
-    """
-
-    def __init__(self, response: httpcore.Response, busy: Sequence[Backend]) -> None:
-        self.backend, self._busy = busy[0], busy
-        self.status: int = response.status
-        self.headers: Headers = [(name.lower(), value) for name, value in response.headers]
-        self._response, self._chunks = response, response.aiter_stream()
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the body is a stream of events."""
-        return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self.headers)
-
-    async def chunk(self) -> bytes | None:
-        """The next part of the body; None at its end.
-
-        Raises:
-            FAILURES: it does not come.
-        """
-        async with self.backend.patience():
-            return await anext(self._chunks, None)
-
-    async def read(self) -> bytes:
-        """The whole body, after which the answer is closed.
-
-        Raises:
-            FAILURES: it does not come.
-        """
-        try:
-            chunks = []
-            while (chunk := await self.chunk()) is not None:
-                chunks.append(chunk)
-            return b"".join(chunks)
-        finally:
-            await self.aclose()
-
-    async def aclose(self) -> None:
-        """End the answer. A server that still works on it notices."""
-        busy, self._busy = self._busy, ()
-        for backend in busy:
-            backend.num_running -= 1
-        if busy:
-            await self._response.aclose()
-
-
-class Backends:
-    """All servers, their connections, and the task that checks their health.
-
-    Args:
-        backends: the servers.
-        config: how requests are routed.
-        api_key: the router's own key, for its own questions.
-    """
-
-    def __init__(self, backends: Sequence[Backend], config: RouterConfig, api_key: str | None = None) -> None:
-        self.all, self.config = list(backends), config
-        self._timeouts = {"connect": CONNECT_SECONDS, "pool": CONNECT_SECONDS}
-        self._timeouts |= {"read": config.request_timeout, "write": config.request_timeout}
-        self._own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
-        self._pool = httpcore.AsyncConnectionPool(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_SECONDS
-        )
-        self._releases: set[asyncio.Task[None]] = set()
-        self._look = asyncio.Event()
-        # Called after every health check in which the router gives a server up for its silence.
-        self.on_silence: Callable[[Backend], None] = lambda backend: None
-
-    def of(self, role: Role) -> list[Backend]:
-        """The servers of a role."""
-        return [backend for backend in self.all if backend.role == role]
-
-    async def send(self, call: Call, *busy: Backend) -> Answer:
-        """Send a request to the first of these servers; the others will be busy with it, too.
+    async def ask(self, call: Call) -> AsyncIterator[httpcore.Response]:
+        """Send a request: the server's answer, whose body is still to come. A server that still works on it notices the end.
 
         Raises:
             FAILURES: there is no answer.
         """
-        backend, headers = busy[0], [(b"host", busy[0].host)]
-        if call.content or call.method != "GET":
-            headers.append((b"content-length", b"%d" % len(call.content)))
-        headers += call.headers
-        extensions = {"timeout": self._timeouts}
-        url, content = backend.target(call.path), call.content
-        request = httpcore.Request(call.method, url, headers=headers, content=content, extensions=extensions)
-        for each in busy:
-            each.num_running += 1
-        try:
-            async with backend.patience():
-                return Answer(await self._pool.handle_async_request(request), busy)
-        except BaseException:
-            for each in busy:
-                each.num_running -= 1
-            raise
+        origin = self._origin
+        url = httpcore.URL(scheme=origin.scheme, host=origin.host, port=origin.port, target=call.path)
+        content, settings = call.content or None, self._settings
+        stream = self.connections.stream(call.method, url, headers=call.headers, content=content, extensions=settings)
+        with self.at_work():
+            async with stream as answer:
+                yield answer
 
-    def note_failure(self, backend: Backend, error: Exception | None) -> None:
-        """Note that a request to this server has failed. A server that refuses connections gets no more requests until a health
-        check succeeds; the health of all others is checked soon.
+    def note_failure(self, error: Exception | None = None) -> None:
+        """Note that a request to this server has failed. If it refuses connections, it gets no more requests until a health check
+        succeeds; otherwise, its health is checked soon.
 
         Args:
             error: one of FAILURES; None if the server has answered with an error.
         """
-        backend.num_failures += 1
+        self.num_failures += 1
         if isinstance(error, REFUSED):
-            self._put_down(backend, describe(error))
+            self._note_problem(describe(error))
         self._look.set()
 
-    def _put_down(self, backend: Backend, problem: str) -> None:
-        if problem != backend.problem:
-            logger.warning("%s gets no requests for now: %s", backend, problem)
-        backend.problem = problem
+    def _note_problem(self, problem: str) -> None:
+        if problem != self.problem:
+            level, news = (
+                (logging.WARNING, f"gets no requests for now: {problem}") if problem else (logging.INFO, "is ready")
+            )
+            logger.log(level, "%s %s", self, news)
+            self.sent.clear()  # it may be restarted, with an empty cache
+        self.problem = problem
 
     # ---------------------------------------------------------------- health
 
     async def look_after(self) -> None:
-        """Check the health of all servers, for ever."""
+        """Check its health, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), self.config.health_check_interval)
                 await asyncio.sleep(LOOK_SECONDS)  # many failures at once have one cause
             self._look.clear()
-            await self.check_all()
+            await self.check()
 
-    async def check_all(self) -> None:
-        """Check all servers now."""
-        await asyncio.gather(*map(self.check, self.all))
-
-    async def check(self, backend: Backend) -> None:
-        """Check the health of a server."""
-        silent_checks, backend.silent_checks = backend.silent_checks, 0
+    async def check(self) -> None:
+        """Check its health now."""
+        silent_checks, self.silent_checks = self.silent_checks, 0
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                problem = await self._problem_of(backend)
+                problem = await self._find_problem()
         except (TimeoutError, httpcore.ReadTimeout) as error:
-            backend.silent_checks = silent_checks + 1
-            problem = describe(error) if backend.silent_checks >= MAX_SILENT_CHECKS else backend.problem
+            self.silent_checks = silent_checks + 1
+            problem = describe(error) if self.silent_checks >= MAX_SILENT_CHECKS else self.problem
             self._look.set()  # the next check does not wait for the interval
         except FAILURES as error:
             problem = describe(error)
-        if problem:
-            self._put_down(backend, problem)
-        elif backend.problem:
-            logger.info("%s is ready", backend)
-            backend.problem = ""
-            backend.sent.clear()  # it may have been restarted, with an empty cache
-        if backend.silent_checks >= MAX_SILENT_CHECKS:
-            backend.give_up()
-            self.on_silence(backend)
+        self._note_problem(problem)
+        if self.silent_checks >= MAX_SILENT_CHECKS:
+            await self.connections.aclose()  # this ends all requests that wait for it
+            self.on_silence(self.silent_checks)
 
-    async def _problem_of(self, backend: Backend) -> str:
-        status, _ = await self.fetch(backend, b"/health")
+    async def _find_problem(self) -> str:
+        status, _ = await self.fetch(b"/health")
         if status != 200:
             return f"answers {status} to GET /health"
-        if backend.role == "regular":
+        if self.role == "regular":
             return ""
-        status, content = await self.fetch(backend, b"/kv_transfer")
-        if status == 404:
-            return ""  # vLLM's servers do not have this route, and can transfer KV all the same (prefill first)
+        status, content = await self.fetch(b"/kv_transfer")
+        if status == 404 and self.config.kv_order == "prefill_first":
+            return ""  # vLLM's servers do not have this route, and can transfer KV all the same
         if status != 200:
             hint = ": name its key with --api-key" if status in (401, 403) else ""
             return f"answers {status} to GET /kv_transfer{hint}"
         engines = msgspec.json.decode(content, type=KVInformation).engines
-        wanted = {"prefill": "producer", "decode": "consumer"}[backend.role]
-        wrong = [engine.kv_role for engine in engines if engine.kv_role not in (f"kv_{wanted}", "kv_both")]
-        if wrong or not engines:
-            given = f"with --kv-role {wrong[0]}" if wrong else "without --kv-role"
-            return f"runs {given}: a {backend.role} server needs {wanted} or both"
-        backend.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
+        wanted = {"prefill": "producer", "decode": "consumer"}[self.role]
+        given = {engine.kv_role for engine in engines} or {"none"}
+        if wrong := given - {f"kv_{wanted}", "kv_both"}:
+            return f"runs with --kv-role {wrong.pop()}: a {self.role} server needs {wanted} or both"
+        self.kv_addresses = [(e.kv_host, e.kv_port) for e in engines if e.kv_host and e.kv_port]
         return ""
 
-    def release(self, backend: Backend, remote_request_id: str) -> None:
-        """Tell a prefill server, in the background, that no decode server will read the KV that it holds for a request. Without
-        this message the server holds the KV until the lease ends."""
-        task = asyncio.create_task(self._release(backend, remote_request_id))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(self, backend: Backend, remote_request_id: str) -> None:
+    async def release(self, remote_request_id: str) -> None:
+        """Tell a prefill server that no decode server will read the KV that it holds for a request. If this message is lost, the
+        server holds the KV until the lease ends."""
         body = msgspec.json.encode({"remote_request_id": remote_request_id})
-        try:
+        with contextlib.suppress(*FAILURES):
             async with asyncio.timeout(HEALTH_SECONDS):
-                status, _ = await self.fetch(backend, b"/kv_transfer/release", body)
-            problem = f"answers {status}" if status >= 400 else ""
-        except FAILURES as error:
-            problem = describe(error)
-        if problem:
-            logger.info("%s %s, and holds the KV of %s a while longer", backend, problem, remote_request_id)
+                await self.fetch(b"/kv_transfer/release", body)
 
-    async def fetch(self, backend: Backend, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
+    async def fetch(self, path: bytes, body: bytes = b"") -> tuple[int, bytes]:
         """GET, or POST a body of JSON, with the router's own key: status and body of the answer.
 
         Raises:
             FAILURES: there is no answer.
         """
-        kind = [(b"content-type", b"application/json")] if body else []
-        answer = await self.send(Call("POST" if body else "GET", path, self._own_headers + kind, body), backend)
-        return answer.status, await answer.read()
-
-    async def aclose(self) -> None:
-        """Close all connections."""
-        if self._releases:
-            await asyncio.wait(self._releases)
-        await self._pool.aclose()
+        async with self.ask(Call("POST" if body else "GET", path, self._own_headers, body)) as answer:
+            return answer.status, await answer.aread()
 
 
 def describe(error: Exception) -> str:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 
-Headers = list[tuple[bytes, bytes]]
-# Headers that concern one connection (RFC 9110, 7.6.1), that the router writes itself, or that say from which web page a request
-# comes, which the router has checked.
-NOT_PASSED_ON = frozenset(
+from nanovllm.server.errors import APIError
+
+# Headers that concern one connection (RFC 9110, 7.6.1), or that each server writes itself.
+OF_CONNECTION = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding upgrade "
-    b"host content-length expect date server origin sec-fetch-site".split()
+    b"date server".split()
 )
+# Further headers of a request that the router writes itself, or that say from which web page the request comes, which the router
+# has checked.
+NOT_PASSED_ON = OF_CONNECTION.union(b"host content-length expect origin sec-fetch-site".split())
 # Fields that the one token of a prefill does not need. None of them may end it early: a prefill server holds only the KV of a
 # prompt that it has computed to its end, and whose answer goes on.
 NOT_FOR_PREFILL = frozenset(
@@ -36,33 +37,25 @@ class Call:
 
     method: str
     path: bytes
-    headers: Headers
+    headers: list[tuple[bytes, bytes]]
     content: bytes = b""
     body: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     async def from_request(cls, request: Request, parse: bool) -> Call:
-        """A client's request, without the headers that the router does not pass on."""
-        scope, content = request.scope, await request.body()
-        path = scope.get("raw_path") or scope["path"].encode()
-        if scope["query_string"]:
-            path += b"?" + scope["query_string"]
-        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
-        call = cls(request.method, path, headers, content)
-        if parse:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                body = msgspec.json.decode(content)
-                call.body = body if isinstance(body, dict) else {}
-        return call
+        """A client's request, without the headers that the router does not pass on.
 
-    @property
-    def has_kv_params(self) -> bool:
-        """Whether the client says where KV comes from or goes to, which only the router may say."""
-        body = self.body
-        if not body:  # the servers' parser accepts more than msgspec: NaN, UTF-16, half of a surrogate pair
-            with contextlib.suppress(ValueError, RecursionError):
-                body = json.loads(self.content)
-        return isinstance(body, dict) and body.get("kv_transfer_params") is not None
+        Raises:
+            APIError: the body is to be parsed, and is not JSON.
+        """
+        scope, content = request.scope, await request.body()
+        path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
+        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_PASSED_ON]
+        try:
+            body = msgspec.json.decode(content) if parse else {}
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise APIError(400, f"the body is not valid JSON in UTF-8: {error}") from error
+        return cls(request.method, path, headers, content, body if isinstance(body, dict) else {})
 
     @property
     def is_one_sequence(self) -> bool:
@@ -78,8 +71,6 @@ class Call:
         """The request to a prefill server: generate one token, and hold the prompt's KV."""
         body = {name: value for name, value in self.body.items() if name not in NOT_FOR_PREFILL}
         body |= {"max_tokens": 1, "stream": False, "ignore_eos": True}
-        if "max_completion_tokens" in self.body:
-            body["max_completion_tokens"] = 1
         body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
         headers = [header for header in self.headers if header[0] != b"accept-encoding"]  # the router reads the answer
         return replace(self, headers=headers, content=msgspec.json.encode(body))

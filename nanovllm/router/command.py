@@ -38,15 +38,13 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: flags that do not go together.
     """
-    from nanovllm.router.backends import Backends
     from nanovllm.router.run import RouterServer, backends_of
 
-    if arguments.worker_urls and (arguments.prefill or arguments.decode):
-        raise UsageError("--worker-urls are servers that do all of it: leave out --prefill and --decode")
-    if not arguments.worker_urls and not (arguments.prefill and arguments.decode):
-        raise UsageError("name servers: --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
+    prefill, decode, regular = arguments.prefill, arguments.decode, arguments.worker_urls
+    if bool(prefill) != bool(decode) or bool(prefill) == bool(regular):
+        raise UsageError("name servers: either --prefill URL ... and --decode URL ..., or --worker-urls URL ...")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    servers = backends_of(arguments.prefill, arguments.decode, arguments.worker_urls)
     config, key = RouterConfig.from_arguments(arguments), next(iter(api_keys([arguments.api_key])), None)
+    servers = backends_of({"prefill": prefill, "decode": decode, "regular": regular}, config, key)
     listener, access = Access.from_arguments(arguments).listen()
-    asyncio.run(RouterServer(Backends(servers, config, key), listener, access).route())
+    asyncio.run(RouterServer(servers, listener, access).route())

@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
 from nanovllm.engine.watch import is_stopped, kill_tree
-from nanovllm.router.backends import Backends
+from nanovllm.router.backends import Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
@@ -48,6 +48,7 @@ MAX_SILENT_CHECKS = 12
 END_SECONDS = 10.0
 # The longest line of a server's output, in bytes.
 LONGEST_LINE = 2**24
+ROLES: tuple[Role, ...] = "prefill", "decode"
 # Has an entry for each NVIDIA GPU.
 GPU_FOLDER = pathlib.Path("/proc/driver/nvidia/gpus")
 
@@ -56,6 +57,7 @@ class ServerProcess:
     """`nanovllm serve` in a process of its own.
 
     Args:
+        role: "prefill" or "decode".
         name: such as "prefill 0", for its output.
         words: its command line, without the port.
         environment: its environment.
@@ -66,8 +68,8 @@ class ServerProcess:
 
     process: asyncio.subprocess.Process | None = None
 
-    def __init__(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
-        self.name, self.words, self.environment, self.url = name, words, environment, ""
+    def __init__(self, role: Role, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
+        self.role, self.name, self.words, self.environment, self.url = role, name, words, environment, ""
 
     async def start(self) -> None:
         """Start it, and wait until it serves.
@@ -123,6 +125,7 @@ class ServerProcess:
             else:
                 raise ServerError(f"{self.name} ends whenever it is started; see above")
         logger.warning("[%s] was told to end", self.name)
+        await asyncio.Event().wait()  # the other servers go on
 
     def end_silent(self, num_checks: int) -> None:
         """Kill it, so that it is started again, if it was stopped, or has not answered so many health checks because it hangs."""
@@ -149,16 +152,6 @@ class ServerProcess:
             self.kill()
             await self.process.wait()
         await asyncio.wait([self._relay], timeout=1)  # its own children may keep the pipe open for a moment
-
-
-async def at_once(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Wait for all of them. The first error ends the others, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
 
 
 def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
@@ -194,38 +187,22 @@ async def _run(
     assert this_task is not None
     loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
-        await at_once(process.start() for process in fleet)
-        server = router_of(fleet, routing, listener, access, name)
-        keeping = asyncio.create_task(at_once(process.keep_alive() for process in fleet))
-        keeping.add_done_callback(lambda task: setattr(server, "should_exit", True))
-        try:
-            await server.route()
-        finally:
-            keeping.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeping
+        await asyncio.gather(*(process.start() for process in fleet))
+        urls = {role: [each.url for each in fleet if each.role == role] for role in ROLES}
+        backends = backends_of(urls, routing, next(iter(access.api_keys), None))
+        for process, backend in zip(fleet, backends, strict=True):
+            backend.on_silence = process.end_silent
+        router = RouterServer(backends, listener, access, name)
+        await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, kill)  # a second signal does not wait
         await asyncio.gather(*(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet))
 
 
-def router_of(
-    fleet: list[ServerProcess], routing: RouterConfig, listener: socket.socket, access: Access, name: str
-) -> RouterServer:
-    """The router in front of servers that serve."""
-    processes = {process.url: process for process in fleet}
-    urls = [[url for url, each in processes.items() if each.name.startswith(role)] for role in ("prefill", "decode")]
-    interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
-    routing = replace(routing, health_check_interval=interval)
-    backends = Backends(backends_of(*urls), routing, next(iter(access.api_keys), None))
-    backends.on_silence = lambda backend: processes[backend.url].end_silent(backend.silent_checks)
-    return RouterServer(backends, listener, access, name)
-
-
 def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[ServerProcess]:
     """The servers that a command line asks for: all alike, except for their roles and GPUs."""
-    names = [f"prefill {i}" for i in range(arguments.prefill)] + [f"decode {i}" for i in range(arguments.decode)]
+    names = [(role, f"{role} {i}") for role in ROLES for i in range(getattr(arguments, role))]
     gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
     words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
     words += ["--show-text"] * arguments.show_text
@@ -233,11 +210,11 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     if arguments.api_key:  # not on the command line, where `ps` shows it
         common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)
     found = []
-    for i, name in enumerate(names):
-        role = "kv_producer" if i < arguments.prefill else "kv_consumer"
-        settings = server_config(config, role, arguments.kv_load_failure_policy, shares)
+    for i, (role, name) in enumerate(names):
+        kv_role = "kv_producer" if role == "prefill" else "kv_consumer"
+        settings = server_config(config, kv_role, arguments.kv_load_failure_policy, shares)
         environment = common | ({"CUDA_VISIBLE_DEVICES": gpus[i]} if gpus else {})
-        found.append(ServerProcess(name, [*words, *settings.words()], environment))
+        found.append(ServerProcess(role, name, [*words, *settings.words()], environment))
     return found
 
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from nanovllm.data.flags import UsageError
 from nanovllm.router.app import create_app
-from nanovllm.router.backends import Backend, Backends, Role
+from nanovllm.router.backends import Backend, Role
+from nanovllm.router.config import RouterConfig
 from nanovllm.server.access import Access
 from nanovllm.server.listen import url_of
 from nanovllm.server.signalled import SignalledServer
 
 
-def backends_of(prefill: Sequence[str], decode: Sequence[str], regular: Sequence[str] = ()) -> list[Backend]:
+def backends_of(urls: Mapping[Role, Sequence[str]], config: RouterConfig, api_key: str | None = None) -> list[Backend]:
     """Servers by their URLs.
+
+    Args:
+        api_key: the router's own key, for its own questions.
 
     Raises:
         UsageError: a text that is no URL of a server, or a URL that is given twice.
     """
-    given: dict[Role, Sequence[str]] = {"prefill": prefill, "decode": decode, "regular": regular}
-    servers = [Backend(url, role) for role, urls in given.items() for url in urls]
-    urls = [server.url for server in servers]
-    if twice := [url for url in urls if urls.count(url) > 1]:
+    servers = [Backend(url, role, config, api_key) for role, given in urls.items() for url in given]
+    names = [server.url for server in servers]
+    if twice := [url for url in names if names.count(url) > 1]:
         raise UsageError(f"{twice[0]} is named twice: every server has one role")
     return servers
 
@@ -34,32 +37,36 @@ class RouterServer(SignalledServer):
     """The router's server.
 
     Args:
-        backends: the servers behind it.
+        servers: the servers behind it, at least one, all with the same configuration.
         listener: a bound socket.
         access: which clients may use the router, and the seconds that running requests get after the first signal.
         name: the served model, for the banner.
     """
 
-    def __init__(self, backends: Backends, listener: socket.socket, access: Access, name: str = "nanovllm") -> None:
+    def __init__(self, servers: list[Backend], listener: socket.socket, access: Access, name: str = "nanovllm") -> None:
         # The servers write access logs of their own.
         settings: dict[str, Any] = {"proxy_headers": False, "access_log": False, "log_level": "warning"}
-        app, grace = create_app(backends, access), int(access.shutdown_timeout) + 1
+        app, grace = create_app(servers, access), int(access.shutdown_timeout) + 1
         super().__init__(app, "", timeout_graceful_shutdown=grace, **settings)
-        self.backends, self.listener, self.name = backends, listener, name
+        self.backends, self.listener, self.name = servers, listener, name
 
-    async def route(self) -> None:
-        """Serve until a signal comes."""
-        await self.backends.check_all()  # so that the first request finds servers
-        self.banner = banner(self.listener, self.name, self.backends.all)
-        looking = asyncio.create_task(self.backends.look_after())
-        looking.add_done_callback(lambda task: setattr(self, "should_exit", True))  # it has failed, or the router ends
+    async def route(self, *works: Coroutine[Any, Any, None]) -> None:
+        """Serve until a signal comes, or one of the works fails, whose error is raised."""
+        tasks = [asyncio.create_task(work) for work in (*(backend.look_after() for backend in self.backends), *works)]
+        for task in tasks:
+            task.add_done_callback(lambda task: setattr(self, "should_exit", True))
         try:
+            # So that the first request finds servers.
+            await asyncio.gather(*(backend.check() for backend in self.backends))
+            self.banner = banner(self.listener, self.name, self.backends)
             await self.serve([self.listener])
         finally:
-            looking.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*(backend.connections.aclose() for backend in self.backends))
+        for task in tasks:
             with contextlib.suppress(asyncio.CancelledError):
-                await looking
-            await self.backends.aclose()
+                await task
 
 
 def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> str:

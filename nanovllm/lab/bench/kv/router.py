@@ -62,12 +62,11 @@ def serve_router(
     listener: socket.socket, prefill: Sequence[str], decode: Sequence[str], regular: Sequence[str]
 ) -> None:
     """Serve as a router, with the settings of `nanovllm router`."""
-    from nanovllm.router.backends import Backends
     from nanovllm.router.config import RouterConfig
     from nanovllm.router.run import RouterServer, backends_of
     from nanovllm.server.access import Access
 
-    servers = Backends(backends_of(prefill, decode, regular), RouterConfig())
+    servers = backends_of({"prefill": prefill, "decode": decode, "regular": regular}, RouterConfig())
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # without its banner
         asyncio.run(RouterServer(servers, listener, Access(shutdown_timeout=1.0)).route())
 
