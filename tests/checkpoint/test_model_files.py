@@ -68,7 +68,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
     (INDEX, {"weight_map": {"a": "/etc/passwd"}}, "own folder, got '/etc/passwd'"),
     (INDEX, {"weight_map": {"a": "other.safetensors"}}, "the folder lacks other.safetensors"),
     (INDEX, {"weight_map": ["model.safetensors"]}, "weight_map must be a valid dictionary"),
-    (INDEX, {"weight_map": {}}, "weight_map must name at least one file"),
+    (INDEX, {"weight_map": {}}, "the checkpoint lacks"),
     (INDEX, {"metadata": {}}, "weight_map is missing"),
     (TOKENIZER, {"eos_token": 5}, "eos_token must be a valid string, got 5"),
     (TOKENIZER, {"chat_template": [{"name": 1}]}, "chat_template"),
