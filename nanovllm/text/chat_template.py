@@ -6,7 +6,6 @@ nor the length of a string. A process can be limited and killed at any time; a t
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import resource
@@ -29,37 +28,27 @@ class TemplateProcess:
     Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.RLock()
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
-    def start(self) -> None:
-        """Start the process, so that the first chat does not wait for its imports."""
+    def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        """Start the process if it does not run, and return it. To be called early, so that the first chat does not wait for its
+        imports."""
         with self._lock:
-            self._start()
-
-    def forget(self) -> None:
-        """After a fork, leave the process to the parent; otherwise both would read each other's answers."""
-        self._lock = threading.Lock()  # a thread that does not exist after the fork may hold the old lock
-        if self._process is not None:
-            self._connection.close()
-            self._process.returncode = 0  # the process is not a child of this one: nothing to wait for
-            self._process = None
-
-    def _start(self) -> None:
-        if self._process is not None:
-            return
-        # The same module search path, but with the working directory last: it may contain a model's files.
-        path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # only the parent handles Ctrl-C in a terminal
-            )
+            if self._running is None:
+                # The same module search path, but with the working directory last: it may contain a model's files.
+                path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    process = subprocess.Popen(
+                        [sys.executable, "-P", __file__, str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                        stdin=subprocess.DEVNULL,
+                        process_group=0,  # only the parent handles Ctrl-C in a terminal
+                    )
+                self._running = process, Connection(ours.detach())
+            return self._running
 
     def render(self, template: str, messages: list[Any], variables: dict[str, Any]) -> str:
         """Render a chat. The variables are those of the template and of transformers' `render_jinja_template`.
@@ -68,47 +57,43 @@ class TemplateProcess:
             ValueError: an error of the template, or a template that takes too much time or memory.
         """
         with self._lock:
+            process, connection = self.start()
             try:
-                self._start()
-                self._connection.send((template, messages, variables))
-                text, error = self._connection.recv()
-            except (EOFError, OSError):
-                raise ValueError(self._stop()) from None
-            except BaseException:  # Ctrl-C while it renders: the next chat would receive this answer
-                self._stop()
-                raise
+                connection.send((template, messages, variables))
+                text, error = connection.recv()
+            except BaseException as failure:  # after Ctrl-C, too: the next chat would receive this answer
+                self._running = None
+                connection.close()
+                reason = end(process)
+                if not isinstance(failure, EOFError | OSError):
+                    raise
+                raise ValueError(reason) from None
         if error is not None:
             raise ValueError(error)
         return text
 
-    def _stop(self) -> str:
-        """End the process; returns the reason why it could not render."""
-        if self._process is None:
-            return "its process could not be started"
-        self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.1)  # it may be ending by itself
-        self._process.kill()
-        code, self._process = self._process.wait(), None
-        reasons = {
-            -signal.SIGPROF: f"it takes more than {RENDER_SECONDS:g} seconds of CPU time",
-            OUT_OF_MEMORY: f"it takes more than {RENDER_BYTES >> 20} MiB of memory",
-        }
-        return reasons.get(code, f"its process has ended with exit code {code}")
 
-    def close(self) -> None:
-        """End the process."""
-        with self._lock:
-            self._stop()
+def end(process: subprocess.Popen[bytes]) -> str:
+    """End a process; returns the reason why it could not render."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.1)  # it may be ending by itself
+    process.kill()
+    code = process.wait()
+    reasons = {
+        -signal.SIGPROF: f"it takes more than {RENDER_SECONDS:g} seconds of CPU time",
+        OUT_OF_MEMORY: f"it takes more than {RENDER_BYTES >> 20} MiB of memory",
+    }
+    return reasons.get(code, f"its process has ended with exit code {code}")
 
 
 PROCESS = TemplateProcess()
-atexit.register(PROCESS.close)
-os.register_at_fork(after_in_child=PROCESS.forget)
+# A forked process starts a process of its own; otherwise both would read each other's answers. The lock is new, too: a thread that
+# does not exist after the fork may hold the old one.
+os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
 def main() -> None:
-    """Run the process until its parent closes the connection."""
+    """Run the process until its parent closes the connection, or ends."""
     connection = Connection(int(sys.argv[1]))
     import psutil
     from transformers.utils.chat_template_utils import render_jinja_template

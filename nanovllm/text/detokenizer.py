@@ -50,8 +50,7 @@ class IncrementalDetokenizer:
         """Return the text that is held back; to be called once, after the last token."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
-        pending, self._pending = self._pending, []
-        return self._decode_in_context(pending)
+        return self._decode_in_context(self._pending)
 
     def _append_characters(self, token_ids: Sequence[int]) -> str:
         """`append` for SentencePiece: decode up to the last token that is not a byte token."""

@@ -30,10 +30,6 @@ def early_portions(outputs: Iterable[EngineOutput]) -> Iterator[EngineOutput]:
         for i in range(0, len(entries) - PORTION, PORTION):
             output.prompt_logprobs = entries[i + PORTION :]
             output.prompt_logprobs_start = first + i + PORTION
-            yield EngineOutput(
-                output.request_id,
-                prompt_logprobs=entries[i : i + PORTION],
-                prompt_logprobs_start=first + i,
-                num_cached_tokens=output.num_cached_tokens,
-                engine=output.engine,
-            )
+            part = EngineOutput(output.request_id, engine=output.engine, num_cached_tokens=output.num_cached_tokens)
+            part.prompt_logprobs, part.prompt_logprobs_start = entries[i : i + PORTION], first + i
+            yield part

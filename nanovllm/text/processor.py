@@ -51,31 +51,22 @@ class InputProcessor:
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self._seeds = random.Random(seed)
-        # The tokenizer's end-of-sequence token, if the model's files do not name it and the model can sample it.
-        eos = tokenizer.eos_token_id
-        self._tokenizer_eos: list[int] = []
-        if eos is not None and eos < limits.vocab_size and eos not in limits.eos_token_ids:
-            self._tokenizer_eos = [eos]
+        self.tokenizer, self.limits, self._seeds = tokenizer, limits, random.Random(seed)
+        # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
+        eos, known = tokenizer.eos_token_id, limits.eos_token_ids
+        self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
 
     def _check(self, token_ids: list[int], params: SamplingParams) -> None:
         limits = self.limits
         if not token_ids:
             raise ValueError("the prompt is empty: it must have at least one token")
         if len(token_ids) >= limits.max_request_tokens:
-            what = (
-                f"the context length of {limits.max_model_len} tokens"
-                if limits.max_request_tokens == limits.max_model_len
-                else f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
-            )
+            what = f"the context length of {limits.max_model_len} tokens"
+            if limits.max_request_tokens < limits.max_model_len:
+                what = f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
             raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
-        for name, ids in (
-            ("prompt token ids", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias or ()),
-        ):
+        checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
+        for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
             if not all(0 <= token < limits.vocab_size for token in ids):
                 raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
 
@@ -107,30 +98,23 @@ class InputProcessor:
         own = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
         requests = []
         for index in range(params.n):
-            own_params = params.clone(**own, seed=_wrap(seed + index), stop_token_ids=stop_token_ids)
+            own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
+            own_params = params.clone(**own, seed=own_seed, stop_token_ids=stop_token_ids)
             sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
             rest = time.time(), priority, fields.get("cache_salt"), fields.get("kv_transfer_params")
             requests.append(EngineRequest(sequence_id, token_ids, own_params, eos_token_ids, *rest))
         return text, requests
 
 
-def _wrap(seed: int) -> int:
-    """The seed, wrapped around to 64 signed bits."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 class CompletionState:
     """One completion while it is generated: its text, log-probabilities and end."""
 
     def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        self.index = index
-        self.params = params
-        self.tokenizer = tokenizer
+        self.index, self.params, self.tokenizer = index, params, tokenizer
         # The tokens continue a prompt: a leading space is part of the answer.
         self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep_leading_space=True)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
-        self.num_tokens = 0
-        self.engine = 0
+        self.num_tokens = self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
         self.finished = False
 
@@ -175,13 +159,9 @@ def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, 
 class RequestState:
     """A caller's request: its completions, and the prompt's log-probabilities so far."""
 
-    def __init__(
-        self, request_id: str, prompt: str | None, requests: list[EngineRequest], tokenizer: Tokenizer
-    ) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
+    def __init__(self, request_id: str, text: str | None, requests: list[EngineRequest], tokenizer: Tokenizer) -> None:
+        self.request_id, self.prompt, self.tokenizer = request_id, text, tokenizer
         self.prompt_token_ids = requests[0].prompt_token_ids
-        self.tokenizer = tokenizer
         self.completions = {
             r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
         }
@@ -199,9 +179,8 @@ class RequestState:
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             # Each of the n sequences computes the prompt, a preempted one again: only the first report counts.
             known = len(self.prompt_logprobs) - output.prompt_logprobs_start
-            self.prompt_logprobs += [
-                logprob_dictionary(e, self.tokenizer) for e in output.prompt_logprobs[max(0, known) :]
-            ]
+            new = output.prompt_logprobs[max(0, known) :]
+            self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         delta = self.completions[output.request_id].update(output)
         state = self.finished, self.prompt_logprobs, self.num_cached_tokens, output.kv_transfer_params, output.error
@@ -227,11 +206,6 @@ class OutputProcessor:
             raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences of requests that have not ended."""
-        return len(self._owners)
 
     def owner(self, sequence_id: str) -> str | None:
         """The id of the request that a sequence belongs to."""

@@ -55,7 +55,7 @@ def ask(llm: LLM, prompts: Any, params: Any = GREEDY, **options: Any) -> list[Re
 def assert_nothing_left(llm: LLM) -> None:
     core = llm.engine.core
     assert not llm.engine.has_unfinished and not core.scheduler.requests
-    assert not llm.engine.output_processor.requests and llm.engine.output_processor.num_sequences == 0
+    assert not llm.engine.output_processor.requests and not llm.engine.output_processor._owners
     assert core.manager.pool.num_free == core.manager.pool.num_blocks
     assert not core.manager.tables and not core.manager.host_tables
 

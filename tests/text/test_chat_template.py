@@ -29,7 +29,8 @@ if __name__ == "__main__":
     PROCESS.start()
     thread = threading.Thread(target=render, args=("parent", SLOW, "parent's"))
     thread.start()
-    while not PROCESS._lock.locked():
+    while PROCESS._lock.acquire(blocking=False):
+        PROCESS._lock.release()
         time.sleep(0.001)
     child = multiprocessing.get_context("fork").Process(target=in_child, daemon=True)
     child.start()
@@ -57,8 +58,4 @@ def test_modules_come_from_where_the_parent_finds_them(tmp_path: pathlib.Path, m
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "served")  # as `python -m` does
     word = importlib.import_module("own_words").Word("Hello")
-    process = TemplateProcess()
-    try:
-        assert process.render("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"
-    finally:
-        process.close()
+    assert TemplateProcess().render("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"

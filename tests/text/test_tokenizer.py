@@ -124,10 +124,10 @@ def test_token_bytes_join_to_the_text(course_tokenizer: Tokenizer) -> None:
 def test_bad_input_is_a_value_error(course_tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="surrogate"):
         course_tokenizer.encode("half of an emoji: \ud83d")
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="string"):
         course_tokenizer.encode(7)  # type: ignore[arg-type]
     for token_id in (-1, 2**32):
-        with pytest.raises(ValueError, match="between"):
+        with pytest.raises(OverflowError):
             course_tokenizer.decode([token_id])
     assert course_tokenizer.decode([49152, 4093]) == "user"
 
