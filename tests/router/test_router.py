@@ -448,14 +448,15 @@ async def test_a_request_that_kills_servers_does_not_kill_them_all() -> None:
     assert [len(server.seen) for server in servers] == [1, 1, 1, 0, 0]
 
 
-async def test_a_server_whose_engine_is_dead_is_replaced() -> None:
-    servers = [FakeServer(answering(b'{"error": 1}', 503)), FakeServer(answering(b"2"))]
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_server_whose_engine_is_dead_is_replaced(status: int) -> None:
+    servers = [FakeServer(answering(b'{"error": 1}', status)), FakeServer(answering(b"2"))]
     async with fleet_of([], servers) as fleet:
         assert (await fleet.complete()).text == "2"
         await servers[1].stop()
         await until(lambda: not fleet.backends[1].is_healthy)
         response = await fleet.complete()
-    assert (response.status_code, response.text) == (503, '{"error": 1}'), "there is nobody else"
+    assert (response.status_code, response.text) == (status, '{"error": 1}'), "there is no other"
 
 
 async def test_when_all_are_down_and_up_again() -> None:
@@ -497,6 +498,15 @@ async def test_servers_with_the_wrong_role_get_no_requests() -> None:
         assert "--kv-role none: a prefill server needs" in fleet.backends[2].problem and not plain.seen
         assert "--kv-role kv_consumer: a prefill server needs" in fleet.backends[0].problem
     assert not fleet.prefill[0].seen and len(fleet.prefill[1].seen) == 3
+
+
+async def test_decode_first_needs_servers_that_say_where_they_can_be_asked() -> None:
+    vllms = producer()
+    vllms.kv = None
+    async with fleet_of([vllms], [consumer()], kv_order="decode_first") as fleet:
+        assert (await fleet.complete()).status_code == 200
+        assert "answers 404 to GET /kv_transfer" in fleet.backends[0].problem
+    assert fleet.decode[0].bodies == [PROMPT]
 
 
 # ---------------------------------------------------------------- KV that no decode server reads
