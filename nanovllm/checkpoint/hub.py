@@ -67,7 +67,5 @@ def _checked_folder(folder: Path) -> Path:
     """Return `folder` if it is in Hugging Face format, else raise ModelNotFoundError."""
     if (folder / "config.json").is_file():
         return folder
-    hint = "it should contain config.json, *.safetensors and the tokenizer's files, as save_pretrained writes them"
-    if any(folder.glob("*.gguf")):
-        hint = "it contains GGUF files, which are not supported; give the model in Hugging Face format instead"
-    raise ModelNotFoundError(f"the folder '{folder}' has no config.json; {hint}")
+    hint = "*.safetensors and the tokenizer's files, as save_pretrained writes them; GGUF files are not supported"
+    raise ModelNotFoundError(f"the folder '{folder}' has no config.json; it should contain this file, {hint}")

@@ -72,12 +72,6 @@ class Metrics(MetricSet):
         self.time_to_headers = self.add(Histogram, name, about, ["route"], buckets=BUCKETS)
 
 
-class PrefillAnswer(msgspec.Struct):
-    """The part of a prefill server's answer that the router reads."""
-
-    kv_transfer_params: dict[str, Any] | None = None
-
-
 @dataclass
 class Transfer:
     """Where a request's KV comes from.
@@ -115,7 +109,7 @@ async def events(server: Backend, chunk: bytes | None, chunks: AsyncIterator[byt
         yield rest
     except FAILURES as error:
         problem = server.problem or describe(error)
-        logger.warning("%s %s in the middle of a stream", server, problem)
+        logger.warning("%s %s in the middle of a stream", server.url, problem)
         message = f"the server that was at work on this {problem}"
         # The empty line ends an event of which only a part has come.
         yield b"\n" + APIError(503, message, code="backend_lost").event() + b"data: [DONE]\n\n"
@@ -235,7 +229,7 @@ class RouterApp:
             content = await answer.aread()
         server.num_answered += 1
         if answer.status < 400:
-            params = msgspec.json.decode(content, type=PrefillAnswer).kv_transfer_params
+            params = msgspec.json.decode(content, type=dict[str, Any]).get("kv_transfer_params")
             return answer.status, Transfer(params or {}, server)
         return answer.status, with_headers(Response(content, answer.status), answer) if answer.status < 500 else None
 
@@ -244,7 +238,7 @@ class RouterApp:
     async def overview(self, request: Request) -> Response:
         """GET /: links to the servers, each of which has a page that shows it at work."""
         lines = "".join(
-            f'<li>{server.role}: <a href="{html.escape(server.url)}/">{server}</a> {html.escape(server.problem)}</li>'
+            f'<li>{server.role}: <a href="{html.escape(server.url)}/">{server.url}</a> {html.escape(server.problem)}</li>'
             for server in [*self.prefill, *self.decode]
         )
         return HTMLResponse(f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>")
@@ -269,7 +263,7 @@ def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[B
 
 def unavailable(servers: Sequence[Backend]) -> APIError:
     """Says why none of these servers has answered."""
-    problems = "; ".join(f"{server} {server.problem or 'has failed to answer this'}" for server in servers)
+    problems = "; ".join(f"{server.url} {server.problem or 'has failed to answer this'}" for server in servers)
     return APIError(503, f"no server can be reached: {problems}", code="backend_lost")
 
 

@@ -91,9 +91,6 @@ class Backend:
         self.on_silence: Callable[[int], None] = lambda num_checks: None
         self._look = asyncio.Event()
 
-    def __str__(self) -> str:
-        return self.url
-
     @property
     def is_healthy(self) -> bool:
         """Whether it gets requests."""
@@ -140,7 +137,7 @@ class Backend:
             level, news = (
                 (logging.WARNING, f"gets no requests for now: {problem}") if problem else (logging.INFO, "is ready")
             )
-            logger.log(level, "%s %s", self, news)
+            logger.log(level, "%s %s", self.url, news)
             self.sent.clear()  # it may be restarted, with an empty cache
         self.problem = problem
 

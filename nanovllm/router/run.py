@@ -73,6 +73,6 @@ def banner(listener: socket.socket, name: str, servers: Sequence[Backend]) -> st
     """The router's address, and the servers behind it."""
     roles = [server.role for server in servers]
     counts = [f"{roles.count(r)} {r} server{'s' * (roles.count(r) > 1)}" for r in dict.fromkeys(roles)]
-    missing = "".join(f"\nStill missing: {server} {server.problem}" for server in servers if server.problem)
+    missing = "".join(f"\nStill missing: {server.url} {server.problem}" for server in servers if server.problem)
     url = url_of(listener)
     return f"\n{name} is routed at {url}/v1, to {' and '.join(counts)}, each with a page: {url}/{missing}\n"

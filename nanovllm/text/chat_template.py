@@ -68,7 +68,7 @@ class TemplateProcess:
                 if not isinstance(failure, EOFError | OSError):
                     raise
                 raise ValueError(reason) from None
-        if error is not None:
+        if error:
             raise ValueError(error)
         return text
 
@@ -105,17 +105,16 @@ def main() -> None:
         while True:
             template, messages, variables = connection.recv()
             signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)  # SIGPROF ends the process
-            answer: tuple[str | None, str | None]
             try:
                 # (texts, positions); the library's annotation is wrong.
                 result: Any = render_jinja_template([messages], chat_template=template, **variables)
-                answer = result[0][0], None
+                text, error = result[0][0], ""
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
-            except Exception as error:  # a template is a program and may raise anything
-                answer = None, str(error)
+            except Exception as failure:  # a template is a program and may raise anything
+                text, error = "", str(failure) or repr(failure)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send(answer)
+            connection.send((text, error))
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class StopChecker:
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
         self._stop = tuple(stop)
-        self._fallbacks = [border_lengths(string) for string in stop]
+        self._borders = [border_lengths(string) for string in stop]
         self._matched_lengths = [0] * len(stop)
         self._include = include_stop_str_in_output
         self._held = ""
@@ -138,14 +138,11 @@ class StopChecker:
     def _advance(self, character: str) -> list[str]:
         """Feed one character to every automaton; return the stop strings that it completes."""
         complete = []
-        for i, (string, fallback) in enumerate(zip(self._stop, self._fallbacks, strict=True)):
-            length = self._matched_lengths[i]
-            while length and string[length] != character:
-                length = fallback[length - 1]
-            length += string[length] == character
+        for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
+            length = matched_length(string, borders, self._matched_lengths[i], character)
             if length == len(string):
                 complete.append(string)
-                length = fallback[-1]
+                length = borders[-1]
             self._matched_lengths[i] = length
         return complete
 
@@ -156,10 +153,17 @@ def border_lengths(string: str) -> list[int]:
     border_lengths("abab") is [0, 0, 1, 2]: after "abab", at most "ab" can still be part of a match.
     """
     lengths = [0] * len(string)
-    length = 0
     for i in range(1, len(string)):
-        while length and string[length] != string[i]:
-            length = lengths[length - 1]
-        length += string[length] == string[i]
-        lengths[i] = length
+        lengths[i] = matched_length(string, lengths, lengths[i - 1], string[i])
     return lengths
+
+
+def matched_length(string: str, borders: Sequence[int], length: int, character: str) -> int:
+    """How many characters of `string` a text ends with after one more character, if it ended with `length` < len(string) of them.
+
+    Args:
+        borders: see `border_lengths`.
+    """
+    while length and string[length] != character:
+        length = borders[length - 1]
+    return length + (string[length] == character)
