@@ -165,6 +165,7 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
     routing = RouterConfig.from_arguments(arguments)
+    routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     fleet, name = processes(config, arguments), config.served_model_name or config.model
     try:
