@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from nanovllm.server.protocol import (
-    HARMLESS,
     UNSUPPORTED,
     ChatCompletionRequest,
     CompletionRequest,
@@ -141,7 +140,7 @@ class Attacker:
         """One field of a valid body has a value that it should not have."""
         path = self.route()
         body, model = ROUTES[path]
-        name = self.rng.choice([*model.model_fields, *model.model_fields, *UNSUPPORTED, *HARMLESS])
+        name = self.rng.choice([*model.model_fields, *model.model_fields, *UNSUPPORTED, "user", "metadata"])
         body = {key: value for key, value in body.items() if key != name}
         value = self.rng.choice(VALUES)
         fields = [*(f'"{key}": {json.dumps(right)}' for key, right in body.items()), f'"{name}": {value}']

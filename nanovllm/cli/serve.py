@@ -18,8 +18,8 @@ from nanovllm.data.checks import Count
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
-from nanovllm.server import commandline
 from nanovllm.server.access import LIMITS, Access, api_keys
+from nanovllm.server.commandline import add_model_argument
 from nanovllm.server.listen import is_loopback
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class ServeFlags(Flags):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    commandline.add_model_argument(parser)
+    add_model_argument(parser)
     group = parser.add_argument_group("server", LIMITS)
     Access.add_arguments(group)
     ServeFlags.add_arguments(group)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal comes. Under torchrun only rank 0 listens; the other ranks compute for it, and end with it."""
     from nanovllm.executor.base import is_follower
 
-    config = commandline.engine_config(arguments)
+    config = EngineConfig.from_arguments(arguments)
     if is_follower(config):
         follow = load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")
         try:

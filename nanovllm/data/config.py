@@ -127,12 +127,11 @@ class EngineConfig(Flags):
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("eplb_config", "kv_transfer_config"):
-            if isinstance(getattr(self, name), dict):
-                setattr(self, name, json.dumps(getattr(self, name)))
-        for name in ("model", "tokenizer", "trace"):
-            if isinstance(getattr(self, name), os.PathLike):
-                setattr(self, name, os.fspath(getattr(self, name)))
+        for name, value in vars(self).items():
+            if isinstance(value, dict):
+                setattr(self, name, json.dumps(value))
+            elif isinstance(value, os.PathLike):
+                setattr(self, name, os.fspath(value))
         check_fields(self)
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, "kv_cache_memory")
@@ -234,12 +233,9 @@ def parse_bytes(size: str | int, name: str) -> int:
     Raises:
         ValueError: not a size; the message shows what one looks like.
     """
-    match = re.fullmatch(r"\s*([-+.\de_]+?)\s*(?:b|([kmgt])(b|ib)?)?\s*", str(size), re.IGNORECASE)
-    number, prefix, suffix = match.groups(default="") if match else ("", "", "")
-    try:
-        value = float(number) * (1000 if suffix.lower() == "b" else 1024) ** " kmgt".index(prefix.lower() or " ")
-    except ValueError:
-        raise ValueError(f"{name} must be a size such as 512MiB, 4GB or 1073741824, got {size!r}") from None
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{name} must be above 0, got {size!r}")
-    return int(value)
+    match = re.fullmatch(r"(\d{1,20}(?:\.\d+)?(?:e\d)?) *([kmgt]?)(i?b)?", str(size).strip().lower())
+    number, prefix, suffix = match.groups() if match else ("0", "", "")
+    value = int(float(number) * (1000 if suffix == "b" else 1024) ** " kmgt".index(prefix or " "))
+    if value == 0:
+        raise ValueError(f"{name} must be a size above 0 such as 512MiB, 4GB or 1073741824, got {size!r}")
+    return value

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from nanovllm.data.checks import Positive, check_fields
 
-SHORT_FLAGS = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
+SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
 
 
 class UsageError(ValueError):
@@ -55,7 +55,7 @@ class Flags:
         choices, descriptions = cls.choices(), cls._descriptions()
         for f in cls.flags():
             name, hint = f.name, hints[f.name]
-            options: dict[str, Any] = {"dest": name, "default": f.default, "help": descriptions[name]}
+            options: dict[str, Any] = {"default": f.default, "help": descriptions[name]}
             plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
             kinds = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)] + plain
             if hint in (bool, bool | None):
@@ -68,8 +68,7 @@ class Flags:
                     options |= {"type": kinds[0], "metavar": name.rsplit("_", 1)[-1].upper()}
                 if hint == Sequence[str] and kinds[0] is str:  # the flag may be repeated
                     options |= {"action": "append", "default": []}
-            short = [SHORT_FLAGS[name]] if name in SHORT_FLAGS else []
-            parser.add_argument("--" + name.replace("_", "-"), *short, **options)
+            parser.add_argument("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()), **options)
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> typing.Self:

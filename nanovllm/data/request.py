@@ -103,12 +103,6 @@ class Request:
         """True while more than the newest token has to be computed."""
         return self.num_missing_tokens > 1 or self.num_output_tokens + self.num_pending_tokens == 0
 
-    def __repr__(self) -> str:
-        return (
-            f"Request({self.request_id}, {self.status.value}, computed {self.num_computed_tokens} of {self.num_tokens} "
-            f"tokens, {self.num_output_tokens} sampled)"
-        )
-
 
 @dataclass
 class TokenLogprobs:

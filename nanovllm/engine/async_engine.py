@@ -190,15 +190,15 @@ class AsyncEngine:
         free_places = 0 if waiting else places - self.stats.num_running
         return waiting + on_their_way + num_sequences - free_places <= limit
 
-    async def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text of any length, without blocking the event loop.
 
         Raises:
-            ValueError: the text is not valid Unicode, or has more than `most` tokens; see `LongTexts.encode`.
+            ValueError: the text is not valid Unicode, or a long one with more tokens than any request may have; see `LongTexts.encode`.
         """
         if len(text) <= LONG_PROMPT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await self._long_texts.encode(text, add_special_tokens, most)
+        return await self._long_texts.encode(text, add_special_tokens, self.limits.max_request_tokens)
 
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0

@@ -99,10 +99,6 @@ class Access(Flags):
         """Whether clients may address the server by this name (the value of a Host header)."""
         return not self.allowed_hosts or ANY in self.allowed_hosts or host_name(host) in self.allowed_hosts
 
-    def knows_origin(self, origin: str | None) -> bool:
-        """Whether web pages of this foreign origin may use the server."""
-        return ANY in self.allowed_origins or origin in self.allowed_origins
-
 
 DEFAULT_ACCESS = Access()
 

@@ -15,12 +15,13 @@ from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
 from nanovllm.server.access import DEFAULT_ACCESS, Access
-from nanovllm.server.chat import ChatEndpoint, ChatWriter
-from nanovllm.server.completions import CompletionEndpoint, CompletionWriter
+from nanovllm.server.chat import ChatEndpoint, ChatGeneration
+from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration
 from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
-from nanovllm.server.generation import Endpoint, EventStream, json_response, unless_disconnected
+from nanovllm.server.generation import Endpoint, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
+from nanovllm.server.streams import ClosingStream
 
 
 def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
@@ -53,21 +54,22 @@ def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: Completi
 
     @app.post("/v1/chat/completions", responses=responses.documented(200, responses.ChatCompletion))
     async def chat_completions(body: protocol.ChatCompletionRequest, request: Request) -> Response:
-        return await answer(body, request, await chat.submit_request(body))
+        return await answer(request, await chat.submit_request(body))
 
     @app.post("/v1/completions", responses=responses.documented(200, responses.Completion))
     async def completions(body: protocol.CompletionRequest, request: Request) -> Response:
-        return await answer(body, request, await completion.submit_request(body))
+        return await answer(request, await completion.submit_request(body))
 
 
-async def answer(body: protocol.SamplingBody, request: Request, writer: ChatWriter | CompletionWriter) -> Response:
+async def answer(request: Request, generation: ChatGeneration | CompletionGeneration) -> Response:
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
-    if body.stream:
-        return EventStream(writer.chunks(), writer.generation.close)
+    if generation.body.stream:
+        settings = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
+        return ClosingStream(generation.events(), generation.close, **settings)
     try:
-        return json_response(await unless_disconnected(request, writer.complete()))
+        return json_response(await unless_disconnected(request, generation.complete()))
     finally:
-        writer.generation.close()
+        generation.close()
 
 
 def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
@@ -81,7 +83,7 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
             raise APIError(400, "either prompt or messages must be given, and not both", "prompt")
         with blaming_client("messages" if body.prompt is None else "prompt"):
             if body.prompt is not None:
-                token_ids = await endpoint.encode_prompt(body.prompt, body.add_special_tokens is not False)
+                token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
             else:
                 token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
         strings = None

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from nanovllm.data.outputs import CompletionOutput
 from nanovllm.server import responses
 from nanovllm.server.errors import APIError, blaming_client
-from nanovllm.server.generation import Endpoint, Writer, encoded, token_logprob
+from nanovllm.server.generation import Endpoint, Generation, encoded
 from nanovllm.server.protocol import ChatCompletionRequest
 from nanovllm.text.portions import in_portions
 
@@ -18,7 +18,7 @@ from nanovllm.text.portions import in_portions
 class ChatEndpoint(Endpoint):
     """Turns chats into engine requests."""
 
-    async def submit_request(self, body: ChatCompletionRequest) -> ChatWriter:
+    async def submit_request(self, body: ChatCompletionRequest) -> ChatGeneration:
         """Check a request and queue it.
 
         Raises:
@@ -38,32 +38,30 @@ class ChatEndpoint(Endpoint):
             )
             token_ids = await self.encode_chat(body)
             self.check_length(len(token_ids), max_tokens, name)
-            generation = await self.submit("chatcmpl", [token_ids], params, body)
-        return ChatWriter(self.engine, body, generation)
+            return await self.submit(ChatGeneration, body, [token_ids], params)
 
 
-class ChatWriter(Writer):
-    """Writes the answer to one chat request; see `Writer`."""
+class ChatGeneration(Generation):
+    """One chat request, and its answer; see `Generation`."""
 
     body: ChatCompletionRequest
-    chunk_kind = responses.ChatChunk
+    prefix, chunk_kind = "chatcmpl", responses.ChatChunk
 
     async def complete(self) -> responses.ChatCompletion:
         """The whole answer."""
-        (output,) = await self.generation.collect()
+        (output,) = await self.collect()
         choices = []
         for piece in output.outputs:
             message, logprobs = responses.AssistantMessage(piece.text), await self._logprobs(piece)
             choices.append(responses.ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
-        answer = self.generation.answer(responses.ChatCompletion, choices, self.generation.usage())
-        answer.prompt_logprobs = await self.prompt_logprobs(output)
-        return answer
+        of_prompt = await self.prompt_logprobs(output)
+        return self.answer(responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt)
 
     async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
         """First the role of each choice, then text, then why it ended."""
-        for index in range(self.generation.params.n):
+        for index in range(self.params.n):
             yield responses.ChatChunkChoice(index, responses.Delta(role="assistant", content=""))
-        async for _, output in self.generation.outputs():
+        async for _, output in self.outputs():
             for piece in output.outputs:
                 logprobs = await self._logprobs(piece)
                 if piece.text or (logprobs and logprobs.content):
@@ -75,7 +73,6 @@ class ChatWriter(Writer):
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:
             return None
-        content = []
-        async for token_id, position in in_portions(zip(piece.token_ids, piece.logprobs, strict=True)):
-            content.append(encoded(token_logprob(self.engine, token_id, position, self.body.top_logprobs or 0)))
-        return responses.ChatLogprobs(content)
+        entries = in_portions(zip(piece.token_ids, piece.logprobs, strict=True))
+        count = self.body.top_logprobs
+        return responses.ChatLogprobs([encoded(self.token_logprob(*entry, count)) async for entry in entries])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
-from nanovllm.data.config import COURSE_MODEL, EngineConfig
+from nanovllm.data.config import COURSE_MODEL
 
 
 class ServerError(RuntimeError):
@@ -30,15 +30,4 @@ class Parser(argparse.ArgumentParser):
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Let the model be named without its flag."""
     help = f"the same as --model (default: {COURSE_MODEL})"
-    parser.add_argument("model_argument", nargs="?", metavar="model", help=help)
-
-
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The engine's settings from a command line.
-
-    Raises:
-        UsageError: a setting that makes no sense.
-    """
-    if arguments.model_argument is not None:
-        arguments.model = arguments.model_argument
-    return EngineConfig.from_arguments(arguments)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=help)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestOutput
-from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.errors import APIError, blaming_client
-from nanovllm.server.generation import Endpoint, Generation, Writer, encoded, token_logprob
+from nanovllm.server.generation import Endpoint, Generation, encoded
 from nanovllm.server.protocol import CompletionRequest
 from nanovllm.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from nanovllm.text.portions import in_portions
@@ -20,7 +20,7 @@ MAX_COMPLETIONS = 1024
 class CompletionEndpoint(Endpoint):
     """Turns completion requests into engine requests."""
 
-    async def submit_request(self, body: CompletionRequest) -> CompletionWriter:
+    async def submit_request(self, body: CompletionRequest) -> CompletionGeneration:
         """Check a request and queue it.
 
         Raises:
@@ -47,40 +47,39 @@ class CompletionEndpoint(Endpoint):
             prompts = []
             for source in sources:
                 if isinstance(source, str):
-                    source = await self.encode_prompt(source, body.add_special_tokens)
+                    source = await self.engine.encode(source, body.add_special_tokens)
                 self.check_length(len(source), body.max_tokens)
                 prompts.append(source)
                 await asyncio.sleep(0)  # a thousand prompts must not block the event loop
-            generation = await self.submit("cmpl", prompts, params, body)
-        return CompletionWriter(self.engine, body, generation)
+            return await self.submit(CompletionGeneration, body, prompts, params)
 
 
-class CompletionWriter(Writer):
-    """Writes the answer to one completion request; see `Writer`."""
+class CompletionGeneration(Generation):
+    """One completion request, and its answer; see `Generation`."""
 
     body: CompletionRequest
-    chunk_kind = Completion
+    prefix, chunk_kind = "cmpl", Completion
 
-    def __init__(self, engine: AsyncEngine, body: CompletionRequest, generation: Generation) -> None:
-        super().__init__(engine, body, generation)
-        generation.hides_tokens = body.max_tokens == 0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.hides_tokens = self.body.max_tokens == 0
         # Characters of each choice whose log-probabilities have been sent; a choice without an entry has not begun.
         self._offsets: dict[int, int] = {}
 
     async def complete(self) -> Completion:
         """The whole answer."""
         choices = []
-        for i, output in enumerate(await self.generation.collect()):
+        for i, output in enumerate(await self.collect()):
             prompt_logprobs = await self.prompt_logprobs(output)
             for piece in output.outputs:
                 choice = await self._choice(i, output, piece)
                 choice.prompt_logprobs = prompt_logprobs
                 choices.append(choice)
-        return self.generation.answer(Completion, choices, self.generation.usage())
+        return self.answer(Completion, choices, usage=self.usage())
 
     async def choices(self) -> AsyncIterator[CompletionChoice]:
         """The choices of all prompts, mixed."""
-        async for i, output in self.generation.outputs():
+        async for i, output in self.outputs():
             for piece in output.outputs:
                 if not piece.token_ids and piece.finish_reason is None:
                     continue  # the prompt is still being read, and the output has only its log-probabilities so far
@@ -90,19 +89,17 @@ class CompletionWriter(Writer):
 
     async def _choice(self, prompt_index: int, output: RequestOutput, piece: CompletionOutput) -> CompletionChoice:
         """A piece of one completion. The first one begins with the prompt, if it is to be echoed."""
-        body, index = self.body, prompt_index * self.generation.params.n + piece.index
+        body, index = self.body, prompt_index * self.params.n + piece.index
+        if self.hides_tokens:
+            piece = CompletionOutput(piece.index, finish_reason=piece.finish_reason and "length")
         choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
-        token_ids = piece.token_ids
-        positions: list[PositionLogprobs] = list(piece.logprobs or [])
-        if self.generation.hides_tokens:
-            token_ids, positions = [], []
-            choice = CompletionChoice(index, "", None, piece.finish_reason and "length", None)
+        token_ids, positions = piece.token_ids, [*(piece.logprobs or ())]
         if body.echo and index not in self._offsets:
             choice.text = self._echo(prompt_index) + choice.text
             # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
             known = output.prompt_logprobs or []
-            token_ids = self.generation.prompts[prompt_index][: len(known)] + token_ids
-            positions = [*known, *positions]
+            token_ids = self.prompts[prompt_index][: len(known)] + token_ids
+            positions = known + positions
         offset = self._offsets.setdefault(index, 0)
         if body.logprobs is not None and token_ids:
             choice.logprobs = await self._logprobs(token_ids, positions, offset)
@@ -116,22 +113,19 @@ class CompletionWriter(Writer):
     async def _logprobs(
         self, token_ids: list[int], positions: list[PositionLogprobs], offset: int
     ) -> CompletionLogprobs:
-        lists = CompletionLogprobs([], [], [], [])
+        rows: list[Any] = []
         async for token_id, position in in_portions(zip(token_ids, positions, strict=True)):
             if position is None:  # the first token, which nothing precedes, has no probability
                 text = self.engine.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
                 logprob, likeliest = None, None
             else:
-                entry = token_logprob(self.engine, token_id, position, self.body.logprobs or 0)
+                entry = self.token_logprob(token_id, position, self.body.logprobs)
                 text, logprob = entry.token, entry.logprob
                 # As in OpenAI's API and vLLM: the likeliest tokens, and the token itself even if it is none of them.
                 likeliest = encoded({each.token: each.logprob for each in entry.top_logprobs} | {text: logprob})
-            lists.tokens.append(text)
-            lists.text_offset.append(offset)
-            lists.token_logprobs.append(logprob)
-            lists.top_logprobs.append(likeliest)
+            rows.append((text, logprob, likeliest, offset))
             offset += len(text)
-        return lists
+        return CompletionLogprobs(*map(list, zip(*rows, strict=True)))
 
 
 def split_prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:

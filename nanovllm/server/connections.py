@@ -32,9 +32,10 @@ class GuardedProtocol(H11Protocol):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._awaited = ""  # what the client has to send: "headers", "body", or nothing
-        self._since = 0.0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._awaited, self._since = (
+            "",
+            0.0,
+        )  # what the client has to send ("headers", "body" or nothing), and since when
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request. With one connection too many, the server closes the one whose client has kept it waiting
@@ -59,31 +60,18 @@ class GuardedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the deadline of a connection that has ended."""
-        self._set_deadline(None)
-        super().connection_lost(exc)
-
     def _watch(self) -> None:
         awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
         if awaited != self._awaited:
             self._awaited, self._since = awaited, self.loop.time()
-            self._set_deadline({"headers": self.header_seconds, "body": self.body_seconds}.get(awaited))
 
-    def _set_deadline(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._end, seconds)
-
-    def _end(self, seconds: float) -> None:
-        """End a connection whose client is too slow; answer it if it has sent a part of a request."""
-        if self.transport.is_closing():
+    def end_if_slow(self) -> None:
+        """End the connection if its client is too slow; answer it if it has sent a part of a request."""
+        seconds = self.header_seconds if self._awaited == "headers" else self.body_seconds
+        if not self._awaited or self.loop.time() < self._since + seconds or self.transport.is_closing():
             return
-        if self._awaited == "headers":
-            has_begun = bool(self.conn.trailing_data[0])
-        else:
-            has_begun = self.conn.our_state is h11.SEND_RESPONSE
-        if has_begun:
+        has_begun = {"headers": self.conn.trailing_data[0], "body": self.conn.our_state is h11.SEND_RESPONSE}
+        if has_begun[self._awaited]:
             message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
             self._answer(APIError(408, message, code="request_timeout"))
         else:

@@ -1,4 +1,4 @@
-"""One HTTP request as one or several engine requests: submitted together, read together, closed together.
+"""One HTTP request as one or several engine requests: submitted together, read together, answered together.
 
 Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,9 +24,8 @@ from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.request_stream import RequestStream
 from nanovllm.server.errors import APIError, as_api_error
 from nanovllm.server.protocol import ChatBody, SamplingBody, StreamOptions
-from nanovllm.server.responses import Answer, PromptTokensDetails, TokenLogprob, TopLogprob, Usage
-from nanovllm.server.shares import RENDERER, current_share
-from nanovllm.server.streams import ClosingStream
+from nanovllm.server.responses import Answer, TokenLogprob, TopLogprob, Usage
+from nanovllm.server.shares import current_share, render_chat
 from nanovllm.text.long_texts import TooManyTokensError
 from nanovllm.text.portions import in_portions
 
@@ -37,29 +36,39 @@ SMALLEST_LOGPROB = -9999.0
 
 Result = TypeVar("Result")
 AnswerKind = TypeVar("AnswerKind", bound=Answer)
+GenerationKind = TypeVar("GenerationKind", bound="Generation")
 
 
 class Generation:
-    """The engine requests of one HTTP request: one per prompt.
+    """One HTTP request: its engine requests, one per prompt, and its answer, whole or as a stream. The base of all generations.
 
-    Attributes:
-        id: the answer's id.
+    Args:
+        engine: whose tokenizer spells the tokens.
         model: the model's name in the answer.
-        created: seconds since the epoch.
+        body: the request.
         prompts: token ids of each prompt.
         params: the sampling parameters, the same for all prompts.
+
+    Attributes:
+        prefix: with which the answer's id begins.
+        chunk_kind: what a stream consists of.
+        hides_tokens: whether the client wants the prompt's log-probabilities alone, and gets no generated tokens.
         streams: one per prompt.
         kv_transfer_params: for the server that continues the request; known at the end, if at all.
-        hides_tokens: whether the client wants the prompt's log-probabilities alone, and gets no generated tokens.
     """
 
-    def __init__(self, id: str, model: str, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.id, self.model, self.created = id, model, int(time.time())
-        self.prompts, self.params = prompts, params
+    prefix: str
+    chunk_kind: type[Answer]
+    hides_tokens = False
+
+    def __init__(
+        self, engine: AsyncEngine, model: str, body: SamplingBody, prompts: list[list[int]], params: SamplingParams
+    ) -> None:
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.engine, self.model, self.body, self.prompts, self.params = engine, model, body, prompts, params
         self.streams: list[RequestStream] = []
         self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
-        self.hides_tokens, self._num_completion_tokens = False, 0
-        self._num_cached_tokens = [0] * len(prompts)
+        self._num_completion_tokens, self._num_cached_tokens = 0, [0] * len(prompts)
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """The outputs of all prompts as they come, each with the prompt's index."""
@@ -71,17 +80,14 @@ class Generation:
                     i, output = reading.pop(task), task.result()
                     if not output.finished:
                         reading[asyncio.ensure_future(anext(self.streams[i]))] = i
-                    self._count(i, output)
+                    self._num_completion_tokens += sum(len(piece.token_ids) for piece in output.outputs)
+                    self._num_cached_tokens[i] = output.num_cached_tokens
+                    if output.kv_transfer_params is not None:
+                        self.kv_transfer_params = output.kv_transfer_params
                     yield i, output
         finally:
             for task in reading:
                 task.cancel()
-
-    def _count(self, prompt_index: int, output: RequestOutput) -> None:
-        self._num_completion_tokens += sum(len(piece.token_ids) for piece in output.outputs)
-        self._num_cached_tokens[prompt_index] = output.num_cached_tokens
-        if output.kv_transfer_params is not None:
-            self.kv_transfer_params = output.kv_transfer_params
 
     async def collect(self) -> list[RequestOutput]:
         """The whole outputs, in the order of the prompts."""
@@ -94,18 +100,67 @@ class Generation:
         """Numbers of tokens so far, without generated tokens that the client does not get."""
         num_prompt = sum(map(len, self.prompts))
         num_completion = 0 if self.hides_tokens else self._num_completion_tokens
-        details = PromptTokensDetails(sum(self._num_cached_tokens))
+        details = {"cached_tokens": sum(self._num_cached_tokens)}
         return Usage(num_prompt, num_completion, num_prompt + num_completion, details)
 
-    def answer(self, kind: type[AnswerKind], choices: list[Any], usage: Usage | UnsetType | None) -> AnswerKind:
+    def answer(self, kind: type[AnswerKind], choices: list[Any], **fields: Any) -> AnswerKind:
         """An answer or a chunk with these choices."""
-        fields: dict[str, Any] = {"id": self.id, "created": self.created, "model": self.model, "choices": choices}
-        return kind(usage=usage, kv_transfer_params=self.kv_transfer_params, **fields)
+        fields |= {"id": self.id, "created": self.created, "model": self.model, "choices": choices}
+        return kind(kv_transfer_params=self.kv_transfer_params, **fields)
 
     def close(self) -> None:
         """End the requests that have not ended."""
         for stream in self.streams:
             stream.close()
+
+    def token_logprob(self, token_id: int, position: dict[int, Logprob], num_likeliest: int | None) -> TokenLogprob:
+        """A token's text, log-probability and bytes, and those of the likeliest tokens of its position. The chosen token is among
+        these only if it is one of them."""
+
+        def entry(token_id: int) -> tuple[str, float, list[int]]:
+            raw = self.engine.tokenizer.token_bytes(token_id)  # perhaps only a part of a character
+            return raw.decode("utf-8", "replace"), max(position[token_id].logprob, SMALLEST_LOGPROB), list(raw)
+
+        ranked = sorted((each.rank or 0, other) for other, each in position.items())
+        likeliest = [TopLogprob(*entry(other)) for rank, other in ranked if rank <= (num_likeliest or 0)]
+        return TokenLogprob(*entry(token_id), likeliest)
+
+    async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType | None:
+        """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""
+        if self.body.prompt_logprobs is None:
+            return UNSET
+        if output.prompt_logprobs is None:
+            return None
+        return [
+            position and encoded({str(token_id): entry for token_id, entry in position.items()})
+            async for position in in_portions(output.prompt_logprobs)
+        ]
+
+    def choices(self) -> AsyncIterator[Any]:
+        """The new parts of the answer's choices, as they come."""
+        raise NotImplementedError
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as server-sent events: one per new part of a choice, an error if there is one, and [DONE]. If the client wants
+        the numbers of tokens at the end only, they are null before."""
+        options = self.body.stream_options or StreamOptions()
+        usage: Usage | UnsetType | None = None if options.include_usage else UNSET
+        try:
+            async for choice in self.choices():
+                if options.include_usage and options.continuous_usage_stats:
+                    usage = self.usage()
+                yield self._event([choice], usage)
+            if options.include_usage:
+                yield self._event([], self.usage())
+        except Exception as error:  # the status was sent long ago, so the error is a part of the stream
+            api_error = as_api_error(error)
+            if api_error.status_code == 500:
+                logger.exception("a stream failed")
+            yield api_error.event()
+        yield b"data: [DONE]\n\n"
+
+    def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
+        return b"data: " + msgspec.json.encode(self.answer(self.chunk_kind, choices, usage=usage)) + b"\n\n"
 
 
 class Endpoint:
@@ -118,10 +173,6 @@ class Endpoint:
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self.engine, self.model = engine, model
-        longest_token = max(map(len, engine.tokenizer.backend.get_vocab()))
-        # Four times: a tokenizer may join characters (é from e and an accent) before it looks for tokens.
-        self._most_tokens = 4 * engine.limits.max_request_tokens
-        self._longest_text = self._most_tokens * longest_token
 
     def check(self, body: Any) -> None:
         """Refuse an unknown model and unsupported fields.
@@ -134,23 +185,10 @@ class Endpoint:
             raise APIError(404, message, "model", "model_not_found")
         body.check_unknown_fields()
 
-    async def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The token ids of a prompt. A prompt that is far too long is refused before its tokens are counted, which takes seconds.
-
-        Raises:
-            ValueError: far too long (`TooManyTokensError`), or not valid Unicode.
-        """
-        if len(text) > self._longest_text:
-            limit = self.engine.limits.max_request_tokens
-            raise TooManyTokensError(f"the text has {len(text)} characters, which can never fit into {limit} tokens")
-        return await self.engine.encode(text, add_special_tokens, self._most_tokens)
-
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
-        arguments = body.template_arguments()
-        # A template is a program that may take seconds. Chats wait for one another; other requests do not wait for them.
-        text = await RENDERER.render(self.engine, arguments)
-        return await self.encode_prompt(text, add_special_tokens)
+        text = await render_chat(self.engine, body.template_arguments())
+        return await self.engine.encode(text, add_special_tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
         """Refuse a prompt that leaves no room for so many tokens, or for any.
@@ -183,8 +221,8 @@ class Endpoint:
         load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
 
     async def submit(
-        self, prefix: str, prompts: list[list[int]], params: SamplingParams, body: SamplingBody
-    ) -> Generation:
+        self, kind: type[GenerationKind], body: SamplingBody, prompts: list[list[int]], params: SamplingParams
+    ) -> GenerationKind:
         """Queue all prompts, or none of them.
 
         Raises:
@@ -194,7 +232,7 @@ class Endpoint:
         """
         if body.kv_transfer_params is not None:
             self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
-        generation = Generation(f"{prefix}-{uuid.uuid4().hex}", self.model, prompts, params)
+        generation = kind(self.engine, self.model, body, prompts, params)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
         try:
             share = current_share.get()
@@ -210,85 +248,12 @@ class Endpoint:
         return generation
 
 
-def token_logprob(engine: AsyncEngine, token_id: int, position: dict[int, Logprob], num_likeliest: int) -> TokenLogprob:
-    """A token's text, log-probability and bytes, and those of the likeliest tokens of its position. The chosen token is among
-    these only if it is one of them."""
-
-    def entry(token_id: int) -> tuple[str, float, list[int]]:
-        raw = engine.tokenizer.token_bytes(token_id)  # perhaps only a part of a character
-        return raw.decode("utf-8", "replace"), max(position[token_id].logprob, SMALLEST_LOGPROB), list(raw)
-
-    ranked = sorted((each.rank or 0, other) for other, each in position.items())
-    likeliest = [TopLogprob(*entry(other)) for rank, other in ranked if rank <= num_likeliest]
-    return TokenLogprob(*entry(token_id), likeliest)
-
-
 def encoded(part: Result) -> Result:
     """A part of an answer as JSON, so that a large answer is not encoded all at once when it is sent."""
     return msgspec.Raw(msgspec.json.encode(part))  # type: ignore[return-value]
 
 
-class Writer:
-    """Writes the answer to one request, whole or as a stream; the base of the writers of all generating endpoints.
-
-    Args:
-        engine: whose tokenizer spells the tokens.
-        body: the request.
-        generation: its engine requests.
-    """
-
-    chunk_kind: type[Answer]
-
-    def __init__(self, engine: AsyncEngine, body: SamplingBody, generation: Generation) -> None:
-        self.engine, self.body, self.generation = engine, body, generation
-
-    def choices(self) -> AsyncIterator[Any]:
-        """The new parts of the answer's choices, as they come."""
-        raise NotImplementedError
-
-    async def chunks(self) -> AsyncIterator[Answer]:
-        """The answer as it comes. If the client wants the numbers of tokens at the end only, they are null before."""
-        options = self.body.stream_options or StreamOptions()
-        without = None if options.include_usage else UNSET
-        async for choice in self.choices():
-            usage = self.generation.usage() if options.include_usage and options.continuous_usage_stats else without
-            yield self.generation.answer(self.chunk_kind, [choice], usage)
-        if options.include_usage:
-            yield self.generation.answer(self.chunk_kind, [], self.generation.usage())
-
-    async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType | None:
-        """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""
-        if self.body.prompt_logprobs is None:
-            return UNSET
-        if output.prompt_logprobs is None:
-            return None
-        return [
-            position and encoded({str(token_id): entry for token_id, entry in position.items()})
-            async for position in in_portions(output.prompt_logprobs)
-        ]
-
-
 # ---------------------------------------------------------------- answers
-
-
-class EventStream(ClosingStream):
-    """Server-sent events: one per chunk, an error if there is one, and [DONE]. See `ClosingStream` for `on_close`."""
-
-    def __init__(self, chunks: AsyncIterator[Any], on_close: Callable[[], None]) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        super().__init__(self._events(chunks), on_close, media_type="text/event-stream", headers=headers)
-
-    @staticmethod
-    async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-        try:
-            async for chunk in chunks:
-                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
-        except Exception as error:  # the status was sent long ago, so the error is a part of the stream
-            api_error = as_api_error(error)
-            if api_error.status_code == 500:
-                logger.exception("a stream failed")
-            yield api_error.event()
-        yield b"data: [DONE]\n\n"
 
 
 def json_response(answer: Any) -> Response:

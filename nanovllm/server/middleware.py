@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import itertools
 import json
 from collections.abc import Collection
 
@@ -13,12 +12,12 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server import access as limits
-from nanovllm.server.access import OPEN_FOLDER, OPEN_PATHS, Access, host_name, is_same_site
+from nanovllm.server.access import ANY, OPEN_FOLDER, OPEN_PATHS, Access, host_name, is_same_site
 from nanovllm.server.errors import APIError
 from nanovllm.server.shares import Share, current_share
 
@@ -26,15 +25,10 @@ from nanovllm.server.shares import Share, current_share
 MAX_DISCARDED_BYTES = 20 * limits.MAX_BODY_BYTES
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
-# More fields than any request has: the search for the largest one ends here.
-MAX_FIELDS = 1000
+# A refusal names the one of these fields that takes most of the body.
+LARGE_FIELDS = "messages", "prompt", "tokens", "logit_bias", "chat_template_kwargs", "metadata"
+Fields = msgspec.defstruct("Fields", [(name, msgspec.Raw, msgspec.Raw()) for name in LARGE_FIELDS])
 DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
-
-
-class FieldName(str):
-    """A field's name, for which the JSON parser asks `field_name`."""
-
-    __slots__ = ()
 
 
 def protect(app: Starlette, access: Access) -> None:
@@ -114,7 +108,7 @@ class Guard:
             name = host_name(host) or "NAME"
             message = f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
             return APIError(403, message, code="host_not_allowed")
-        if self.access.knows_origin(origin):
+        if {ANY, origin} & {*self.access.allowed_origins}:
             return None
         if origin is not None and not is_same_site(origin, host):
             message = f"""pages of {origin} may not use this server: allow them with --allowed-origins '["{origin}"]'"""
@@ -154,13 +148,9 @@ class Guard:
         announced = dict(scope["headers"]).get(b"content-length", b"")
         if refusal is None and announced.isdigit() and int(announced) > limits.MAX_BODY_BYTES:
             refusal = too_large
-        size, is_whole = 0, False
-        while not is_whole and size < MAX_DISCARDED_BYTES:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnect
-            size += len(chunk := message.get("body", b""))
-            is_whole = not message.get("more_body", False)
+        size = 0
+        async for chunk in Request(scope, receive).stream():
+            size += len(chunk)
             if refusal is None:
                 chunks.append(chunk)
                 self._num_held += len(chunk)
@@ -172,6 +162,8 @@ class Guard:
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))
                 chunks.clear()
+                if size > MAX_DISCARDED_BYTES:
+                    break
         if refusal is not None:
             raise refusal
 
@@ -202,14 +194,9 @@ def check_contents(body: bytes) -> None:
         limit = f"numbers of at most {MAX_DIGITS} digits"
     else:
         return
-    largest, names = None, itertools.count()
-
-    def field_name(_: type, name: str) -> FieldName:
-        if next(names) > MAX_FIELDS:
-            raise ValueError
-        return FieldName(name)
-
-    with contextlib.suppress(msgspec.DecodeError, RecursionError, ValueError):
-        fields = msgspec.json.decode(body, type=dict[FieldName, msgspec.Raw], dec_hook=field_name)
-        largest = next((name[:100] for name, raw in fields.items() if len(memoryview(raw)) > len(body) / 2), None)
+    largest = None
+    with contextlib.suppress(msgspec.DecodeError, RecursionError):
+        fields = msgspec.json.decode(body, type=Fields)
+        sizes = {name: len(memoryview(getattr(fields, name))) for name in LARGE_FIELDS}
+        largest = next((name for name, size in sizes.items() if size > len(body) / 2), None)
     raise APIError(400, f"the body must have {limit}" + (f"; {largest} is too large" if largest else ""), largest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, create_model
+from pydantic import BaseModel, Field, create_model
 
 from nanovllm.data.sampling_params import MAX_LOGPROBS, SamplingParams
 from nanovllm.server.errors import APIError
@@ -13,13 +13,8 @@ from nanovllm.server.errors import APIError
 logger = logging.getLogger("nanovllm.server")
 
 
-class _AtFirstError(FailFast):
-    """Stop validating a list at its first wrong entry, of which there may be a million. (FailFast itself cannot be in a union.)"""
-
-    __hash__ = object.__hash__
-
-
-AT_FIRST_ERROR = _AtFirstError()
+# Stop validating a list at its first wrong entry, of which there may be a million.
+AT_FIRST_ERROR = Field(fail_fast=True)
 TokenIds = Annotated[list[int], AT_FIRST_ERROR]
 Strings = Annotated[list[str], AT_FIRST_ERROR]
 
@@ -40,20 +35,13 @@ UNSUPPORTED = names(
 )
 NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "response_format": {"type": "text"}}
 NEUTRAL |= {"modalities": ["text"], "best_of": 1, "length_penalty": 1.0}
-# Fields that do not change the answer.
-HARMLESS = names(
-    "user metadata store service_tier parallel_tool_calls prediction safety_identifier prompt_cache_key prompt_cache_retention "
-    "request_id"
-)
 # A client may send any number of unknown names; so many of them get a line in the log.
 MAX_WARNINGS = 100
 _warned: set[str] = set()
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, strict=True):
     """A part of a body. Types are strict: "5" is no number, and 1 is not true."""
-
-    model_config = ConfigDict(strict=True)
 
 
 class Body(Strict, extra="allow"):
@@ -62,7 +50,7 @@ class Body(Strict, extra="allow"):
     model: str | None = Field(None, description="default: the one model that is served")
 
     def check_unknown_fields(self) -> None:
-        """Refuse fields that would change the answer; warn once of unknown fields.
+        """Refuse fields that would change the answer; warn once of other unknown fields.
 
         Raises:
             APIError: names the field.
@@ -71,9 +59,9 @@ class Body(Strict, extra="allow"):
             if name in UNSUPPORTED:
                 if value and value != NEUTRAL.get(name):
                     raise APIError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
-            elif name not in HARMLESS and name not in _warned and len(_warned) < MAX_WARNINGS:
+            elif name not in _warned and len(_warned) < MAX_WARNINGS:
                 _warned.add(name)
-                logger.warning("ignoring the unknown request field %.100r", name)
+                logger.warning("ignoring the request field %.100r", name)
 
 
 class StreamOptions(Strict):

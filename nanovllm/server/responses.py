@@ -8,19 +8,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 
-class PromptTokensDetails(Struct):
-    """How many prompt tokens the prefix cache supplied."""
-
-    cached_tokens: int = 0
-
-
 class Usage(Struct):
-    """Numbers of tokens."""
+    """Numbers of tokens. The details have `cached_tokens`: those of the prompt that the prefix cache supplied."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: dict[str, int]
 
 
 class TopLogprob(Struct):

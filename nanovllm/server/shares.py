@@ -3,12 +3,14 @@ template."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 
 from nanovllm.server.errors import APIError
 
@@ -35,11 +37,12 @@ class Share:
         self.num_preparing = 0  # sequences that have a place and are not in the engine yet
         self._waiting: list[tuple[RequestStream, int]] = []
 
-    def check_room(self, engine: AsyncEngine, num_sequences: int) -> None:
-        """Refuse so many sequences if too many wait already.
+    @contextmanager
+    def place(self, engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
+        """Reserve places for so many sequences while they are prepared for the engine.
 
         Raises:
-            APIError: 429, names the limit.
+            APIError: too many sequences wait already (429); names the limit.
         """
         if self.num_keys == 1:
             if not engine.has_room(num_sequences):
@@ -51,15 +54,6 @@ class Share:
             if waiting + self.num_preparing + num_sequences > limit:
                 what = f"requests with this API key wait already: {limit} may"
                 raise too_many(what, engine, f", divided among {self.num_keys} keys")
-
-    @contextmanager
-    def place(self, engine: AsyncEngine, num_sequences: int) -> Iterator[None]:
-        """Reserve places for so many sequences while they are prepared for the engine.
-
-        Raises:
-            APIError: too many sequences wait already; see `check_room`.
-        """
-        self.check_room(engine, num_sequences)
         for counter in (engine, self):
             counter.num_preparing += num_sequences
         try:
@@ -79,32 +73,23 @@ class Share:
 ALL_PLACES = Share()
 current_share: ContextVar[Share] = ContextVar("current_share", default=ALL_PLACES)
 
-
-class ChatRenderer:
-    """Renders the chats of all requests one after another, so that a slow template delays only other chats."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "nanovllm-render")
-        self._num_chats = 0
-
-    async def render(self, engine: AsyncEngine, arguments: dict[str, Any]) -> str:
-        """The text of a chat.
-
-        Args:
-            arguments: those of `Tokenizer.apply_chat_template`.
-
-        Raises:
-            APIError: too many chats wait already (429).
-            ValueError: as `Tokenizer.apply_chat_template`.
-        """
-        if self._num_chats > engine.config.max_num_waiting:  # one chat is being rendered, the rest wait
-            raise too_many("chats wait for the chat template already", engine)
-        self._num_chats += 1
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread, lambda: engine.tokenizer.apply_chat_template(**arguments))
-        finally:
-            self._num_chats -= 1
+# At most one thread at a time, so that chats wait for one another, and other requests do not wait for them.
+RENDERING = CapacityLimiter(1)
 
 
-RENDERER = ChatRenderer()
+async def render_chat(engine: AsyncEngine, arguments: dict[str, Any]) -> str:
+    """The text of a chat. A template is a program that may take seconds.
+
+    Args:
+        arguments: those of `Tokenizer.apply_chat_template`.
+
+    Raises:
+        APIError: too many chats wait already (429).
+        ValueError: as `Tokenizer.apply_chat_template`.
+    """
+    chats = RENDERING.statistics()
+    if (
+        chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting
+    ):  # one is being rendered, the rest wait
+        raise too_many("chats wait for the chat template already", engine)
+    return await run_sync(partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING)

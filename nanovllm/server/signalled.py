@@ -31,22 +31,18 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-async def no_drain() -> None:
-    """For servers in which nothing has to end."""
-
-
 class SignalledServer(uvicorn.Server):
     """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second one does not wait.
 
     Args:
         app: the application.
         banner: printed when the server answers.
-        drain: called with the first signal.
+        drain: called with the first signal, if something has to end.
         **settings: further settings of uvicorn.
     """
 
     def __init__(
-        self, app: ASGIApp, banner: str, drain: Callable[[], Awaitable[Any]] = no_drain, **settings: Any
+        self, app: ASGIApp, banner: str, drain: Callable[[], Awaitable[Any]] | None = None, **settings: Any
     ) -> None:
         # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client).
         # A server that closed it at the same moment would lose a request in flight.
@@ -72,4 +68,11 @@ class SignalledServer(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + number)
         self.should_exit = True
-        self._draining = asyncio.ensure_future(self.drain())
+        if self.drain is not None:
+            self._draining = asyncio.ensure_future(self.drain())
+
+    async def on_tick(self, counter: int) -> bool:
+        """End the connections of slow clients. Called ten times per second."""
+        for connection in list[Any](self.server_state.connections):
+            connection.end_if_slow()
+        return await super().on_tick(counter)

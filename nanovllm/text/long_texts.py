@@ -10,6 +10,7 @@ from nanovllm.text.tokenizer import Tokenizer
 # Characters per portion, which take 20 to 100 ms. Other texts get their turn between two portions.
 PORTION = 2**16
 MAX_THREADS = 2
+MARGIN = 4
 
 
 class TooManyTokensError(ValueError):
@@ -27,23 +28,23 @@ class LongTexts:
         self._tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(MAX_THREADS, "nanovllm-tokenize")
 
-    async def encode(self, text: str, add_special_tokens: bool, most: int | None = None) -> list[int]:
+    async def encode(self, text: str, add_special_tokens: bool, most: int) -> list[int]:
         """The token ids of a text.
 
         Args:
-            most: stop once the portions have more tokens than this. Portions are tokenized separately and have a few more
-                tokens than the whole text, so pass a multiple of the real limit.
+            most: how many tokens the caller accepts. Portions are tokenized separately and have a few more tokens than the whole
+                text, so a long text is refused only once its portions have `MARGIN` times as many.
 
         Raises:
-            ValueError: the text is not valid Unicode, or has more than `most` tokens (`TooManyTokensError`).
+            ValueError: the text is not valid Unicode, or has far more than `most` tokens (`TooManyTokensError`).
         """
         loop = asyncio.get_running_loop()
-        if most is not None and len(text) > PORTION:
+        if len(text) > PORTION:
             count = 0
             for start in range(0, len(text), PORTION):
                 portion = text[start : start + PORTION]
                 count += len(await loop.run_in_executor(self._threads, self._tokenizer.encode, portion, False))
-                if count > most:
+                if count > MARGIN * most:
                     raise TooManyTokensError(f"the text has more than {most} tokens")
         return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
 

@@ -25,10 +25,10 @@ from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server import run
 from nanovllm.server.access import MAX_NODES, MAX_VALUES
-from nanovllm.server.chat import ChatWriter
-from nanovllm.server.completions import CompletionWriter
+from nanovllm.server.chat import ChatGeneration
+from nanovllm.server.completions import CompletionGeneration
 from nanovllm.server.errors import APIError
-from nanovllm.server.generation import Generation, json_response
+from nanovllm.server.generation import json_response
 from nanovllm.server.middleware import MAX_DIGITS, check_contents
 from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from nanovllm.text.long_texts import MAX_THREADS, PORTION, LongTexts, TooManyTokensError
@@ -127,7 +127,7 @@ def test_bodies_that_would_be_slow_to_parse_are_refused_at_once(
     assert watch.longest_wait < MOST_SECONDS
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), response.text
-    assert error["param"] == (None if field == "many" else field)
+    assert error["param"] == (None if field in ("many", "unheard_of") else field)
     assert "the body must have" in error["message"]
 
 
@@ -219,8 +219,8 @@ async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> No
 
     with long_texts(encode) as texts:
         long = "a" * (50 * PORTION)
-        work = [texts.encode(long, True, most=2 * PORTION) for _ in range(10)]
-        answers = await asyncio.gather(*work, texts.encode("short", True), return_exceptions=True)
+        work = [texts.encode(long, True, most=PORTION // 2) for _ in range(10)]
+        answers = await asyncio.gather(*work, texts.encode("short", True, most=9), return_exceptions=True)
     assert all(isinstance(answer, TooManyTokensError) for answer in answers[:-1])
     assert answers[-1] == [3] * 5
     assert num_portions == 31 and most_at_work <= MAX_THREADS
@@ -270,23 +270,22 @@ async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokeni
     engine: Any = SimpleNamespace(tokenizer=tokenizer)
     entry = TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1)
     found, token_ids = [logprob_dictionary(entry, tokenizer)] * NUM_POSITIONS, [100] * NUM_POSITIONS
-    generation = Generation("id", "tiny", [token_ids], SamplingParams())
     piece = CompletionOutput(0, "", token_ids, None, found if kind == "chat" else None, "length")
     output = RequestOutput("id", None, token_ids, [piece], True, found)
-    generation.collect = AsyncMock(return_value=[output])  # type: ignore[method-assign]
     options: dict[str, Any] = {"echo": {"echo": True, "logprobs": 20}, "chat": {"logprobs": True, "top_logprobs": 20}}
     options |= {"prompt_logprobs": {"prompt_logprobs": 20}}
     if kind == "chat":
         chat = ChatCompletionRequest(messages=[ChatMessage(role="user", content="a")], **options[kind])
-        work: Any = ChatWriter(engine, chat, generation).complete()
+        generation: Any = ChatGeneration(engine, "tiny", chat, [token_ids], SamplingParams())
     else:
         body = CompletionRequest(prompt=token_ids, **options[kind])
         piece.token_ids = []
-        work = CompletionWriter(engine, body, generation).complete()
+        generation = CompletionGeneration(engine, "tiny", body, [token_ids], SamplingParams())
+    generation.collect = AsyncMock(return_value=[output])
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
         start = time.thread_time()
-        longest = await longest_turn(answer_of(work))
+        longest = await longest_turn(answer_of(generation.complete()))
         total = time.thread_time() - start
     finally:
         gc.enable()

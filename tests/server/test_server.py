@@ -262,7 +262,8 @@ async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
     engine = SimpleNamespace(tokenizer=tokenizer, limits=limits)
     app = FastAPI()
     encode = AsyncMock(return_value=[3])
-    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None, encode_prompt=encode)
+    engine.encode = encode
+    endpoint: Any = SimpleNamespace(engine=engine, check=lambda body: None)
     add_token_routes(app, endpoint)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         text = (await client.post("/detokenize", json={"tokens": [3]})).json()
@@ -274,7 +275,7 @@ async def test_long_conversions_do_not_run_on_the_event_loop() -> None:
 async def test_others_get_their_turn_between_a_requests_prompts() -> None:
     turns = []
 
-    async def encode(text: str, add_special_tokens: bool, most: int) -> list[int]:
+    async def encode(text: str, add_special_tokens: bool) -> list[int]:
         turns.append("prompt")
         return [3]
 
@@ -283,9 +284,8 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
             turns.append("other")
             await asyncio.sleep(0)
 
-    tokenizer = SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda: {"a": 3}))
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
-    engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
+    engine: Any = SimpleNamespace(limits=limits, encode=encode)
     engine.has_room = lambda number: False  # all that matters here is over by then
     engine.config = SimpleNamespace(max_num_waiting=1)
     other = asyncio.create_task(somebody_else())
@@ -305,17 +305,18 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
         assert go_on.wait(120)
         return "text"
 
-    async def encode(text: str, add_special_tokens: bool, most: int) -> list[int]:
+    async def encode(text: str, add_special_tokens: bool) -> list[int]:
         return [3]
 
-    tokenizer = SimpleNamespace(backend=SimpleNamespace(get_vocab=lambda: {"a": 3}), apply_chat_template=render)
+    tokenizer = SimpleNamespace(apply_chat_template=render)
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
     engine.config = SimpleNamespace(max_num_waiting=49)
     endpoint, body = Endpoint(engine, "tiny"), ChatCompletionRequest(messages=HELLO)
     chats = [asyncio.create_task(endpoint.encode_chat(body)) for _ in range(50)]
     try:
-        await asyncio.sleep(0)  # each has begun
+        for _ in range(9):  # until each has begun
+            await asyncio.sleep(0)
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 30) == "free"
         with pytest.raises(APIError, match=r"too many chats wait .*--max-num-waiting 49") as caught:
             await asyncio.wait_for(endpoint.encode_chat(body), 30)

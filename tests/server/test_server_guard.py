@@ -18,11 +18,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from nanovllm.cli.main import COMMANDS, main
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
 from nanovllm.server import access, connections, listen
 from nanovllm.server.access import Access, api_keys
-from nanovllm.server.commandline import Parser, engine_config
+from nanovllm.server.commandline import Parser
 from nanovllm.server.errors import APIError
 from nanovllm.server.middleware import Guard, protect
 from nanovllm.server.shares import ALL_PLACES, Share, current_share
@@ -159,7 +160,7 @@ def test_which_hosts_a_command_line_lets_in(words: list[str], accepted: list[str
         listener, access = Access.from_arguments(arguments).listen()
         listener.close()
         assert all(map(access.knows_host, accepted)) and not any(map(access.knows_host, refused))
-        assert not access.allowed_origins and not access.knows_origin("null")
+        assert not access.allowed_origins
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_no_key_is_on_the_command_line_of_a_fleets_servers(monkeypatch: pytest.M
     monkeypatch.setenv("NANOVLLM_API_KEY", "stale")
     arguments = arguments_of("serve", "--prefill", "1", "--decode", "1", "--device", "cpu")
     arguments.api_key = ["sesame", "open"]
-    started = processes(engine_config(arguments), arguments)
+    started = processes(EngineConfig.from_arguments(arguments), arguments)
     assert len(started) == 2
     for process in started:
         assert not any("sesame" in word or "api-key" in word for word in process.words)
@@ -484,7 +485,8 @@ def test_one_key_cannot_take_the_places_of_another() -> None:
 
     def has_room(share: Share, count: int) -> bool:
         try:
-            share.check_room(engine, count)
+            with share.place(engine, count):
+                pass
         except APIError as error:
             assert "this API key wait already: 3 may" in error.detail and "divided among 3 keys" in error.detail
             return False
