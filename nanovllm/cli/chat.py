@@ -16,11 +16,10 @@ import httpx
 
 from nanovllm.data.checks import Amount, Positive
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import Flags, UsageError
+from nanovllm.data.flags import Flags, ServerError, UsageError
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server.access import api_keys
-from nanovllm.server.commandline import ServerError, add_model_argument
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
@@ -51,28 +50,26 @@ class ChatFlags(Flags):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    add_model_argument(parser)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
     ChatFlags.add_arguments(parser.add_argument_group("chat"))
     EngineConfig.add_arguments(parser.add_argument_group("engine"))
 
 
-async def engine_answer(engine: AsyncEngine, options: dict[str, Any], messages: list[Message]) -> AsyncIterator[str]:
+async def engine_answer(engine: AsyncEngine, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
     """Answer with an engine of this process."""
     params = SamplingParams(**engine.limits.generation_defaults | {"max_tokens": None} | options)
-    text = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    text = engine.tokenizer.apply_chat_template(chat, add_generation_prompt=True)
     prompt = {"prompt_token_ids": engine.tokenizer.encode(text, add_special_tokens=False)}
-    async for output in engine.generate(prompt, params, f"chat-{len(messages)}"):
+    async for output in engine.generate(prompt, params, f"chat-{len(chat)}"):
         yield output.outputs[0].text
 
 
-async def server_answer(
-    client: httpx.AsyncClient, options: dict[str, Any], messages: list[Message]
-) -> AsyncIterator[str]:
+async def server_answer(client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
     """Answer through a server that speaks OpenAI's API. Without a model's name, its first model answers."""
     try:
         if "model" not in options:
             options["model"] = _checked(await client.get("/v1/models"))["data"][0]["id"]
-        body = {"messages": messages, "stream": True, **options}
+        body = {"messages": chat, "stream": True, **options}
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 await response.aread()

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import nanovllm
 from nanovllm.checkpoint.hub import ModelNotFoundError
-from nanovllm.data.flags import UsageError
+from nanovllm.data.flags import Parser, ServerError, UsageError
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.request_stream import EngineDeadError, EngineStartError
-from nanovllm.server.commandline import Parser, ServerError
 
 # For each command: what it does, and the module whose `add_arguments` declares its flags and whose `run` runs it.
 COMMANDS = {

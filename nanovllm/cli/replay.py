@@ -6,8 +6,7 @@ import argparse
 import asyncio
 
 from nanovllm.cli.trace import add_file_arguments, mistakes
-from nanovllm.server.access import Access
-from nanovllm.server.listen import url_of
+from nanovllm.server.access import Access, url_of
 from nanovllm.trace.format import header_line, require_sizes
 from nanovllm.trace.trace import read_trace
 

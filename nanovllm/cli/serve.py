@@ -18,9 +18,7 @@ from nanovllm.data.checks import Count
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, UsageError
 from nanovllm.data.parts import MissingPartError, load
-from nanovllm.server.access import LIMITS, Access, api_keys
-from nanovllm.server.commandline import add_model_argument
-from nanovllm.server.listen import is_loopback
+from nanovllm.server.access import LIMITS, Access, api_keys, is_loopback
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
@@ -55,7 +53,7 @@ class ServeFlags(Flags):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    add_model_argument(parser)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
     group = parser.add_argument_group("server", LIMITS)
     Access.add_arguments(group)
     ServeFlags.add_arguments(group)
@@ -103,7 +101,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
     # that renders templates starts.
     server, _, engine = await asyncio.gather(
-        asyncio.to_thread(importlib.import_module, "nanovllm.server.run"),
+        asyncio.to_thread(importlib.import_module, "nanovllm.server.app"),
         asyncio.to_thread(PROCESS.start),
         AsyncEngine.start(config, flags.show_text),
     )

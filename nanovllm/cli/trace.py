@@ -100,9 +100,7 @@ def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     try:
         return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen)
     except ModuleNotFoundError as error:
-        raise UsageError(
-            f"pictures need {error.name}, which is not installed: pip install 'nanovllm[course]' playwright"
-        ) from error
+        raise UsageError(f"pictures need {error.name}: pip install 'nanovllm[course]' playwright") from error
     except (ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 
@@ -123,24 +121,20 @@ def summary(trace: Trace) -> dict[str, str]:
     steps, unit = [record for record in trace if record.requests], trace.settings.get("time_unit", "s")
     begin = trace.steps[0].start if trace.steps else 0.0
     duration = max((record.start + record.duration for record in trace), default=0.0) - begin
-    num_generated = sum(len(share.sampled) for record in steps for share in record.requests)
-    queried, hit = _prefix_hits(trace)
+    num_outputs, ttft, queried, hit = _count(trace)
     peak = max((1 - record.num_free_blocks / record.num_blocks for record in steps if record.num_blocks), default=0.0)
-    requests = {share.request_id for record in steps for share in record.requests}
-    requests |= {request_id for record in trace for request_id in record.arrived}
-    ttft = _first_token_times(trace)
     ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
-    speed = f"{num_generated / duration:,.1f}" if duration > 0 else "-"
+    speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
     times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
     return {
         "model": str(trace.settings.get("model", "?")),
         "steps": f"{len(steps):,}",
-        "requests": f"{len(requests):,}",
+        "requests": f"{len(num_outputs):,}",
         "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
-        "tokens generated": f"{num_generated:,}",
+        "tokens generated": f"{num_outputs.total():,}",
         f"generated per {'second' if unit == 's' else 'unit'}": speed,
         **times,
         "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"
@@ -150,28 +144,23 @@ def summary(trace: Trace) -> dict[str, str]:
     }
 
 
-def _first_token_times(trace: Trace) -> list[float]:
-    """For each request whose arrival is in the trace, the time from there to its first token; in ascending order."""
-    times: list[float] = []
+def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:
+    """The tokens that each request has got; in ascending order, the time from each arrival in the trace to the first token; and the
+    tokens that were looked up in the prefix cache, and found, at every admission. Like the engine's counters, these include
+    admissions after a preemption."""
+    num_outputs: Counter[str] = Counter()
     arrivals: dict[str, float] = {}
+    ttft: list[float] = []
+    queried = hit = 0
     for record in trace:
         arrivals |= dict.fromkeys(record.arrived, record.start)
-        for share in record.requests:
-            if share.sampled and share.request_id in arrivals:
-                times.append(record.start + record.duration - arrivals.pop(share.request_id))
-    return sorted(times)
-
-
-def _prefix_hits(trace: Trace) -> tuple[int, int]:
-    """Tokens that were looked up in the prefix cache, and those that were found, at every admission. Like the engine's counters,
-    this includes admissions after a preemption."""
-    queried = hit = 0
-    num_outputs: Counter[str] = Counter()
-    for record in trace:
+        num_outputs.update(dict.fromkeys(record.arrived, 0))
         for share in record.requests:
             if share.request_id in record.admitted:
                 known = share.num_prompt_tokens + num_outputs[share.request_id]
                 queried += max(known, share.start + share.num_tokens)  # its beginning may not be in the trace
                 hit += record.admitted[share.request_id]
+            if share.sampled and share.request_id in arrivals:
+                ttft.append(record.start + record.duration - arrivals.pop(share.request_id))
             num_outputs[share.request_id] += len(share.sampled)
-    return queried, hit
+    return num_outputs, sorted(ttft), queried, hit

@@ -17,15 +17,9 @@ Positive = Annotated[int, Meta(ge=1)]
 Amount = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 
 # What msgspec expects, in words.
-TYPES = {"int": "an integer", "float": "a finite number", "bool": "True or False", "str": "a string", "null": "None"}
-WORDS = TYPES | {
-    "array": "a list",
-    "object": "a dictionary",
-    "|": "or",
-    "<=": "of at most",
-    ">=": "of at least",
-    ">": "above",
-}
+WORDS = {"int": "an integer", "float": "a finite number", "bool": "True or False", "str": "a string", "null": "None"}
+WORDS |= {"array": "a list", "object": "a dictionary", "|": "or"}
+WORDS |= {"<=": "of at most", ">=": "of at least", ">": "above"}
 
 
 def check_fields(settings: Any) -> None:

@@ -148,7 +148,7 @@ class EngineConfig(Flags):
             raise ValueError("preemption_mode 'swap' needs host memory: raise swap_space above 0, or use 'recompute'")
         if self.async_scheduling and self.pipeline_parallel_size > 1:
             raise ValueError(
-                "async_scheduling does not go with pipeline_parallel_size above 1: a pipeline has several steps in flight anyway"
+                "async_scheduling needs pipeline_parallel_size 1: a pipeline has several steps in flight anyway"
             )
         if backend == "uni" and self.world_size > 1:
             raise ValueError(f"distributed_executor_backend 'uni' is one rank, not {self.world_size}: use 'mp'")
@@ -178,8 +178,7 @@ class EngineConfig(Flags):
             given = offloading | msgspec.json.decode(self.kv_transfer_config or "{}", type=dict[str, Any]) | given
             kv_transfer: KVTransferConfig = config_class(**given)
         except (TypeError, msgspec.DecodeError) as error:
-            example = '{"kv_connector": "local"}'
-            raise ValueError(f"kv_transfer_config must be a JSON object such as {example}: {error}") from error
+            raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
         if self.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
             if "engine_id" in given:
                 kv_transfer.engine_id += f"-{self.data_parallel_rank}"
@@ -198,9 +197,7 @@ class EngineConfig(Flags):
         if self.max_model_len is None:
             self.max_model_len = model_max_len
         elif self.max_model_len > model_max_len:
-            raise ValueError(
-                f"max_model_len ({self.max_model_len}) is over the {model_max_len} positions that the model was made for"
-            )
+            raise ValueError(f"max_model_len ({self.max_model_len}) is over the {model_max_len} positions of the model")
         self.max_request_tokens = min(self.max_model_len, num_kv_blocks * self.block_size)
         if not self.enable_chunked_prefill:
             if self.max_num_batched_tokens is None:

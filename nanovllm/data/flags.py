@@ -1,4 +1,4 @@
-"""Flags of the command line, declared as fields of a dataclass. Imports nothing heavy, so that help and mistakes show at once."""
+"""The command line: its parser, its errors, and flags that are declared as fields of a dataclass. Imports nothing heavy, so that help and mistakes show at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 import typing
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from msgspec import Meta
 
@@ -21,6 +21,25 @@ SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"
 
 class UsageError(ValueError):
     """The command line asks for something that cannot be done. The command ends with exit code 2."""
+
+
+class ServerError(RuntimeError):
+    """A server that this command talks to has failed or refuses. The command ends with exit code 1."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage, whose forty flags would hide it."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        """Refuse unknown words here: argparse would hand a command's to the parser above, whose help does not explain them."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 class Flags:

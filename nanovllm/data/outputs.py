@@ -103,7 +103,7 @@ class OutputCollector:
 
     def result(self) -> RequestOutput:
         """The whole request so far."""
-        assert self._last is not None, "no output has arrived yet"
+        assert self._last is not None
         return replace(self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)])
 
 

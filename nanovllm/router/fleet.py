@@ -24,13 +24,12 @@ from typing import Any
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.flags import UsageError
+from nanovllm.data.flags import ServerError, UsageError
 from nanovllm.engine.watch import is_stopped, kill_tree
 from nanovllm.router.backends import Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of
 from nanovllm.server.access import Access
-from nanovllm.server.commandline import ServerError
 from nanovllm.server.signalled import say
 
 logger = logging.getLogger("nanovllm.router")

@@ -12,8 +12,7 @@ from nanovllm.data.flags import UsageError
 from nanovllm.router.app import create_app
 from nanovllm.router.backends import Backend, Role
 from nanovllm.router.config import RouterConfig
-from nanovllm.server.access import Access
-from nanovllm.server.listen import url_of
+from nanovllm.server.access import Access, url_of
 from nanovllm.server.signalled import SignalledServer
 
 

@@ -1,21 +1,17 @@
 """Speaks OpenAI's API over HTTP, and shows the engine's live page (lecture 91).
 
-commandline   the parser, the errors and the flags that the commands share
 errors        errors in OpenAI's shape
 protocol      the bodies of requests: fields, defaults, checks
 responses     answers and chunks of streams
 generation    one HTTP request as one or several engine requests
 completions   /v1/completions
 chat          /v1/chat/completions
-access        where a server listens, which clients may use it, and how much it accepts from them: settings, flags, limits
+access        where a server listens, its address for users, which clients may use it, and how much it accepts from them: settings, flags, limits
 middleware    checks of host, origin, key and body, before a request reaches the application
-connections   deadlines for a request's headers and body, and a limit on connections
 shares        how many requests may wait, how many of them may have the same key, and the chats that wait for the template
 streams       responses that are sent piece by piece
 metrics       /metrics
 page          the page that shows the engine at work, its files, and recorded traces
-app           the routes
-listen        the socket, and its address for users
-signalled     a web server that ends at a signal
-run           the server's process
+signalled     a web server that ends at a signal, with deadlines for a request's headers and body, and a limit on connections
+app           the routes, and the server's process
 """

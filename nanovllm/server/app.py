@@ -1,9 +1,12 @@
-"""The routes of the server."""
+"""The routes of the server, and its process: its signals and its end."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,14 +17,18 @@ import nanovllm
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
-from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.access import DEFAULT_ACCESS, Access, ready_message
 from nanovllm.server.chat import ChatEndpoint, ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration
 from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
 from nanovllm.server.generation import Endpoint, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
+from nanovllm.server.signalled import SignalledServer
 from nanovllm.server.streams import ClosingStream
+
+# After the time to drain, requests are aborted and get this time to send their last chunk.
+LAST_CHUNK_SECONDS = 5
 
 
 def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
@@ -157,3 +164,24 @@ def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
         @app.get("/trace", include_in_schema=False)
         async def missing() -> Response:
             raise APIError(501, reason)
+
+
+async def run_server(engine: AsyncEngine, listener: socket.socket, model: str, access: Access = DEFAULT_ACCESS) -> None:
+    """Serve until a signal comes, then let running requests end, and stop the engine.
+
+    Args:
+        listener: a bound socket.
+        model: the model's name in the API.
+        access: which clients may use the server, and the seconds after which requests that still run are aborted.
+    """
+    try:
+        app, grace = create_app(engine, model, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
+        banner = ready_message(listener, model, access.api_keys)
+        drain = partial(engine.drain, access.shutdown_timeout)
+        server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
+        # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.
+        gc.freeze()
+        await server.serve([listener])
+    finally:
+        gc.unfreeze()
+        await engine.shutdown()

@@ -95,7 +95,9 @@ class CompletionGeneration(Generation):
         choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
         token_ids, positions = piece.token_ids, [*(piece.logprobs or ())]
         if body.echo and index not in self._offsets:
-            choice.text = self._echo(prompt_index) + choice.text
+            source = split_prompts(body.prompt)[prompt_index]
+            decode = self.engine.tokenizer.decode
+            choice.text = (source if isinstance(source, str) else decode(source, False)) + choice.text
             # The log-probabilities of the whole prompt, unless the request was aborted before it was read.
             known = output.prompt_logprobs or []
             token_ids = self.prompts[prompt_index][: len(known)] + token_ids
@@ -106,15 +108,9 @@ class CompletionGeneration(Generation):
             self._offsets[index] += sum(map(len, choice.logprobs.tokens))
         return choice
 
-    def _echo(self, prompt_index: int) -> str:
-        source = split_prompts(self.body.prompt)[prompt_index]
-        return source if isinstance(source, str) else self.engine.tokenizer.decode(source, skip_special_tokens=False)
-
-    async def _logprobs(
-        self, token_ids: list[int], positions: list[PositionLogprobs], offset: int
-    ) -> CompletionLogprobs:
+    async def _logprobs(self, tokens: list[int], positions: list[PositionLogprobs], offset: int) -> CompletionLogprobs:
         rows: list[Any] = []
-        async for token_id, position in in_portions(zip(token_ids, positions, strict=True)):
+        async for token_id, position in in_portions(zip(tokens, positions, strict=True)):
             if position is None:  # the first token, which nothing precedes, has no probability
                 text = self.engine.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
                 logprob, likeliest = None, None

@@ -46,9 +46,8 @@ class APIError(HTTPException):
         """The error as JSON. Pure ASCII, since a message may quote half of a surrogate pair, which is no valid UTF-8."""
         kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
         message = self.detail if len(self.detail) <= LONGEST_MESSAGE else self.detail[:LONGEST_MESSAGE] + "..."
-        return json.dumps(
-            {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-        ).encode()
+        error = {"message": message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
 
     def response(self) -> Response:
         """The error as an HTTP response."""

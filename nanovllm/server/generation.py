@@ -216,7 +216,7 @@ class Endpoint:
             raise ValueError("kv_transfer_params: needs a server that runs with --kv-role producer, consumer or both")
         if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
             raise ValueError(
-                f"kv_transfer_params: do_remote_decode needs one prompt and n = 1; this would be {num_sequences} sequences"
+                f"kv_transfer_params: do_remote_decode needs one prompt and n = 1, not {num_sequences} sequences"
             )
         load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
 

@@ -31,12 +31,8 @@ STATS: Table = {
     "num_preemptions": (COUNTER, "Times that a sequence lost its blocks", "num_preemptions"),
     "prefix_cache_queries": (COUNTER, "Tokens looked up in the prefix cache", "num_queried_tokens"),
     "prefix_cache_hits": (COUNTER, "Tokens found in the prefix cache", "num_hit_tokens"),
-    "external_prefix_cache_queries": (
-        COUNTER,
-        "Tokens whose KV was asked for elsewhere",
-        "num_external_queried_tokens",
-    ),
-    "external_prefix_cache_hits": (COUNTER, "Tokens whose KV has come from elsewhere", "num_external_hit_tokens"),
+    "external_prefix_cache_queries": (COUNTER, "Tokens asked for elsewhere", "num_external_queried_tokens"),
+    "external_prefix_cache_hits": (COUNTER, "Tokens whose KV came from elsewhere", "num_external_hit_tokens"),
 }
 REASONS = ("stop", "length", "abort", "error")
 

@@ -86,9 +86,7 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
-    kv_transfer_params: dict[str, Any] | None = Field(
-        None, description="from a router: where the prompt's KV comes from, or that another server will want it"
-    )
+    kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -154,9 +152,7 @@ class ChatBody(Body):
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(min_length=1)
     add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="variables for the template, such as enable_thinking"
-    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, as enable_thinking")
 
     def template_arguments(self) -> dict[str, Any]:
         """Arguments for `Tokenizer.apply_chat_template`.
@@ -171,12 +167,11 @@ class ChatBody(Body):
         variables = self.chat_template_kwargs or {}
         if taken := TEMPLATE_VARIABLES_IN_USE & variables.keys():
             raise APIError(400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs")
-        continued = bool(self.continue_final_message)
-        generation_prompt = self.add_generation_prompt
+        continued, prompted = bool(self.continue_final_message), self.add_generation_prompt
         return {
             **variables,
             "messages": [message.plain() for message in self.messages],
-            "add_generation_prompt": not continued if generation_prompt is None else generation_prompt,
+            "add_generation_prompt": not continued if prompted is None else prompted,
             "continue_final_message": continued,
         }
 

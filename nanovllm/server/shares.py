@@ -88,8 +88,6 @@ async def render_chat(engine: AsyncEngine, arguments: dict[str, Any]) -> str:
         ValueError: as `Tokenizer.apply_chat_template`.
     """
     chats = RENDERING.statistics()
-    if (
-        chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting
-    ):  # one is being rendered, the rest wait
+    if chats.borrowed_tokens + chats.tasks_waiting > engine.config.max_num_waiting:  # one is rendered, the rest wait
         raise too_many("chats wait for the chat template already", engine)
     return await run_sync(partial(engine.tokenizer.apply_chat_template, **arguments), limiter=RENDERING)

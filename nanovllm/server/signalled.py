@@ -1,4 +1,4 @@
-"""A web server that prints a line when it listens, and ends with exit code 0 when a signal comes."""
+"""A web server that prints a line when it listens, ends slow clients' connections, and ends with exit code 0 when a signal comes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from nanovllm.server.access import HEADER_SECONDS
-from nanovllm.server.connections import GuardedProtocol
+from nanovllm.server.access import BODY_SECONDS, HEADER_SECONDS, MAX_CONNECTIONS, RESERVED_FILES
+from nanovllm.server.errors import APIError
 
 logger = logging.getLogger("nanovllm.server")
 
@@ -31,6 +34,80 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def max_connections() -> int:
+    """As many as the process may open files, less some that it needs for other things."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(files - RESERVED_FILES, MAX_CONNECTIONS)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which has a timeout only for the pause between two requests, with deadlines for a request.
+
+    Attributes:
+        header_seconds: for a request's headers, from the connection's beginning or from the last answer.
+        body_seconds: from the headers to the body's end. A byte that arrives extends neither deadline.
+    """
+
+    header_seconds, body_seconds = HEADER_SECONDS, BODY_SECONDS
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # What the client has to send ("headers", "body" or nothing), and since when.
+        self._awaited, self._since = "", 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for a request. With one connection too many, the server closes the one whose client has kept it waiting
+        for longest; if it waits for no client, it refuses the new connection."""
+        super().connection_made(transport)
+        if len(self.connections) > max_connections():
+            connections: Iterable[Any] = self.connections
+            slow = [each for each in connections if each._awaited and not each.transport.is_closing()]
+            if not slow:
+                busy = "the server has no room for another connection"
+                return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))
+            min(slow, key=lambda each: each._since).transport.abort()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a part of a request."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def _watch(self) -> None:
+        awaited = {h11.IDLE: "headers", h11.SEND_BODY: "body"}.get(self.conn.their_state, "")
+        if awaited != self._awaited:
+            self._awaited, self._since = awaited, self.loop.time()
+
+    def end_if_slow(self) -> None:
+        """End the connection if its client is too slow; answer it if it has sent a part of a request."""
+        seconds = self.header_seconds if self._awaited == "headers" else self.body_seconds
+        if not self._awaited or self.loop.time() < self._since + seconds or self.transport.is_closing():
+            return
+        has_begun = {"headers": self.conn.trailing_data[0], "body": self.conn.our_state is h11.SEND_RESPONSE}
+        if has_begun[self._awaited]:
+            message = f"the request's {self._awaited} did not arrive within {seconds:g} seconds"
+            self._answer(APIError(408, message, code="request_timeout"))
+        else:
+            self.transport.abort()
+
+    def _answer(self, error: APIError) -> None:
+        """Send a response past the application, and close the connection."""
+        if self._awaited == "body":  # the application reads no more, and its own response is dropped
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        response = error.response()
+        headers, status = [*response.raw_headers, (b"connection", b"close")], response.status_code
+        head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
 class SignalledServer(uvicorn.Server):
     """Uvicorn for HTTP/1.1 without WebSockets. The first signal lets running requests end, a second one does not wait.
 
@@ -41,9 +118,7 @@ class SignalledServer(uvicorn.Server):
         **settings: further settings of uvicorn.
     """
 
-    def __init__(
-        self, app: ASGIApp, banner: str, drain: Callable[[], Awaitable[Any]] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, app: ASGIApp, banner: str, drain: Callable[[], Any] | None = None, **settings: Any) -> None:
         # An idle connection stays open for longer than clients keep one to use it again (5 s in httpx, and so in OpenAI's client).
         # A server that closed it at the same moment would lose a request in flight.
         settings |= {"http": GuardedProtocol, "ws": "none", "timeout_keep_alive": round(HEADER_SECONDS)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Callable, Iterable
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 from starlette.responses import StreamingResponse
@@ -17,9 +17,7 @@ class ClosingStream(StreamingResponse):
         **settings: those of `StreamingResponse`.
     """
 
-    def __init__(
-        self, pieces: AsyncIterable[bytes] | Iterable[bytes], on_close: Callable[[], Any], **settings: Any
-    ) -> None:
+    def __init__(self, pieces: AsyncIterable[bytes], on_close: Callable[[], Any], **settings: Any) -> None:
         super().__init__(pieces, **settings)
         self._on_close = on_close
 

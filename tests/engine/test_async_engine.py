@@ -340,7 +340,7 @@ import asyncio, sys
 from nanovllm import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.data.config import EngineConfig
-import nanovllm.server.run
+import nanovllm.server.app
 
 async def main():
     engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1], attention_backend="torch"))

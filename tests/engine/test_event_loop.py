@@ -23,7 +23,7 @@ import nanovllm.text.portions
 from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.server import run
+from nanovllm.server import app
 from nanovllm.server.access import MAX_NODES, MAX_VALUES
 from nanovllm.server.chat import ChatGeneration
 from nanovllm.server.completions import CompletionGeneration
@@ -313,10 +313,10 @@ async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: p
     async def serve(*_: Any) -> None:
         counts.append(gc.get_freeze_count())
 
-    monkeypatch.setattr(run, "create_app", lambda *_: FastAPI())
-    monkeypatch.setattr(run.SignalledServer, "serve", serve)
+    monkeypatch.setattr(app, "create_app", lambda *_: FastAPI())
+    monkeypatch.setattr(app.SignalledServer, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        await run.run_server(AsyncMock(), listener, "tiny")
+        await app.run_server(AsyncMock(), listener, "tiny")
     assert counts[0] > 10_000 and gc.get_freeze_count() == 0
 
 

@@ -27,8 +27,7 @@ from nanovllm.router.backends import Backend
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.policies import MAX_IMBALANCE, PIECE_BYTES, choose, prefix_names
 from nanovllm.router.run import RouterServer, backends_of
-from nanovllm.server.access import Access
-from nanovllm.server.listen import bind
+from nanovllm.server.access import Access, bind
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [3, 1], "remote_port": 7}
 PREFILLED = json.dumps({"id": "x", "choices": [], "kv_transfer_params": PARAMS}).encode()

@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from nanovllm.cli.main import COMMANDS, main
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import Parser
 from nanovllm.data.parts import load
 from nanovllm.router.fleet import processes
-from nanovllm.server import access, connections, listen
+from nanovllm.server import access, signalled
 from nanovllm.server.access import Access, api_keys
-from nanovllm.server.commandline import Parser
 from nanovllm.server.errors import APIError
 from nanovllm.server.middleware import Guard, protect
 from nanovllm.server.shares import ALL_PLACES, Share, current_share
@@ -343,11 +343,11 @@ async def listening(
     monkeypatch: pytest.MonkeyPatch, header_seconds: float = 60, body_seconds: float = 60, app: Any = None
 ) -> AsyncIterator[tuple[SignalledServer, Callable[[], Any]]]:
     """A server with these deadlines, and a function that connects to it: (reader, writer)."""
-    monkeypatch.setattr(connections.GuardedProtocol, "header_seconds", header_seconds)
-    monkeypatch.setattr(connections.GuardedProtocol, "body_seconds", body_seconds)
+    monkeypatch.setattr(signalled.GuardedProtocol, "header_seconds", header_seconds)
+    monkeypatch.setattr(signalled.GuardedProtocol, "body_seconds", body_seconds)
     server = SignalledServer(app or guarded_app(Access()), "", log_level="error")
     server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-    listener = listen.bind("127.0.0.1", 0)
+    listener = access.bind("127.0.0.1", 0)
     address = listener.getsockname()
     running = asyncio.create_task(server.serve([listener]))
     while not server.started:
@@ -448,7 +448,7 @@ async def test_a_connection_too_many_ends_the_one_that_keeps_the_server_waiting_
         await over.wait()
         await PlainTextResponse("text")(scope, receive, send)
 
-    monkeypatch.setattr(connections, "max_connections", lambda: 3)
+    monkeypatch.setattr(signalled, "max_connections", lambda: 3)
     async with listening(monkeypatch, app=slow) as (server, connect):
         waited_for, busy = [], []
         for begin in (b"", START):  # nothing at all, or a body that does not come

@@ -23,12 +23,12 @@ import httpx
 import psutil
 
 from nanovllm.data.config import parse_bytes
+from nanovllm.data.flags import ServerError
 from nanovllm.lab.bench import client
 from nanovllm.lab.bench.machine import peak_memory, process_tree, usable_cores
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import free_port, python_environment
-from nanovllm.server.commandline import ServerError
 
 ENGINES = ("nanovllm", "hf", "vllm")
 #: `generate` of transformers is a function, not a server.

@@ -20,7 +20,7 @@ import psutil
 from nanovllm.lab.bench.metrics import alternate
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, estimate, goal
-from nanovllm.server.listen import bind
+from nanovllm.server.access import bind
 
 GOAL_SECONDS = 0.002
 START_SECONDS = 60.0
