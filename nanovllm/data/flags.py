@@ -117,13 +117,11 @@ def token_count(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: not a number; the message shows what one looks like.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])|\d+", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+|\d+\.\d+(?=\D))([kmgt]?)", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"must be a number of tokens: 8192, 8k (8000) or 8K (8192), got {text!r}")
     number, unit = match.groups()
-    if unit is None:
-        return int(text)
-    return round(float(number) * (1000 if unit.islower() else 1024) ** ("kmgt".index(unit.lower()) + 1))
+    return round(float(number) * (1000 if unit.islower() else 1024) ** " kmgt".index(unit.lower() or " "))
 
 
 def json_words(text: str, pattern: str = ".*", what: str = "") -> list[str]:

@@ -52,23 +52,25 @@ class ChatGeneration(Generation):
         (output,) = await self.collect()
         choices = []
         for piece in output.outputs:
-            message, logprobs = responses.AssistantMessage(piece.text), await self._logprobs(piece)
-            choices.append(responses.ChatChoice(piece.index, message, logprobs, piece.finish_reason, piece.stop_reason))
+            reasons, message = (piece.finish_reason, piece.stop_reason), responses.AssistantMessage(piece.text)
+            logprobs = await self._logprobs(piece)
+            choices.append(responses.ChatChoice(piece.index, *reasons, message=message, logprobs=logprobs))
         of_prompt = await self.prompt_logprobs(output)
         return self.answer(responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt)
 
     async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
         """First the role of each choice, then text, then why it ended."""
         for index in range(self.params.n):
-            yield responses.ChatChunkChoice(index, responses.Delta(role="assistant", content=""))
+            yield responses.ChatChunkChoice(index, delta=responses.Delta(role="assistant", content=""))
         async for _, output in self.outputs():
             for piece in output.outputs:
                 logprobs = await self._logprobs(piece)
                 if piece.text or (logprobs and logprobs.content):
-                    yield responses.ChatChunkChoice(piece.index, responses.Delta(content=piece.text), logprobs)
+                    delta = responses.Delta(content=piece.text)
+                    yield responses.ChatChunkChoice(piece.index, delta=delta, logprobs=logprobs)
                 if piece.finish_reason:
                     reasons = piece.finish_reason, piece.stop_reason
-                    yield responses.ChatChunkChoice(piece.index, responses.Delta(), None, *reasons)
+                    yield responses.ChatChunkChoice(piece.index, *reasons, delta=responses.Delta())
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:

@@ -92,7 +92,7 @@ class CompletionGeneration(Generation):
         body, index = self.body, prompt_index * self.params.n + piece.index
         if self.hides_tokens:
             piece = CompletionOutput(piece.index, finish_reason=piece.finish_reason and "length")
-        choice = CompletionChoice(index, piece.text, None, piece.finish_reason, piece.stop_reason)
+        choice = CompletionChoice(index, piece.finish_reason, piece.stop_reason, text=piece.text)
         token_ids, positions = piece.token_ids, [*(piece.logprobs or ())]
         if body.echo and index not in self._offsets:
             source = split_prompts(body.prompt)[prompt_index]

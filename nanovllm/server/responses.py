@@ -55,14 +55,19 @@ class AssistantMessage(Struct):
     refusal: None = None
 
 
-class ChatChoice(Struct):
-    """One of the `n` answers."""
+class Choice(Struct):
+    """What all choices, and new parts of them, have."""
 
     index: int
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    """One of the `n` answers."""
+
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None
+    logprobs: ChatLogprobs | None = None
 
 
 class Answer(Struct, kw_only=True):
@@ -90,14 +95,11 @@ class Delta(Struct):
     content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct):
+class ChatChunkChoice(Choice, kw_only=True):
     """The new part of one of the `n` answers."""
 
-    index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatChunk(Answer, kw_only=True):
@@ -107,14 +109,11 @@ class ChatChunk(Answer, kw_only=True):
     choices: list[ChatChunkChoice]
 
 
-class CompletionChoice(Struct):
+class CompletionChoice(Choice, kw_only=True):
     """One completion, or its new part."""
 
-    index: int
     text: str
     logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: list[Any] | UnsetType | None = UNSET
 
 
