@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from typing import Any
 
 
@@ -20,9 +20,8 @@ def load(entry: str, feature: str) -> Any:
     Raises:
         MissingPartError: the module's file is not in this copy of the package.
     """
-    module, name = entry.split(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(entry)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "nanovllm":
             raise  # a library is missing, not a part of ours

@@ -133,19 +133,10 @@ class Tokens(Struct):
     token_strs: list[str | None] | None = None
 
 
-class ErrorDetails(Struct):
-    """What is wrong, with which field."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class Error(Struct):
-    """The answer to a request that fails."""
+    """The answer to a request that fails: a message, its type, the field that is wrong (param), and a code for programs."""
 
-    error: ErrorDetails
+    error: dict[str, str | None]
 
 
 ANSWERS = (ChatCompletion, Completion, Tokens, Error)
