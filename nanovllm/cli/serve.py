@@ -93,9 +93,8 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.text.chat_template import PROCESS
 
-    this_task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert this_task is not None
-    loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
     if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
@@ -108,7 +107,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     if flags.exit_with_stdin:
         # The process that has started this server starts another one in its place; this one would answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(engine, listener, config.served_model_name or config.model, access)
+    await server.run_server(engine, listener, access)
 
 
 async def _end_with(engine: AsyncEngine) -> None:

@@ -147,9 +147,7 @@ class EngineConfig(Flags):
         if self.preemption_mode == "swap" and self.swap_space == 0:
             raise ValueError("preemption_mode 'swap' needs host memory: raise swap_space above 0, or use 'recompute'")
         if self.async_scheduling and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                "async_scheduling needs pipeline_parallel_size 1: a pipeline has several steps in flight anyway"
-            )
+            raise ValueError("async_scheduling needs pipeline_parallel_size 1: a pipeline has several steps in flight")
         if backend == "uni" and self.world_size > 1:
             raise ValueError(f"distributed_executor_backend 'uni' is one rank, not {self.world_size}: use 'mp'")
         if self.enable_eplb and not self.enable_expert_parallel:
@@ -157,31 +155,26 @@ class EngineConfig(Flags):
         if self.eplb_config is not None and not self.enable_eplb:
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
-            raise ValueError(
-                f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}: leave it out, or "
-                f"start several engines and divide the requests"
-            )
+            mistake = f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}"
+            raise ValueError(f"{mistake}: leave it out, or start several engines and divide the requests")
         if budget is not None and budget < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs}): every running "
-                f"request needs one token per step"
-            )
+            mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"
+            raise ValueError(f"{mistake}: every running request needs one token per step")
 
     def _kv_transfer(self) -> KVTransferConfig | None:
         flags = {"kv_role": self.kv_role, "kv_connector": self.kv_connector}
         given = {name: value for name, value in flags.items() if value not in (None, "none")}
         if not (given or self.kv_transfer_config or self.kv_offloading_size):
             return None
-        config_class = load("nanovllm.data.kv_transfer_config:KVTransferConfig", "KV transfer")
         offloading = {"kv_connector": "offloading"} if self.kv_offloading_size else {}
         try:
             given = offloading | msgspec.json.decode(self.kv_transfer_config or "{}", type=dict[str, Any]) | given
+            config_class = load("nanovllm.data.kv_transfer_config:KVTransferConfig", "KV transfer")
             kv_transfer: KVTransferConfig = config_class(**given)
         except (TypeError, msgspec.DecodeError) as error:
             raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
         if self.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
-            if "engine_id" in given:
-                kv_transfer.engine_id += f"-{self.data_parallel_rank}"
+            kv_transfer.engine_id += f"-{self.data_parallel_rank}"
             kv_transfer.kv_port += self.data_parallel_rank if kv_transfer.kv_port else 0
         return kv_transfer
 
@@ -203,10 +196,8 @@ class EngineConfig(Flags):
             if self.max_num_batched_tokens is None:
                 self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
             elif self.max_num_batched_tokens < self.max_request_tokens:
-                raise ValueError(
-                    f"without enable_chunked_prefill, max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                    f"the longest request ({self.max_request_tokens} tokens): raise it, or lower max_model_len"
-                )
+                mistake = f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least the longest request"
+                raise ValueError(f"{mistake} ({self.max_request_tokens} tokens): raise it, or enable chunked prefill")
 
     @property
     def world_size(self) -> int:

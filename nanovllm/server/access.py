@@ -100,9 +100,6 @@ class Access(Flags):
         return not self.allowed_hosts or ANY in self.allowed_hosts or host_name(host) in self.allowed_hosts
 
 
-DEFAULT_ACCESS = Access()
-
-
 def host_name(host: str) -> str:
     """The name in a Host header, in lower case and without the port; "" if that is no host."""
     match = re.fullmatch(f"({HOST_NAME})(:[0-9]*)?", host.lower())

@@ -17,11 +17,11 @@ import nanovllm
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server import protocol, responses
-from nanovllm.server.access import DEFAULT_ACCESS, Access, ready_message
+from nanovllm.server.access import Access, ready_message
 from nanovllm.server.chat import ChatEndpoint, ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, CompletionGeneration
 from nanovllm.server.errors import APIError, blaming_client, install_error_handlers
-from nanovllm.server.generation import Endpoint, json_response, unless_disconnected
+from nanovllm.server.generation import Endpoint, check_model, json_response, unless_disconnected
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
 from nanovllm.server.signalled import SignalledServer
@@ -31,27 +31,21 @@ from nanovllm.server.streams import ClosingStream
 LAST_CHUNK_SECONDS = 5
 
 
-def create_app(engine: AsyncEngine, model: str, access: Access = DEFAULT_ACCESS) -> FastAPI:
-    """The application around a running engine.
-
-    Args:
-        engine: the engine.
-        model: the model's name in the API.
-        access: which clients may use it.
-    """
+def create_app(engine: AsyncEngine, access: Access) -> FastAPI:
+    """The application around a running engine, for clients that have access."""
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS)
     install_error_handlers(app)
-    add_generation_routes(app, ChatEndpoint(engine, model), CompletionEndpoint(engine, model))
-    add_token_routes(app, Endpoint(engine, model))
-    add_information_routes(app, engine, model)
-    add_state_routes(app, engine, Metrics(engine, model))
+    add_generation_routes(app, ChatEndpoint(engine), CompletionEndpoint(engine))
+    add_token_routes(app, Endpoint(engine))
+    add_information_routes(app, engine)
+    add_state_routes(app, engine, Metrics(engine))
     add_page_routes(app, engine)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
     schemas = app.openapi()["components"]["schemas"]
     for schema in schemas.values():
         if "model" in schema["properties"]:
-            schema["properties"]["model"] = {"enum": [model, None], "default": None}
+            schema["properties"]["model"] = {"enum": [engine.name, None], "default": None}
     schemas |= responses.schemas()
     return app
 
@@ -108,10 +102,10 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         return {"prompt": text}
 
 
-def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> None:
+def add_information_routes(app: FastAPI, engine: AsyncEngine) -> None:
     """The model, the KV that others can fetch, and the version."""
-    entry = {"id": model, "created": int(time.time()), "root": engine.config.model, "object": "model", "parent": None}
-    entry |= {"max_model_len": engine.limits.max_model_len, "owned_by": "nanovllm"}
+    entry = {"id": engine.name, "created": int(time.time()), "root": engine.config.model, "parent": None}
+    entry |= {"object": "model", "max_model_len": engine.limits.max_model_len, "owned_by": "nanovllm"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -119,9 +113,7 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine, model: str) -> Non
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        if name != model:
-            message = f"the model {name!r} does not exist; this server has {model!r}"
-            raise APIError(404, message, "model", "model_not_found")
+        check_model(engine, name)
         return entry
 
     @app.get("/kv_transfer")
@@ -166,17 +158,16 @@ def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
             raise APIError(501, reason)
 
 
-async def run_server(engine: AsyncEngine, listener: socket.socket, model: str, access: Access = DEFAULT_ACCESS) -> None:
+async def run_server(engine: AsyncEngine, listener: socket.socket, access: Access) -> None:
     """Serve until a signal comes, then let running requests end, and stop the engine.
 
     Args:
         listener: a bound socket.
-        model: the model's name in the API.
         access: which clients may use the server, and the seconds after which requests that still run are aborted.
     """
     try:
-        app, grace = create_app(engine, model, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
-        banner = ready_message(listener, model, access.api_keys)
+        app, grace = create_app(engine, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
+        banner = ready_message(listener, engine.name, access.api_keys)
         drain = partial(engine.drain, access.shutdown_timeout)
         server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)
         # The garbage collector stops the event loop; it need not visit modules, routes and the tokenizer each time.

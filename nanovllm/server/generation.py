@@ -44,7 +44,6 @@ class Generation:
 
     Args:
         engine: whose tokenizer spells the tokens.
-        model: the model's name in the answer.
         body: the request.
         prompts: token ids of each prompt.
         params: the sampling parameters, the same for all prompts.
@@ -62,10 +61,10 @@ class Generation:
     hides_tokens = False
 
     def __init__(
-        self, engine: AsyncEngine, model: str, body: SamplingBody, prompts: list[list[int]], params: SamplingParams
+        self, engine: AsyncEngine, body: SamplingBody, prompts: list[list[int]], params: SamplingParams
     ) -> None:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.engine, self.model, self.body, self.prompts, self.params = engine, model, body, prompts, params
+        self.engine, self.body, self.prompts, self.params = engine, body, prompts, params
         self.streams: list[RequestStream] = []
         self.kv_transfer_params: dict[str, Any] | UnsetType = UNSET
         self._num_completion_tokens, self._num_cached_tokens = 0, [0] * len(prompts)
@@ -105,7 +104,7 @@ class Generation:
 
     def answer(self, kind: type[AnswerKind], choices: list[Any], **fields: Any) -> AnswerKind:
         """An answer or a chunk with these choices."""
-        fields |= {"id": self.id, "created": self.created, "model": self.model, "choices": choices}
+        fields |= {"id": self.id, "created": self.created, "model": self.engine.name, "choices": choices}
         return kind(kv_transfer_params=self.kv_transfer_params, **fields)
 
     def close(self) -> None:
@@ -125,15 +124,13 @@ class Generation:
         likeliest = [TopLogprob(*entry(other)) for rank, other in ranked if rank <= (num_likeliest or 0)]
         return TokenLogprob(*entry(token_id), likeliest)
 
-    async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType | None:
+    async def prompt_logprobs(self, output: RequestOutput) -> list[Any] | UnsetType:
         """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""
         if self.body.prompt_logprobs is None:
             return UNSET
-        if output.prompt_logprobs is None:
-            return None
         return [
             position and encoded({str(token_id): entry for token_id, entry in position.items()})
-            async for position in in_portions(output.prompt_logprobs)
+            async for position in in_portions(output.prompt_logprobs or ())
         ]
 
     def choices(self) -> AsyncIterator[Any]:
@@ -164,15 +161,10 @@ class Generation:
 
 
 class Endpoint:
-    """Checks and queues requests; the base of all generating endpoints.
+    """Checks and queues requests; the base of all generating endpoints."""
 
-    Args:
-        engine: the engine.
-        model: the name of the model that is served.
-    """
-
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self.engine, self.model = engine, model
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
 
     def check(self, body: Any) -> None:
         """Refuse an unknown model and unsupported fields.
@@ -180,9 +172,7 @@ class Endpoint:
         Raises:
             APIError: names the field.
         """
-        if body.model is not None and body.model != self.model:
-            message = f"the model {body.model!r} does not exist; this server has {self.model!r}"
-            raise APIError(404, message, "model", "model_not_found")
+        check_model(self.engine, body.model)
         body.check_unknown_fields()
 
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
@@ -215,9 +205,7 @@ class Endpoint:
         if not roles:
             raise ValueError("kv_transfer_params: needs a server that runs with --kv-role producer, consumer or both")
         if kv_transfer_params.get("do_remote_decode") and num_sequences > 1:
-            raise ValueError(
-                f"kv_transfer_params: do_remote_decode needs one prompt and n = 1, not {num_sequences} sequences"
-            )
+            raise ValueError(f"kv_transfer_params: do_remote_decode needs one prompt and n = 1, not {num_sequences}")
         load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
 
     async def submit(
@@ -232,7 +220,7 @@ class Endpoint:
         """
         if body.kv_transfer_params is not None:
             self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
-        generation = kind(self.engine, self.model, body, prompts, params)
+        generation = kind(self.engine, body, prompts, params)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
         try:
             share = current_share.get()
@@ -253,7 +241,11 @@ def encoded(part: Result) -> Result:
     return msgspec.Raw(msgspec.json.encode(part))  # type: ignore[return-value]
 
 
-# ---------------------------------------------------------------- answers
+def check_model(engine: AsyncEngine, name: str | None) -> None:
+    """Refuse the name of a model that is not served; no name at all means the model that is."""
+    if name not in (None, engine.name):
+        message = f"the model {name!r} does not exist; this server has {engine.name!r}"
+        raise APIError(404, message, "model", "model_not_found")
 
 
 def json_response(answer: Any) -> Response:

@@ -75,17 +75,14 @@ class Metrics(MetricSet, EngineObserver):
 
     Args:
         engine: whose requests are counted.
-        model: its name, in the labels of every metric.
     """
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        labels = [(model, str(i)) for i in range(engine.config.data_parallel_size)]
+    def __init__(self, engine: AsyncEngine) -> None:
+        labels = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
         names = ("model_name", "engine")
-
-        def sources() -> Iterable[Any]:
-            return zip(labels, engine.stats.engines or [engine.stats], strict=False)
-
-        super().__init__("nanovllm:", names, STATS, sources)
+        super().__init__(
+            "nanovllm:", names, STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
+        )
 
         def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
             metric = self.add(kind, name, text, **settings)

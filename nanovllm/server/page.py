@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from nanovllm.server.access import DEFAULT_ACCESS, Access
+from nanovllm.server.access import Access
 from nanovllm.server.errors import blaming_client
 from nanovllm.server.middleware import protect
 from nanovllm.server.streams import ClosingStream
@@ -74,7 +74,7 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
         return ClosingStream(stream, stream.close, media_type=TraceLines.media_type, headers=NO_STORE)
 
 
-def create_replay(header: bytes, lines: Iterable[bytes], access: Access = DEFAULT_ACCESS) -> Starlette:
+def create_replay(header: bytes, lines: Iterable[bytes], access: Access) -> Starlette:
     """The page on a recorded trace, without an engine.
 
     Args:

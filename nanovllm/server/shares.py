@@ -65,8 +65,7 @@ class Share:
     def add(self, stream: RequestStream, num_sequences: int) -> None:
         """Count a request as waiting until it has its first token."""
         if self.num_keys > 1:
-            self._waiting = [entry for entry in self._waiting if entry[0].is_waiting]
-            self._waiting.append((stream, num_sequences))
+            self._waiting = [entry for entry in self._waiting if entry[0].is_waiting] + [(stream, num_sequences)]
 
 
 # All places, and the share of the current request's key.

@@ -24,7 +24,7 @@ from nanovllm.data.outputs import CompletionOutput, RequestOutput
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.server import app
-from nanovllm.server.access import MAX_NODES, MAX_VALUES
+from nanovllm.server.access import MAX_NODES, MAX_VALUES, Access
 from nanovllm.server.chat import ChatGeneration
 from nanovllm.server.completions import CompletionGeneration
 from nanovllm.server.errors import APIError
@@ -267,7 +267,7 @@ async def longest_turn(work: Any) -> float:
 
 @pytest.mark.parametrize("kind", ["echo", "prompt_logprobs", "chat"])
 async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokenizer, kind: str) -> None:
-    engine: Any = SimpleNamespace(tokenizer=tokenizer)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, name="tiny")
     entry = TokenLogprobs([100, *range(50, 70)], [-0.5] * 21, 1)
     found, token_ids = [logprob_dictionary(entry, tokenizer)] * NUM_POSITIONS, [100] * NUM_POSITIONS
     piece = CompletionOutput(0, "", token_ids, None, found if kind == "chat" else None, "length")
@@ -276,11 +276,11 @@ async def test_large_log_probabilities_are_written_in_portions(tokenizer: Tokeni
     options |= {"prompt_logprobs": {"prompt_logprobs": 20}}
     if kind == "chat":
         chat = ChatCompletionRequest(messages=[ChatMessage(role="user", content="a")], **options[kind])
-        generation: Any = ChatGeneration(engine, "tiny", chat, [token_ids], SamplingParams())
+        generation: Any = ChatGeneration(engine, chat, [token_ids], SamplingParams())
     else:
         body = CompletionRequest(prompt=token_ids, **options[kind])
         piece.token_ids = []
-        generation = CompletionGeneration(engine, "tiny", body, [token_ids], SamplingParams())
+        generation = CompletionGeneration(engine, body, [token_ids], SamplingParams())
     generation.collect = AsyncMock(return_value=[output])
     gc.disable()  # a collection of all that the tests have made would be the longest turn
     try:
@@ -316,7 +316,7 @@ async def test_the_garbage_collector_does_not_see_the_application(monkeypatch: p
     monkeypatch.setattr(app, "create_app", lambda *_: FastAPI())
     monkeypatch.setattr(app.SignalledServer, "serve", serve)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        await app.run_server(AsyncMock(), listener, "tiny")
+        await app.run_server(AsyncMock(), listener, Access())
     assert counts[0] > 10_000 and gc.get_freeze_count() == 0
 
 

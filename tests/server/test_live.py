@@ -35,6 +35,7 @@ from nanovllm.lab.viz.data import pool_states
 from nanovllm.lab.viz.film import VIEWS
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.server import page
+from nanovllm.server.access import Access
 from nanovllm.trace import stream as step_stream
 from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, header_line, parse_header
 from nanovllm.trace.stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
@@ -479,7 +480,7 @@ FOLDERS = [pathlib.Path(nanovllm.__file__).parent / room / "web" for room in ("s
 
 
 def client() -> TestClient:
-    return TestClient(page.create_replay(header_line({}), []), raise_server_exceptions=False)
+    return TestClient(page.create_replay(header_line({}), [], Access()), raise_server_exceptions=False)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
@@ -512,7 +513,7 @@ def test_the_page_itself() -> None:
 
 def test_a_long_trace_arrives_whole() -> None:
     lines = [b"%d" % i for i in range(1001)]
-    app = page.create_replay(header_line({}), lines)
+    app = page.create_replay(header_line({}), lines, Access())
     assert TestClient(app).get("/trace").content == header_line({}) + b"".join(line + b"\n" for line in lines)
 
 

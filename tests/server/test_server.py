@@ -290,7 +290,7 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
     engine.config = SimpleNamespace(max_num_waiting=1)
     other = asyncio.create_task(somebody_else())
     with pytest.raises(APIError, match="too many requests wait"):
-        await CompletionEndpoint(engine, "tiny").submit_request(CompletionRequest(prompt=["a"] * 5))
+        await CompletionEndpoint(engine).submit_request(CompletionRequest(prompt=["a"] * 5))
     other.cancel()
     assert turns.count("prompt") == 5 and turns.count("other") >= 4
 
@@ -312,7 +312,7 @@ async def test_a_slow_template_holds_up_only_chats() -> None:
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
     engine: Any = SimpleNamespace(tokenizer=tokenizer, limits=limits, encode=encode)
     engine.config = SimpleNamespace(max_num_waiting=49)
-    endpoint, body = Endpoint(engine, "tiny"), ChatCompletionRequest(messages=HELLO)
+    endpoint, body = Endpoint(engine), ChatCompletionRequest(messages=HELLO)
     chats = [asyncio.create_task(endpoint.encode_chat(body)) for _ in range(50)]
     try:
         for _ in range(9):  # until each has begun
@@ -429,8 +429,8 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     ]
     stats = EngineStats.together(each)
     assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
-    engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats)
-    metrics = Metrics(engine, "tiny")
+    engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats, name="tiny")
+    metrics = Metrics(engine)
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
     metrics.tokens(times, last, 2.0)
