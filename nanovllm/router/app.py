@@ -34,7 +34,7 @@ from nanovllm.server.errors import APIError, install_error_handlers
 from nanovllm.server.generation import unless_disconnected
 from nanovllm.server.metrics import MetricSet
 from nanovllm.server.middleware import protect
-from nanovllm.server.streams import ClosingStream
+from nanovllm.server.responses import ClosingStream
 
 logger = logging.getLogger("nanovllm.router")
 

@@ -25,7 +25,6 @@ from nanovllm.server.generation import Endpoint, check_model, json_response, unl
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.middleware import protect
 from nanovllm.server.signalled import SignalledServer
-from nanovllm.server.streams import ClosingStream
 
 # After the time to drain, requests are aborted and get this time to send their last chunk.
 LAST_CHUNK_SECONDS = 5
@@ -66,7 +65,7 @@ async def answer(request: Request, generation: ChatGeneration | CompletionGenera
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
     if generation.body.stream:
         settings = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
-        return ClosingStream(generation.events(), generation.close, **settings)
+        return responses.ClosingStream(generation.events(), generation.close, **settings)
     try:
         return json_response(await unless_disconnected(request, generation.complete()))
     finally:

@@ -20,8 +20,6 @@ from nanovllm.server.access import ANY, OPEN_FOLDER, OPEN_PATHS, Access, host_na
 from nanovllm.server.errors import APIError
 from nanovllm.server.shares import Share, current_share
 
-# The server reads so much of a body that it has refused: most clients listen only after they have sent everything.
-MAX_DISCARDED_BYTES = 20 * limits.MAX_BODY_BYTES
 # The time to parse a number grows with the square of its digits. No field needs more than 64 bits.
 MAX_DIGITS = 100
 # A refusal names the one of these fields that takes most of the body.
@@ -135,7 +133,8 @@ class Guard:
 
     async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes], refusal: APIError | None) -> None:
         """Read a body to its end, into `chunks`, which count as held from now on. Of a refused request drop the body: most clients
-        listen only after they have sent everything, and would lose the answer if the connection closed with data unread.
+        listen only after they have sent everything, and would lose the answer if the connection closed with data unread. The
+        deadline for a body ends those that go on.
 
         Raises:
             APIError: the request is refused already, or the body is too large, or all bodies together are.
@@ -155,8 +154,6 @@ class Guard:
             if refusal is not None:
                 self._num_held -= sum(map(len, chunks))
                 chunks.clear()
-                if size > MAX_DISCARDED_BYTES:
-                    break
         if refusal is not None:
             raise refusal
 

@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from nanovllm.server.access import Access
 from nanovllm.server.errors import blaming_client
 from nanovllm.server.middleware import protect
-from nanovllm.server.streams import ClosingStream
+from nanovllm.server.responses import ClosingStream
 
 if TYPE_CHECKING:
     from nanovllm.engine.async_engine import AsyncEngine
@@ -40,9 +40,6 @@ class TraceLines(Response):
 class PageFiles(StaticFiles):
     """The page, and the pictures that it shares with the notebooks. `nanovllm.lab.viz` is not imported: it needs matplotlib."""
 
-    def __init__(self) -> None:
-        super().__init__(packages=[("nanovllm.server", "web"), ("nanovllm.trace", "web")])
-
     def file_response(self, *args: Any, **options: Any) -> Response:
         """A file, with `HEADERS`."""
         response = super().file_response(*args, **options)
@@ -52,7 +49,7 @@ class PageFiles(StaticFiles):
 
 def page_routes() -> list[BaseRoute]:
     """`/` and the files that it needs, under `/web/`."""
-    files = PageFiles()
+    files = PageFiles(packages=[("nanovllm.server", "web"), ("nanovllm.trace", "web")])
 
     async def page(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)

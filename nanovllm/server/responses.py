@@ -1,11 +1,14 @@
-"""Answers: OpenAI's objects as plain structures. A field that is UNSET does not appear in the JSON."""
+"""Answers: OpenAI's objects as plain structures, and streams. A field that is UNSET does not appear in the JSON."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterable, Callable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 
 class Usage(Struct):
@@ -139,12 +142,10 @@ class Error(Struct):
     error: dict[str, str | None]
 
 
-ANSWERS = (ChatCompletion, Completion, Tokens, Error)
-
-
 def schemas() -> dict[str, Any]:
     """JSON schemas of the answers, by name, for the OpenAPI description."""
-    _, components = msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")
+    answers = ChatCompletion, Completion, Tokens, Error
+    _, components = msgspec.json.schema_components(answers, ref_template="#/components/schemas/{name}")
     return components
 
 
@@ -158,3 +159,23 @@ ERRORS = {
     **documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment"),
     **documented("503", Error, "The engine has ended"),
 }
+
+
+class ClosingStream(StreamingResponse):
+    """A stream that calls `on_close` at its end, even if the client leaves before the first piece.
+
+    Args:
+        on_close: called once; awaited if it is asynchronous.
+        **settings: those of `StreamingResponse`.
+    """
+
+    def __init__(self, pieces: AsyncIterable[bytes], on_close: Callable[[], Any], **settings: Any) -> None:
+        super().__init__(pieces, **settings)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if (closing := self._on_close()) is not None:
+                await closing
