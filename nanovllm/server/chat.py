@@ -38,7 +38,7 @@ class ChatEndpoint(Endpoint):
             )
             token_ids = await self.encode_chat(body)
             self.check_length(len(token_ids), max_tokens, name)
-            return await self.submit(ChatGeneration, body, [token_ids], params)
+            return await self.submit(ChatGeneration(self.engine, body, [token_ids], params))
 
 
 class ChatGeneration(Generation):

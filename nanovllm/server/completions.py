@@ -51,7 +51,7 @@ class CompletionEndpoint(Endpoint):
                 self.check_length(len(source), body.max_tokens)
                 prompts.append(source)
                 await asyncio.sleep(0)  # a thousand prompts must not block the event loop
-            return await self.submit(CompletionGeneration, body, prompts, params)
+            return await self.submit(CompletionGeneration(self.engine, body, prompts, params))
 
 
 class CompletionGeneration(Generation):

@@ -208,9 +208,7 @@ class Endpoint:
             raise ValueError(f"kv_transfer_params: do_remote_decode needs one prompt and n = 1, not {num_sequences}")
         load("nanovllm.kv_transfer.pd.plan:TransferParams", "KV transfer").check(kv_transfer_params, roles[0])
 
-    async def submit(
-        self, kind: type[GenerationKind], body: SamplingBody, prompts: list[list[int]], params: SamplingParams
-    ) -> GenerationKind:
+    async def submit(self, generation: GenerationKind) -> GenerationKind:
         """Queue all prompts, or none of them.
 
         Raises:
@@ -218,9 +216,9 @@ class Endpoint:
             ValueError: a bad prompt, or KV parameters that do not fit.
             EngineDeadError: the engine has ended.
         """
+        body, prompts, params = generation.body, generation.prompts, generation.params
         if body.kv_transfer_params is not None:
             self.check_transfer(body.kv_transfer_params, len(prompts) * params.n)
-        generation = kind(self.engine, body, prompts, params)
         options = {"cache_salt": body.cache_salt, "kv_transfer_params": body.kv_transfer_params}
         try:
             share = current_share.get()

@@ -28,7 +28,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 NO_STORE = {"Cache-Control": "no-store"}
-ENGINE_CHOICE = "Which of the engines that --data-parallel-size gives: 0, 1, ..."
 
 
 class TraceLines(Response):
@@ -62,7 +61,7 @@ def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
     app.router.routes += page_routes()
 
     @app.get("/trace", response_class=TraceLines)
-    async def trace(rank: Annotated[int, Query(alias="engine", description=ENGINE_CHOICE)] = 0) -> Response:
+    async def trace(rank: Annotated[int, Query(alias="engine", description="of several engines")] = 0) -> Response:
         """The engine's work, one line of JSON per step (see nanovllm/trace/format.py): first the header, then all steps from now on,
         until the server ends. Without texts and token ids, unless the server runs with --show-text."""
         engine.check_alive()

@@ -285,7 +285,7 @@ async def test_others_get_their_turn_between_a_requests_prompts() -> None:
             await asyncio.sleep(0)
 
     limits = EngineLimits(max_model_len=256, max_request_tokens=256, vocab_size=320)
-    engine: Any = SimpleNamespace(limits=limits, encode=encode)
+    engine: Any = SimpleNamespace(name="tiny", limits=limits, encode=encode)
     engine.has_room = lambda number: False  # all that matters here is over by then
     engine.config = SimpleNamespace(max_num_waiting=1)
     other = asyncio.create_task(somebody_else())
