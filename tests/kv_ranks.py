@@ -82,8 +82,11 @@ class Rank:
     def push(self, transfer_id: str, peers: list[dict[str, Any]], local: list[int], remote: list[int]) -> None:
         """Write blocks of all layers, and finish."""
         for layer in self.layout.layers:
-            self.transport.push(transfer_id, peers, layer, local, remote)
-        self.transport.finish_push(transfer_id, peers)
+            self.transport.push(transfer_id, peers, layer, local, remote, is_last=True)
+
+    def finish_push(self, transfer_id: str, peers: list[dict[str, Any]]) -> None:
+        """Say that this was all."""
+        self.push(transfer_id, peers, [], [])
 
     def push_layer(
         self, transfer_id: str, peers: list[dict[str, Any]], layer: int, local: list[int], remote: list[int]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,19 +9,6 @@ from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _MAX_SIZE = 1 << 20  # of any dimension that a peer may claim, except the number of blocks
-
-
-@dataclass(frozen=True)
-class Strip:
-    """Where some heads of one layer are within a block: `planes` contiguous runs of `run` bytes, `plane_stride` bytes apart.
-
-    There is one plane for keys and one for values, or a single one if both are contiguous.
-    """
-
-    offset: int
-    run: int
-    planes: int
-    plane_stride: int
 
 
 @dataclass(frozen=True)
@@ -99,23 +85,19 @@ class KVLayout:
         return (self.num_blocks, *rows) if self.is_latent else (self.num_blocks, 2, len(self.heads), *rows)
 
     @property
+    def num_planes(self) -> int:
+        """Planes of a block: one for keys and one for values, or a single one for a latent."""
+        return 1 if self.is_latent else 2
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head in one plane of a block. The heads of a plane are contiguous."""
+        return self.block_size * self.width * _ITEM_BYTES[self.dtype]
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block in one layer of this rank."""
-        return math.prod(self.cache_shape[1:]) * _ITEM_BYTES[self.dtype]
-
-    def strip(self, first_head: int, num_heads: int) -> Strip:
-        """Where `num_heads` heads are in a block, counted from this rank's first head.
-
-        Raises:
-            ValueError: this rank does not have them.
-        """
-        if first_head < 0 or num_heads < 1 or first_head + num_heads > len(self.heads):
-            raise ValueError(f"heads {first_head} to {first_head + num_heads - 1} of a rank with {len(self.heads)}")
-        head = self.block_size * self.width * _ITEM_BYTES[self.dtype]
-        planes = 1 if self.is_latent else 2
-        if num_heads == len(self.heads):
-            return Strip(0, planes * num_heads * head, 1, 0)
-        return Strip(first_head * head, num_heads * head, planes, len(self.heads) * head)
+        return self.num_planes * len(self.heads) * self.head_bytes
 
     def check_blocks(self, block_ids: Sequence[int]) -> None:
         """Refuse blocks that this rank does not have.

@@ -343,7 +343,7 @@ def test_blocks_that_a_consumer_reads_stay_held(engines: Any, expected: list[int
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: bool(producer.connector.leases._leases["there"].claims))
+    fleet.run_until(lambda: producer.connector.leases._leases["there"].readers != [None])
     producer.abort_request("there")
     fleet.step()
     assert producer.stats.num_held_requests == 1
@@ -372,7 +372,7 @@ def test_lease_is_kept_for_a_reader(engines: Any, expected: list[int], gate: Any
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=prefilled(fleet, producer))
     fleet.run_until(opened.entered.is_set)
-    fleet.run_until(lambda: bool(producer.connector.leases._leases["there"].claims))
+    fleet.run_until(lambda: producer.connector.leases._leases["there"].readers != [None])
     limit = time.monotonic() + 0.3
     fleet.run_until(lambda: time.monotonic() > limit)
     assert producer.stats.num_held_requests == 1

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.kv_transfer.layout import KVLayout
-from nanovllm.kv_transfer.transport.pieces import check_same, pieces_from, pieces_to
+from nanovllm.kv_transfer.transport.pieces import Piece, check_same, pieces_from, pieces_to
 from tests.kv_ranks import layouts
 
 TP_SIZES = (1, 2, 3, 4, 8)
@@ -124,14 +124,15 @@ def test_layouts_that_cannot_be_are_refused(change):
 
 @pytest.mark.parametrize("heads", [0, 1, 2, 4])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_strip_is_where_torch_has_the_heads(heads, tp):
+def test_runs_are_where_torch_has_the_heads(heads, tp):
     layout = layouts(tp=tp, num_kv_heads=heads)[-1]
     cache = torch.arange(layout.num_blocks * layout.block_bytes // 4, dtype=torch.float32).view(layout.cache_shape)
     flat = cache[5].reshape(-1).view(torch.uint8)
+    assert len(flat) == layout.block_bytes
     for first in range(len(layout.heads)):
         for count in range(1, len(layout.heads) - first + 1):
-            strip = layout.strip(first, count)
-            starts = [strip.offset + plane * strip.plane_stride for plane in range(strip.planes)]
-            found = torch.cat([flat[start : start + strip.run] for start in starts]).view(torch.float32)
+            num_runs, size = Piece(0, layout.layers, first, first, count).runs(layout, layout)
+            starts = [first * layout.head_bytes + i * layout.block_bytes // 2 for i in range(num_runs)]
+            found = torch.cat([flat[start : start + size] for start in starts]).view(torch.float32)
             wanted = cache[5] if layout.is_latent else cache[5][:, first : first + count]
             assert torch.equal(found, wanted.reshape(-1))

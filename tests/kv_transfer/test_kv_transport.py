@@ -16,7 +16,7 @@ import torch
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, connect
-from nanovllm.kv_transfer.transport.messages import Answer, Fetch, Finish, Hello, Moved, Push, Refused, decode, encode
+from nanovllm.kv_transfer.transport.messages import Answer, Fetch, GiveUp, Hello, Moved, Push, Refused, decode, encode
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 
@@ -207,7 +207,7 @@ def test_blocks_that_the_peer_does_not_have(pair, block):
     source, target = pair
     target.transport.read("read", [source.transport.address], [1, 2], [3, block])
     source.transport.push("push", [target.transport.address], 0, [3, 4], [1, block])
-    source.transport.finish_push("push", [target.transport.address])
+    source.finish_push("push", [target.transport.address])
     end = only(target.wait())
     assert f"block {block} of a KV cache that has 12" in end.error
     assert "refuses" in only(source.wait()).error
@@ -352,7 +352,8 @@ class Guest:
         Push("expected", 0, 3, [1], [1]),
         Push("expected", 1, 1, [1], [1]),
         Push("expected", -1, 1, [1], [1]),
-        Finish("never asked for"),
+        Push("never asked for", 0, 1, [], [], True),
+        GiveUp("never asked for", "for fun"),
     ],
 )
 def test_requests_that_are_refused(pair, message):
@@ -362,7 +363,7 @@ def test_requests_that_are_refused(pair, message):
     with pytest.raises(Refused):
         guest.ask(message)
     with pytest.raises(Refused, match="have not come"):  # it goes on
-        guest.ask(Finish("expected"))
+        guest.ask(Push("expected", 0, 1, [], [], True))
     assert not rank.wrong_blocks()
     guest.connection.close()
 
@@ -388,7 +389,7 @@ def test_a_payload_of_another_length_is_not_written(size):
     guest.connection.send(encode(Push("expected", 0, 1, [1], [2])))
     assert isinstance(decode(guest.connection.receive(10)), Fetch)
     with suppress(PeerLost):  # it may have closed the connection before all is sent
-        guest.connection.send(encode(Answer()), [memoryview(b"x" * size)])
+        guest.connection.send(encode(Answer()), b"x" * size)
     assert only(rank.wait()).error
     assert not rank.wrong_blocks()
     guest.connection.close()
@@ -400,7 +401,7 @@ def test_who_says_that_all_is_written_but_has_not_is_found_out(pair):
     rank.transport.expect("push", [other.transport.address], [1, 2])
     other.transport.push("push", [rank.transport.address], 0, [3, 4], [1, 2])
     other.transport.push("push", [rank.transport.address], 1, [3], [1])
-    other.transport.finish_push("push", [rank.transport.address])
+    other.finish_push("push", [rank.transport.address])
     end = only(rank.wait())
     assert "blocks of layer 1 have not come" in end.error
     assert "blocks of layer 1 have not come" in only(other.wait()).error
@@ -496,7 +497,7 @@ def test_one_of_two_writers_dies(engines, kind):
     source.signal(signal.SIGKILL)
     end = only(target.all("wait")[0])
     assert "gone" in end.error
-    second.transport.finish_push("push", target.addresses)
+    second.finish_push("push", target.addresses)
     assert "refuses" in only(second.wait()).error
     close(second)
 
@@ -519,7 +520,7 @@ def test_a_peer_that_is_silent(engines, kind):
 def test_a_writer_stops_before_it_sends(monkeypatch):
     source, target = two_ranks("tcp", layouts()[0], layouts()[0], timeout=1.0)
     opened = threading.Event()
-    monkeypatch.setattr(source.transport, "outgoing", lambda *arguments: opened.wait(60) and [])
+    monkeypatch.setattr(source.transport, "content", lambda *arguments: opened.wait(60) and b"")
     target.transport.expect("push", [source.transport.address], [1, 2])
     source.transport.push("push", [target.transport.address], 0, [3, 4], [1, 2])
     end = only(target.wait())
@@ -607,7 +608,7 @@ def test_who_expected_something_cancels(pair):
     end = only(target.wait())
     assert end.error == "cancelled"
     source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])
-    source.transport.finish_push("push", [target.transport.address])
+    source.finish_push("push", [target.transport.address])
     assert "refuses" in only(source.wait()).error
     assert [name for name in target.wrong_blocks() if "layer 1" in name] == []
 
@@ -621,7 +622,7 @@ def test_who_writes_cancels(pair):
     end = only(target.wait())
     assert end.error == "the peer has given up: cancelled"
     source.transport.push("push", [target.transport.address], 1, [3, 4], [1, 2])  # in the same step: no harm
-    source.transport.finish_push("push", [target.transport.address])
+    source.finish_push("push", [target.transport.address])
     assert source.transport.poll() == [] and target.transport.poll() == []
 
 

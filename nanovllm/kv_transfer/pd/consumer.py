@@ -90,9 +90,10 @@ class ConsumerSide(Side):
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """See `KVConnectorScheduler.update_connector_output`."""
-        self._in_flight -= output.finished_recving
-        super().update_connector_output(KVConnectorOutput(output.finished_sending))
-        for transfer_id in output.finished_recving & self.fetches.keys():
+        received = output.finished_sending & self.fetches.keys()
+        self._in_flight -= received
+        super().update_connector_output(KVConnectorOutput(output.finished_sending - received))
+        for transfer_id in received:
             self._received(self.fetches[transfer_id], output.reasons.get(transfer_id, ""))
 
     def take_output(self) -> KVConnectorOutput:

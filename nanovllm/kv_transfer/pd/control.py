@@ -11,7 +11,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -144,20 +143,27 @@ class Mailbox:
 
 @dataclass
 class _Lease:
-    deadline: float  # 0: it has ended
-    seal: bytes
-    claims: Counter[Connection]
+    """Blocks that are held until the deadline, and not longer than there are readers.
 
-    def end_if_unclaimed(self) -> None:
-        if not self.claims:
-            self.deadline = 0.0
+    Attributes:
+        readers: that have claimed or ordered the blocks, perhaps several times; None: the one that is expected.
+    """
+
+    deadline: float
+    seal: bytes
+    readers: list[Connection | None]
+
+    @property
+    def end(self) -> float:
+        """When it ends, or 0 if it has ended."""
+        return self.deadline if self.readers else 0.0
 
 
 class Leases:
     """The blocks of requests that have ended, by their ids, and until when they are held for a reader.
 
-    A lease without claims ends at its deadline; a claimed one ends when all readers that have claimed it have released it or are
-    gone, or `CLAIM_SECONDS` after the last claim. The threads of readers and the scheduler's thread all use this object.
+    A lease that no reader claims ends at its deadline; a claimed one ends when all readers that have claimed it have released it or
+    are gone, or `CLAIM_SECONDS` after the last claim. The threads of readers and the scheduler's thread all use this object.
     """
 
     def __init__(self) -> None:
@@ -167,51 +173,43 @@ class Leases:
     def grant(self, request_id: str, seconds: float, seal: bytes) -> None:
         """Hold a request's blocks for a reader that claims them within so many seconds."""
         with self._lock:
-            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal, Counter())
+            self._leases[request_id] = _Lease(time.monotonic() + seconds, seal, [None])
 
     def grant_to(self, request_id: str, reader: Connection) -> None:
         """Hold a request's blocks for this reader, which has asked for them."""
-        with self._lock:
-            self._leases[request_id] = _Lease(time.monotonic() + CLAIM_SECONDS, b"", Counter([reader]))
+        self.grant(request_id, CLAIM_SECONDS, b"")
+        self.claim(request_id, b"", reader)
 
     def claim(self, request_id: str, seal: bytes, reader: Connection) -> None:
         """A reader is about to read; nothing happens if it is mistaken about what there is."""
         with self._lock:
-            if (lease := self._leases.get(request_id)) is not None and lease.deadline and lease.seal == seal:
+            if (lease := self._leases.get(request_id)) is not None and lease.readers and lease.seal == seal:
                 lease.deadline = time.monotonic() + CLAIM_SECONDS
-                lease.claims[reader] += 1
+                lease.readers = [*filter(None, lease.readers), reader]
 
-    def release(self, request_id: str, reader: Connection) -> bool:
-        """A reader has read; returns whether the blocks were held for it until now."""
+    def release(self, request_id: str, reader: Connection | None = None) -> bool:
+        """A reader has read, or the expected one does not come; returns whether the blocks were held for it until now."""
         with self._lock:
             lease = self._leases.get(request_id)
-            if lease is None or reader not in lease.claims:
+            if lease is None or reader not in lease.readers:
                 return False
-            lease.claims -= Counter([reader])
-            lease.end_if_unclaimed()
+            lease.readers.remove(reader)
             return True
-
-    def revoke(self, request_id: str) -> None:
-        """End a lease that no reader has claimed."""
-        with self._lock:
-            if request_id in self._leases:
-                self._leases[request_id].end_if_unclaimed()
 
     def drop(self, reader: Connection) -> None:
         """A reader is gone, and with it what it has claimed."""
         with self._lock:
             for lease in self._leases.values():
-                if lease.claims.pop(reader, 0):
-                    lease.end_if_unclaimed()
+                lease.readers = [other for other in lease.readers if other is not reader]
 
     def take_ended(self) -> set[str]:
         """Requests whose blocks no reader needs any more."""
         with self._lock:
             now = time.monotonic()
-            ended = {key: lease for key, lease in self._leases.items() if lease.deadline <= now}
+            ended = {key: lease for key, lease in self._leases.items() if lease.end <= now}
             for request_id, lease in ended.items():
                 del self._leases[request_id]
-                if lease.deadline:
+                if lease.readers:
                     logger.warning("the KV of %s was not read in time: its blocks are given up", request_id)
             return set(ended)
 
@@ -224,7 +222,7 @@ class Leases:
     def next_end(self) -> float:
         """From when on `take_ended` returns a request, in seconds of the monotonic clock."""
         with self._lock:
-            return min((lease.deadline for lease in self._leases.values()), default=float("inf"))
+            return min((lease.end for lease in self._leases.values()), default=float("inf"))
 
 
 # ------------------------------------------------------------------------------------------------ the two ends

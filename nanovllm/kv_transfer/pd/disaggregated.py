@@ -90,10 +90,8 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`. On the way, all mail is read."""
         for sender, message in self.mailbox.take():
-            if isinstance(sender, Consumer):
-                self.hear_consumer(sender, message)
-            else:
-                self.hear_producer(sender, message)
+            hear = self.hear_consumer if isinstance(sender, Consumer) else self.hear_producer
+            hear(sender, message)
         if output := super().take_output():
             self._stuck_since = float("inf")
         return output
@@ -133,7 +131,6 @@ class DisaggregatedWorker(KVConnectorWorker):
 
     def __init__(self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
         super().__init__(config, layout, kv_caches)
-        self._receiving: set[str] = set()  # transfers
         timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
         self.transport = self._transport_class()(layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout)
         self.transport.transfers.on_ended = lambda: self.notify()
@@ -154,9 +151,10 @@ class DisaggregatedWorker(KVConnectorWorker):
     def start_load_kv(self) -> None:
         """Begin reads, expect pushes and cancel: what does not depend on this step."""
         assert self.metadata is not None
-        if self.metadata.reads or self.metadata.expects:
-            self._wait_for_device()
-        self._receiving |= {move.transfer_id for move in self.metadata.reads + self.metadata.expects}
+        # Blocks that a transfer fills may have been those of a request that has ended while the GPU still computes it once more,
+        # for nothing: what that step writes must not come after what the transfer writes.
+        if (self.metadata.reads or self.metadata.expects) and (mark := self.transport.mark()) is not None:
+            mark.synchronize()
         for move in self.metadata.reads:
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
@@ -164,38 +162,21 @@ class DisaggregatedWorker(KVConnectorWorker):
         for transfer_id in self.metadata.cancels:
             self.transport.cancel(transfer_id)
 
-    def _wait_for_device(self) -> None:
-        """Wait for the GPU before a transfer fills blocks. They may have been those of a request that has ended while the GPU still
-        computes it once more, for nothing: what that step writes must not come after what the transfer writes."""
-        device = next(iter(self.kv_caches.values())).device
-        if device.type == "cuda":
-            import torch
-
-            torch.cuda.current_stream(device).synchronize()
-
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """Begin to push what this layer has just written. The blocks stay the request's until all is over."""
+        """Begin to push what this layer has just written. The blocks stay the request's until all is over, and it does not write
+        again what is pushed of them: nothing has to be waited for."""
         if self.metadata is not None:
             for move in self.metadata.pushes:
-                self.transport.push(move.transfer_id, move.peers, layer, move.local_block_ids, move.remote_block_ids)
-
-    def wait_for_save(self) -> None:
-        """End pushes that are complete. Nothing has to be waited for: a pushed request holds its blocks, and does not write again
-        what is pushed of them."""
-        assert self.metadata is not None
-        for move in self.metadata.pushes:
-            if move.is_last:
-                self.transport.finish_push(move.transfer_id, move.peers)
+                blocks = move.local_block_ids, move.remote_block_ids
+                self.transport.push(move.transfer_id, move.peers, layer, *blocks, move.is_last)
 
     def get_finished(self, wait_seconds: float = 0.0) -> KVConnectorOutput:
-        """See `KVConnectorWorker.get_finished`. The scheduler's half knows which request each transfer is for."""
-        errors = {ended.transfer_id: ended.error for ended in self.transport.poll(wait_seconds)}
-        received = errors.keys() & self._receiving
-        self._receiving -= received
-        reasons = {transfer_id: error for transfer_id, error in errors.items() if error}
+        """See `KVConnectorWorker.get_finished`. The scheduler's half knows which transfers it receives, and for which requests."""
+        ended = self.transport.poll(wait_seconds)
+        reasons = {end.transfer_id: end.error for end in ended if end.error}
         for transfer_id, error in reasons.items():
             logger.warning("transfer %s failed: %s", transfer_id, error)
-        return KVConnectorOutput(errors.keys() - received, received, reasons=reasons)
+        return KVConnectorOutput({end.transfer_id for end in ended}, reasons=reasons)
 
     def forget_requests(self) -> None:
         """See `KVConnectorWorker.forget_requests`."""
@@ -204,7 +185,6 @@ class DisaggregatedWorker(KVConnectorWorker):
         if left := self.transport.transfers.of():
             raise RuntimeError(f"KV transfers cannot be stopped, and write to blocks of this rank: {left}")
         self.transport.poll()
-        self._receiving.clear()
 
     def close(self) -> None:
         """See `KVConnectorWorker.close`."""

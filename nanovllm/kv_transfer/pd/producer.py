@@ -78,7 +78,7 @@ class ProducerSide(Side):
 
     def revoke(self, request_id: str) -> None:
         """See `KVConnectorScheduler.revoke`."""
-        self.leases.revoke(request_id)
+        self.leases.release(request_id)
 
     def decline(self, request: Request, reason: str) -> None:
         """Tell the consumer that has ordered the request."""

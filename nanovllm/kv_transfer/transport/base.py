@@ -10,7 +10,6 @@ thread serves each end. The engine's own thread never waits: it asks with `poll`
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import os
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -27,7 +26,7 @@ from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect
 from nanovllm.kv_transfer.transport.peer import Peer
-from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, common_piece, pieces_from, pieces_to
+from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, common_piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
 
@@ -48,6 +47,7 @@ class Link:
     def __init__(self, transport: Transport, connection: Connection) -> None:
         self.transport, self.connection = transport, connection
         self.theirs = messages.decode_hello(connection.hello)
+        check_same(transport.layout.fingerprint, self.theirs.layout.fingerprint)
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         """Copy blocks of a piece from there to here.
@@ -58,8 +58,8 @@ class Link:
         """
         raise NotImplementedError
 
-    def serve_fetch(self, fetch: messages.Fetch) -> None:
-        """Let the other rank read blocks."""
+    def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
+        """Let the other rank read blocks of these layers."""
         raise NotImplementedError
 
     def receive(self, timeout: float | None = None) -> messages.Message:
@@ -84,22 +84,16 @@ class Link:
             if isinstance(request, messages.Fetch):
                 layout = self.transport.layout
                 layout.check_blocks(request.block_ids)
-                layout.strip(request.head, request.num_heads)
-                _check_layers(request, layout.layers)
-                return self.serve_fetch(request)
-            if not isinstance(request, messages.Push | messages.Finish):
-                raise CorruptFrame(f"{self.connection.peer} says what it was not asked for")
-            transfers = self.transport.transfers
-            if (
-                isinstance(request, messages.Push) or not request.error
-            ):  # it may be ahead of what our engine has been told
-                transfers.is_known(request.transfer_id, min(_GRACE, self.transport.timeout / 2))
+                if not 0 <= request.head < request.head + request.num_heads <= len(layout.heads):
+                    raise messages.Refused(f"{request.num_heads} heads from {request.head} on, of {len(layout.heads)}")
+                return self.serve_fetch(request, _layers(request, layout.layers))
             if isinstance(request, messages.Push):
                 self._take(request)
+            elif isinstance(request, messages.GiveUp):
+                with self.transport.transfers.moving(request.transfer_id, self.theirs.id):
+                    raise messages.Refused(f"the peer has given up: {request.error}")
             else:
-                with transfers.moving(request.transfer_id, self.theirs.id, finished=True):
-                    if request.error:
-                        raise messages.Refused(f"the peer has given up: {request.error}")
+                raise CorruptFrame(f"{self.connection.peer} says what it was not asked for")
             error = ""
         except (messages.Refused, ValueError) as refusal:
             error = str(refusal)
@@ -110,18 +104,23 @@ class Link:
         piece = common_piece(self.transport.layout, self.theirs.layout)
         if piece is None or len(push.block_ids) != len(push.source_ids):
             raise messages.Refused("these two ranks have nothing in common, or not so many blocks")
-        _check_layers(push, piece.layers)
+        piece = dataclasses.replace(piece, layers=_layers(push, piece.layers))
         self.theirs.layout.check_blocks(push.source_ids)
-        with self.transport.transfers.moving(push.transfer_id, self.theirs.id, push.layers, push.block_ids):
-            self.read(dataclasses.replace(piece, layers=push.layers), push.block_ids, push.source_ids)
+        transfers, part = self.transport.transfers, (piece.layers, push.block_ids, push.is_last)
+        transfers.is_known(push.transfer_id, min(_GRACE, self.transport.timeout / 2))  # before our engine has been told
+        with transfers.moving(push.transfer_id, self.theirs.id, *part):
+            if push.block_ids:
+                self.read(piece, push.block_ids, push.source_ids)
 
     def close(self) -> None:
         """Release what the link holds; the connection is closed already."""
 
 
-def _check_layers(request: messages.Fetch | messages.Push, layers: range) -> None:
-    if not layers.start <= request.first_layer < request.end_layer <= layers.stop:
-        raise messages.Refused(f"layers {request.first_layer} to {request.end_layer - 1} of {layers}")
+def _layers(request: messages.Fetch | messages.Push, known: range) -> range:
+    """The layers that a peer asks for."""
+    if not known.start <= request.first_layer < request.end_layer <= known.stop:
+        raise messages.Refused(f"layers {request.first_layer} to {request.end_layer - 1} of {known}")
+    return range(request.first_layer, request.end_layer)
 
 
 class Rank(Peer):
@@ -133,7 +132,7 @@ class Rank(Peer):
 
     def __init__(self, transport: Transport, address: messages.Address) -> None:
         self.transport, self.address = transport, address
-        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Any]] = deque()
+        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Any, bool]] = deque()
         super().__init__(f"the rank at {address.host}:{address.port}")
 
     def open(self, stack: ExitStack) -> Connection:
@@ -172,28 +171,24 @@ class Rank(Peer):
         """Push the next layers: those that were computed meanwhile go together."""
         if not self.pushes:
             return
-        parts, first, mark = self.pushes.popleft()
+        parts, first, mark, is_last = self.pushes.popleft()
         end = first + 1
         while self.pushes and end - first < _MAX_LAYERS and self.pushes[0][:2] == (parts, end):
-            _, _, mark = self.pushes.popleft()
+            _, _, mark, is_last = self.pushes.popleft()
             end += 1
         transfer_id, local, remote = parts
 
         def offer() -> None:
             if mark is not None:
                 mark.synchronize()
-            self.link.ask(messages.Push(transfer_id, first, end, remote, local))
+            self.link.ask(messages.Push(transfer_id, first, end, remote, local, is_last))
 
-        self._move(transfer_id, offer)
-
-    def finish(self, transfer_id: str) -> None:
-        """Say that all is pushed."""
-        self._move(transfer_id, lambda: self.link.ask(messages.Finish(transfer_id)), (), (), True)
+        self._move(transfer_id, offer, (), (), is_last)
 
     def give_up(self, transfer_id: str, reason: str) -> None:
         """Say that no more will be pushed."""
         with suppress(messages.Refused):
-            self.link.ask(messages.Finish(transfer_id, reason))
+            self.link.ask(messages.GiveUp(transfer_id, reason))
 
 
 class Transport:
@@ -229,7 +224,7 @@ class Transport:
         expected = torch.Size(layout.cache_shape), getattr(torch, layout.dtype), True
         if caches != dict.fromkeys(layout.layers, expected):
             raise ValueError(f"the caches are not what the layout says, {expected} for {layout.layers}: {caches}")
-        if not host or is_address(host, "unspecified"):
+        if host in ("", "0.0.0.0", "::"):
             raise ValueError(f"peers cannot connect to kv_ip={host!r}: name an address of this machine")
         self.layout, self.kv_caches, self.timeout = layout, kv_caches, timeout
         self.device = next(iter(kv_caches.values())).device
@@ -237,7 +232,7 @@ class Transport:
         self.id, self.is_closed = os.urandom(8).hex(), False
         self.transfers = Transfers()
         self._peers: dict[messages.Address, Rank] = {}
-        self._pushes: dict[str, list[tuple[Rank, Piece]]] = {}  # open pushes, and to where they go
+        self._pushes: dict[str, dict[Rank, range]] = {}  # open pushes, and to where they go
         self._prepare(host)
         hello = messages.encode(messages.Hello(self.id, layout, self.describe_memory()))
         fingerprint = {"kv_connector": self.kind, **layout.fingerprint}
@@ -269,8 +264,12 @@ class Transport:
         self.layout.check_blocks(local_block_ids)
         if len(local_block_ids) != len(remote_block_ids):
             raise ValueError(f"{len(local_block_ids)} blocks of this rank, but {len(remote_block_ids)} of the peer")
-        for peer, piece in self._begin(transfer_id, pieces_from, peers, local_block_ids, remote_block_ids):
-            peer.put(partial(peer.read, transfer_id, piece, local_block_ids, remote_block_ids))
+        plan, error = self._plan(pieces_from, peers, remote_block_ids)
+        ranks = {self._rank(address): piece for address, piece in plan if remote_block_ids}
+        layers: dict[Hashable, range] = {rank: piece.layers for rank, piece in ranks.items()}
+        self.transfers.begin(transfer_id, layers, local_block_ids, error)
+        for rank, piece in ranks.items():
+            rank.put(partial(rank.read, transfer_id, piece, local_block_ids, remote_block_ids))
 
     def expect(self, transfer_id: str, peers: Peers, block_ids: list[int]) -> None:
         """Read into these blocks what the ranks of another engine offer; ends when all of them say that this was all.
@@ -279,34 +278,35 @@ class Transport:
             ValueError: as in `read`.
         """
         self.layout.check_blocks(block_ids)
-        self._begin(transfer_id, pieces_from, peers, block_ids)
+        plan, error = self._plan(pieces_from, peers)
+        self.transfers.begin(transfer_id, {address.id: piece.layers for address, piece in plan}, block_ids, error)
 
     def push(
-        self, transfer_id: str, peers: Peers, layer: int, local_block_ids: list[int], remote_block_ids: list[int]
+        self, transfer_id: str, peers: Peers, layer: int, local: list[int], remote: list[int], is_last: bool = False
     ) -> None:
         """Begin to push blocks of a layer that has just been computed. May be called again, also for the same blocks.
+
+        Args:
+            is_last: no more blocks are pushed; the transfer is complete after the last layer.
 
         Raises:
             ValueError: the blocks cannot be this rank's.
         """
-        self.layout.check_blocks(local_block_ids)
-        pushes = [(peer, piece) for peer, piece in self._targets(transfer_id, peers) if layer in piece.layers]
-        mark = self.mark() if pushes and local_block_ids else None
-        for peer, _ in pushes if local_block_ids else ():
-            peer.pushes.append(((transfer_id, local_block_ids, remote_block_ids), layer, mark))
-            peer.put(peer.push)
-
-    def finish_push(self, transfer_id: str, peers: Peers) -> None:
-        """Tell the peers, after everything that has begun, that this transfer is complete."""
-        for peer, _ in self._targets(transfer_id, peers):
-            peer.put(partial(peer.finish, transfer_id))
-        with suppress(messages.Refused), self.transfers.moving(transfer_id, self.id, finished=True):
-            pass
+        self.layout.check_blocks(local)
+        if not self.transfers.is_known(transfer_id):
+            plan, error = self._plan(pieces_to, peers)
+            self._pushes[transfer_id] = {self._rank(address): piece.layers for address, piece in plan}
+            self.transfers.begin(transfer_id, dict.fromkeys(self._pushes[transfer_id], ()), error=error)
+        targets = {rank: layers for rank, layers in self._pushes.get(transfer_id, {}).items() if layer in layers}
+        mark = self.mark() if targets else None
+        for rank, layers in targets.items():
+            rank.pushes.append(((transfer_id, local, remote), layer, mark, is_last and layer == layers[-1]))
+            rank.put(rank.push)
 
     def cancel(self, transfer_id: str, reason: str = "cancelled") -> None:
         """Begin nothing more for a transfer, and tell the peers that wait for its pushes. `poll` still reports its end."""
         self.transfers.fail(transfer_id, reason)
-        for peer, _ in self._pushes.pop(transfer_id, ()):
+        for peer in self._pushes.pop(transfer_id, {}):
             if not peer.error:
                 peer.put(partial(peer.give_up, transfer_id, reason))
 
@@ -357,40 +357,18 @@ class Transport:
 
     # -------------------------------------------------------------- plans
 
-    def _begin(
-        self,
-        transfer_id: str,
-        pieces: Callable[[KVLayout, tuple[KVLayout, ...]], tuple[Piece, ...]],
-        peers: Peers,
-        local: BlockIds,
-        remote: BlockIds | None = None,
-    ) -> list[tuple[Rank, Piece]]:
-        """Begin a transfer; returns which peers have something in common with this rank, and what: none if the peers push, or do
-        not fit, in which case the transfer has failed.
-
-        Args:
-            local: this rank's blocks that are filled.
-            remote: those that are read; None: the peers push, or are pushed to.
-        """
+    def _plan(
+        self, pieces: Callable[..., tuple[Piece, ...]], peers: Peers, remote: BlockIds = ()
+    ) -> tuple[list[tuple[messages.Address, Piece]], str]:
+        """Which peers have something in common with this rank, and what; or why they do not fit."""
         try:
             addresses = msgspec.convert(peers, list[messages.Address])
             found = pieces(self.layout, tuple(address.layout for address in addresses))
-            plan = [(addresses[piece.peer], piece) for piece in found if remote != []]
-            for address, _ in plan:
-                address.layout.check_blocks(remote or ())
+            for piece in found:
+                addresses[piece.peer].layout.check_blocks(remote)
         except (ValueError, msgspec.MsgspecError) as error:
-            self.transfers.begin(transfer_id, [("none", ())])
-            self.transfers.fail(transfer_id, str(error))
-            return []
-        if remote is None and pieces is pieces_from:
-            self.transfers.begin(transfer_id, [(address.id, piece.layers) for address, piece in plan], local)
-            return []
-        targets = [(self._peer(address), piece) for address, piece in plan]
-        parts: list[tuple[Hashable, range]] = [(peer, piece.layers) for peer, piece in targets]
-        if pieces is pieces_to:  # until `finish_push`, a push also waits for this rank
-            parts.append((self.id, range(0)))
-        self.transfers.begin(transfer_id, parts, local)
-        return targets
+            return [], str(error)
+        return [(addresses[piece.peer], piece) for piece in found], ""
 
     def _serve(self, connection: Connection) -> None:
         """Answer one peer's requests until it leaves, or sends what makes no sense; then raise an error."""
@@ -402,24 +380,10 @@ class Transport:
             link.close()
             self.lost(f"the peer at {connection.peer} is gone", link.theirs.id)
 
-    def _peer(self, address: messages.Address) -> Rank:
+    def _rank(self, address: messages.Address) -> Rank:
         if address in self._peers and self._peers[address].is_lost:
             self._peers.pop(address).close()
         if address not in self._peers:
             self._peers = {place: peer for place, peer in self._peers.items() if not peer.error}
             self._peers[address] = Rank(self, address)
         return self._peers[address]
-
-    def _targets(self, transfer_id: str, peers: Peers) -> list[tuple[Rank, Piece]]:
-        """Where a push goes, which begins if it has not begun; to no peer once it has ended."""
-        if not self.transfers.is_known(transfer_id):
-            self._pushes[transfer_id] = self._begin(transfer_id, pieces_to, peers, ())
-        return self._pushes.get(transfer_id, [])
-
-
-def is_address(host: str, kind: str) -> bool:
-    """Whether a host is a number that is "loopback" or "unspecified"; "localhost" is on loopback, too."""
-    try:
-        return getattr(ipaddress.ip_address("127.0.0.1" if host == "localhost" else host), f"is_{kind}")
-    except ValueError:
-        return False  # a name

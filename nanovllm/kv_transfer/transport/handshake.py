@@ -32,7 +32,7 @@ from nanovllm.kv_transfer.transport.pieces import check_same
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, str | int]
-_HELLO = b"nanovllm-kv-2\n"  # with the version of everything that follows
+_HELLO = b"nanovllm-kv-3\n"  # with the version of everything that follows
 _NONCE = 32
 _MAX_HANDSHAKES = 64
 
@@ -110,7 +110,7 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
     connection.deadline = time.monotonic() + credentials.timeout
     try:
         own = os.urandom(_NONCE)
-        connection.send_raw([_HELLO + own])
+        connection.send_raw(_HELLO + own)
         if connection.read(len(_HELLO)) != _HELLO:
             raise ValueError("it speaks another protocol or another version of it")
         theirs = connection.read(_NONCE)
@@ -118,11 +118,11 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
         roles = ("client", "server") if is_client else ("server", "client")
         mine, expected = (_proof(credentials.secret, role, nonces) for role in roles)
         if is_client:  # the client proves first: asking a listener reveals nothing
-            connection.send_raw([mine])
+            connection.send_raw(mine)
         if not hmac.compare_digest(connection.read(len(expected)), expected):
             raise ValueError("it does not know the secret (NANOVLLM_KV_SECRET)")
         if not is_client:
-            connection.send_raw([mine])
+            connection.send_raw(mine)
         connection.send(msgspec.msgpack.encode((credentials.fingerprint, credentials.hello)))
         answer = connection.receive(max(0.0, connection.deadline - time.monotonic()))
         facts, connection.hello = msgspec.msgpack.decode(answer, type=tuple[Facts, bytes])
@@ -190,16 +190,14 @@ class Listener:
                     logger.warning("cannot accept a connection: %s", error)
                 continue
             connection = Connection(sock, f"{host}:{port}", self._credentials.patience)
-            if not self._handshakes.acquire(blocking=False):
-                logger.warning("%s is turned away: %d handshakes are in progress", connection.peer, _MAX_HANDSHAKES)
-                connection.close()
-                continue
             thread = threading.Thread(target=self._serve, args=[connection], name=f"kv-{connection.peer}", daemon=True)
             self._connections[connection] = thread
             thread.start()
 
     def _serve(self, connection: Connection) -> None:
         try:
+            if not self._handshakes.acquire(blocking=False):
+                raise HandshakeError(f"{_MAX_HANDSHAKES} handshakes are in progress, and {connection.peer} has to wait")
             try:
                 _shake_hands(connection, False, self._credentials)
             finally:
@@ -207,7 +205,7 @@ class Listener:
             self._on_connection(connection)
         except HandshakeError as error:
             logger.warning("a connection is refused: %s", error)
-        except (PeerLost, TimeoutError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.info("the connection from %s has ended: %s", connection.peer, error)
         except Exception:
             logger.exception("the connection from %s is closed after an error", connection.peer)
@@ -219,7 +217,8 @@ class Listener:
         """End all connections."""
         for connection, thread in list(self._connections.items()):
             connection.close()
-            thread.join(self._credentials.patience)
+            if thread.is_alive():  # else it has ended, or begins now and finds the connection closed
+                thread.join(self._credentials.patience)
 
     def close(self) -> None:
         """Stop listening, and end all connections."""

@@ -1,8 +1,9 @@
 """Moves KV blocks by shared memory between processes of one machine, and by TCP between machines.
 
 On one machine a rank maps the other's cache and copies blocks from one into the other: every byte is touched once, and the
-other process does nothing. Elsewhere the owner sends blocks straight out of its cache, and the other rank receives them straight
-into its own, with a checksum. Caches on a GPU go through pinned host memory, on their own stream, and always by TCP.
+other process does nothing. Elsewhere the owner gathers the blocks of a layer and sends them in one piece, and the other rank
+spreads them over its cache if their checksum is right. Caches on a GPU go through pinned host memory, on their own stream, and
+always by TCP.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import os
 import re
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -52,8 +52,9 @@ def _copy_function() -> Callable[..., None] | None:
     return copy
 
 
-def _as_bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+def _as_numpy(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor. Its own operators would start threads that compete with those that compute."""
+    return tensor.view(torch.uint8).numpy()
 
 
 # ------------------------------------------------------------------------------------------ ways to another cache
@@ -90,24 +91,24 @@ class LocalLink(Link):
         self.connection.send(encode(Fetch(*piece.remote_part, list(remote_ids))))
         for layer in piece.layers:
             self.receive_answer()
-            with self.transport.incoming(layer, piece.local_head, piece.num_heads, local_ids) as buffers:
-                self.connection.receive_payload(buffers)
+            part = layer, piece.local_head, piece.num_heads, local_ids
+            self.transport.fill(*part, self.connection.receive_payload)
 
     def _copy(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        copy, count, here, there = _copy_function(), len(local_ids), self.transport.layout, self.theirs.layout
+        copy, here, there = _copy_function(), self.transport.layout, self.theirs.layout
         assert copy is not None, "else no memory is shared"
-        mine, theirs = piece.strips(here, there)
-        local, remote = ((ctypes.c_int64 * count)(*ids) for ids in (local_ids, remote_ids))
+        local, remote = ((ctypes.c_int64 * len(ids))(*ids) for ids in (local_ids, remote_ids))
+        size, far_size = here.block_bytes, there.block_bytes
         for layer in piece.layers:
-            to = self.transport.addresses[layer] + mine.offset
-            source = self._caches[layer - there.first_layer].ctypes.data + theirs.offset
-            far = (source, remote, there.block_bytes, theirs.plane_stride)
-            copy(to, local, here.block_bytes, mine.plane_stride, *far, count, mine.planes, mine.run)
+            to = self.transport.addresses[layer] + piece.local_head * here.head_bytes
+            source = self._caches[layer - there.first_layer].ctypes.data + piece.remote_head * there.head_bytes
+            far = source, remote, far_size, far_size // 2
+            copy(to, local, size, size // 2, *far, len(local), *piece.runs(here, there))
 
-    def serve_fetch(self, fetch: Fetch) -> None:
-        """Send blocks straight out of the cache, with an answer per layer."""
-        for layer in fetch.layers:
-            data = self.transport.outgoing(layer, fetch.head, fetch.num_heads, fetch.block_ids)
+    def serve_fetch(self, fetch: Fetch, layers: range) -> None:
+        """Send the blocks, with an answer per layer."""
+        for layer in layers:
+            data = self.transport.content(layer, fetch.head, fetch.num_heads, fetch.block_ids)
             self.connection.send(encode(Answer()), data)
 
     def close(self) -> None:
@@ -156,8 +157,6 @@ class LocalTransport(Transport):
 
     def _prepare(self, host: str) -> None:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        if self._stream is None:
-            self._bytes = {layer: _as_bytes(cache) for layer, cache in self.kv_caches.items()}
         # The function is compiled now, not while the first request waits.
         self.share_memory = self.share_memory and self._stream is None and _copy_function() is not None
 
@@ -168,34 +167,29 @@ class LocalTransport(Transport):
             return b""
         return encode([(segment.handle, segment.payload) for segment in segments if segment])
 
-    def _views(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> list[memoryview]:
-        data, size, strip = self._bytes[layer], self.layout.block_bytes, self.layout.strip(head, num_heads)
-        planes = [strip.offset + plane * strip.plane_stride for plane in range(strip.planes)]
-        starts = (block * size + plane for block in block_ids for plane in planes)
-        return [data[start : start + strip.run] for start in starts]
-
-    def outgoing(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> list[memoryview]:
+    def content(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> memoryview:
         """The content of some heads of some blocks."""
-        if self._stream is None:
-            return self._views(layer, head, num_heads, block_ids)
-        with torch.cuda.stream(self._stream):
-            blocks = self._heads(layer, head, num_heads)[torch.tensor(block_ids, device=self.device)]
-            host = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
-            host.copy_(blocks, non_blocking=True)
-        self._stream.synchronize()
-        return [_as_bytes(host)]
-
-    @contextmanager
-    def incoming(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> Iterator[list[memoryview]]:
-        """Memory to be filled inside a `with` with the content of some heads of some blocks."""
-        if self._stream is None:
-            yield self._views(layer, head, num_heads, block_ids)
-            return
         heads = self._heads(layer, head, num_heads)
-        host = torch.empty(len(block_ids), *heads.shape[1:], dtype=heads.dtype, pin_memory=True)
-        yield [_as_bytes(host)]
+        if self._stream is None:
+            return _as_numpy(heads)[block_ids].reshape(-1).data
         with torch.cuda.stream(self._stream):
-            heads[torch.tensor(block_ids, device=self.device)] = host.to(self.device, non_blocking=True)
+            blocks = heads[torch.tensor(block_ids, device=self.device)].to("cpu", non_blocking=True)
+        self._stream.synchronize()
+        return _as_numpy(blocks).reshape(-1).data
+
+    def fill(
+        self, layer: int, head: int, num_heads: int, block_ids: BlockIds, receive: Callable[[memoryview], None]
+    ) -> None:
+        """Receive the content of some heads of some blocks."""
+        heads = self._heads(layer, head, num_heads)
+        shape = len(block_ids), *heads.shape[1:]
+        blocks = torch.empty(shape, dtype=heads.dtype, pin_memory=self._stream is not None)
+        receive(_as_numpy(blocks).reshape(-1).data)
+        if self._stream is None:
+            _as_numpy(heads)[block_ids] = _as_numpy(blocks)
+            return
+        with torch.cuda.stream(self._stream):
+            heads[torch.tensor(block_ids, device=self.device)] = blocks.to(self.device, non_blocking=True)
         self._stream.synchronize()
 
     def _heads(self, layer: int, head: int, num_heads: int) -> Tensor:

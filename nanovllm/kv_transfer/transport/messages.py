@@ -47,11 +47,6 @@ class Fetch(msgspec.Struct, tag="fetch"):
     num_heads: int
     block_ids: list[int]
 
-    @property
-    def layers(self) -> range:
-        """The layers to be moved."""
-        return range(self.first_layer, self.end_layer)
-
 
 class Push(msgspec.Struct, tag="push"):
     """Offers blocks of some layers, which have just been computed, for a transfer that the receiver expects. It reads them, and then
@@ -60,6 +55,7 @@ class Push(msgspec.Struct, tag="push"):
     Attributes:
         block_ids: the receiver's.
         source_ids: the sender's.
+        is_last: the sender pushes no more for this transfer.
     """
 
     transfer_id: str
@@ -67,25 +63,21 @@ class Push(msgspec.Struct, tag="push"):
     end_layer: int
     block_ids: list[int]
     source_ids: list[int]
-
-    @property
-    def layers(self) -> range:
-        """The layers to be moved."""
-        return range(self.first_layer, self.end_layer)
+    is_last: bool = False
 
 
 class Moved(msgspec.Struct, tag="moved"):
     """The blocks of a granted `Fetch` have been read, by direct access. It has no answer."""
 
 
-class Finish(msgspec.Struct, tag="finish"):
-    """The sender pushes no more for this transfer, because all is pushed or because of an error."""
+class GiveUp(msgspec.Struct, tag="give up"):
+    """The sender pushes no more for this transfer, because of an error."""
 
     transfer_id: str
-    error: str = ""
+    error: str
 
 
-Message = Fetch | Push | Moved | Finish | Answer
+Message = Fetch | Push | Moved | GiveUp | Answer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,22 +19,16 @@ import msgspec
 import numpy as np
 import torch
 
-from nanovllm.kv_transfer.layout import KVLayout, Strip
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
-from nanovllm.kv_transfer.transport.base import Link, Transport, is_address
+from nanovllm.kv_transfer.transport.base import Link, Transport
 from nanovllm.kv_transfer.transport.connection import CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece
 
 logger = logging.getLogger(__name__)
 
 
-def _pauses() -> Iterator[None]:
-    """Sleep between two looks at a transfer: 20 µs at first, up to 1 ms."""
-    pause = 0.00002
-    while True:
-        time.sleep(pause)
-        pause = min(1.02 * pause, 0.001)
-        yield
+_PAUSE = 0.00005  # seconds between two looks at a transfer
 
 
 class _Memory(msgspec.Struct):
@@ -54,7 +47,7 @@ def _load(host: str, device: torch.device) -> Any:
         ValueError: it is not installed.
     """
     # By default UCX listens on every network that the machine has.
-    if is_address(host, "loopback"):
+    if host in ("localhost", "::1") or host.startswith("127."):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
         if device.type == "cpu":  # a GPU's memory needs more ways
             os.environ.setdefault("UCX_TLS", "sm,tcp")
@@ -89,11 +82,11 @@ class NixlLink(Link):
 
     def _move(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         transport, memory = self.transport, self._memory
-        mine, theirs = piece.strips(transport.layout, self.theirs.layout)
+        runs = piece.runs(transport.layout, self.theirs.layout)
         here = [transport.addresses[layer] for layer in piece.layers]
         there = [memory.addresses[layer - self.theirs.layout.first_layer] for layer in piece.layers]
-        local = _table(transport.layout, mine, here, local_ids, transport.device_index)
-        remote = _table(self.theirs.layout, theirs, there, remote_ids, memory.device)
+        local = _table(transport.layout, piece.local_head, *runs, here, local_ids, transport.device_index)
+        remote = _table(self.theirs.layout, piece.remote_head, *runs, there, remote_ids, memory.device)
         sides = (
             transport.call("get_xfer_descs", local, transport.memory_kind),
             transport.call("get_xfer_descs", remote, memory.kind),
@@ -106,10 +99,10 @@ class NixlLink(Link):
 
     def _wait(self, handle: Any) -> None:
         """Start a transfer, and wait until it is complete."""
-        deadline, pauses = time.monotonic() + self.transport.timeout, _pauses()
+        deadline = time.monotonic() + self.transport.timeout
         state = self.transport.call("transfer", handle)
         while state == "PROC":
-            next(pauses)
+            time.sleep(_PAUSE)
             state = self.transport.call("check_xfer_state", handle)
             if state == "PROC" and (self.connection.is_lost() or time.monotonic() > deadline):
                 raise PeerLost(f"{self.connection.peer} is gone, in the middle of a transfer")
@@ -126,13 +119,12 @@ class NixlLink(Link):
                 self.transport.call("update_notifs")  # lets UCX notice that its peer is gone
                 time.sleep(0.001)
 
-    def serve_fetch(self, fetch: messages.Fetch) -> None:
+    def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
         """Let a peer read. On most networks UCX needs both ends to keep it going."""
         self.connection.send(messages.encode(messages.Answer()))
-        pauses = _pauses()
         while not self.connection.is_readable():
             self.transport.call("update_notifs")
-            next(pauses)
+            time.sleep(_PAUSE)
         if not isinstance(self.receive(), messages.Moved):
             raise CorruptFrame(f"{self.connection.peer} asks for something else in the middle of a read")
 
@@ -149,13 +141,15 @@ class NixlLink(Link):
             logger.info("NIXL had forgotten a peer already: %s", error)
 
 
-def _table(layout: KVLayout, strip: Strip, caches: list[int], ids: BlockIds, device: int) -> np.ndarray:
+def _table(
+    layout: KVLayout, head: int, num_runs: int, run: int, caches: list[int], ids: BlockIds, device: int
+) -> np.ndarray:
     """Address, bytes and device of each run of a piece, in all layers."""
     blocks = np.array(ids, dtype=np.uint64) * np.uint64(layout.block_bytes)
-    inner = np.uint64(strip.offset) + np.arange(strip.planes, dtype=np.uint64) * np.uint64(strip.plane_stride)
+    inner = np.array([head * layout.head_bytes + i * layout.block_bytes // 2 for i in range(num_runs)], dtype=np.uint64)
     starts = np.array(caches, dtype=np.uint64)[:, None, None] + blocks[:, None] + inner
     table = np.empty((starts.size, 3), dtype=np.uint64)
-    table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), strip.run, device
+    table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), run, device
     return table
 
 

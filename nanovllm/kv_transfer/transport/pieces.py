@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from nanovllm.kv_transfer.layout import KVLayout, Strip
+from nanovllm.kv_transfer.layout import KVLayout
 
 BlockIds = Sequence[int]
 
@@ -45,13 +45,11 @@ class Piece:
         """First and end layer, first head and number of heads, as the other rank counts them."""
         return self.layers.start, self.layers.stop, self.remote_head, self.num_heads
 
-    def strips(self, mine: KVLayout, theirs: KVLayout) -> tuple[Strip, Strip]:
-        """Where the heads are within a block, here and there, in runs of the same length."""
-        pair = mine.strip(self.local_head, self.num_heads), theirs.strip(self.remote_head, self.num_heads)
-        # If keys and values are contiguous on one side only, both sides go plane by plane.
-        planes, run = max(strip.planes for strip in pair), min(strip.run for strip in pair)
-        here, there = (Strip(strip.offset, run, planes, strip.plane_stride or run) for strip in pair)
-        return here, there
+    def runs(self, mine: KVLayout, theirs: KVLayout) -> tuple[int, int]:
+        """In how many contiguous runs of each block the heads are, here and there, and the bytes of a run."""
+        if self.num_heads == len(mine.heads) == len(theirs.heads):
+            return 1, mine.block_bytes
+        return mine.num_planes, self.num_heads * mine.head_bytes
 
 
 def common_piece(mine: KVLayout, theirs: KVLayout, peer: int = 0) -> Piece | None:

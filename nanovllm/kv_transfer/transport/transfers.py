@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,41 +29,39 @@ class _Transfer:
     """An open transfer.
 
     Attributes:
-        waiting: the peers whose part has not ended.
         blocks: of this rank, that peers may fill.
-        missing: by peer and layer, those of them that have not arrived yet.
+        missing: those of them that have not arrived yet, by layer, of each peer whose part has not ended.
         touching: how many threads are moving blocks at the moment.
     """
 
-    waiting: set[Hashable]
     blocks: frozenset[int]
-    missing: dict[tuple[Hashable, int], set[int]]
+    missing: dict[Hashable, dict[int, set[int]]]
+    error: str
     touching: int = 0
-    error: str = ""
 
     def check(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int]) -> None:
         """Refuse what the peer has no part in."""
-        if self.error or peer not in self.waiting:
+        if self.error or peer not in self.missing:
             raise Refused(self.error or "this part of the transfer has ended")
-        if any((peer, layer) not in self.missing for layer in layers) or not self.blocks.issuperset(blocks):
+        if not self.missing[peer].keys() >= {*layers} or not self.blocks.issuperset(blocks):
             raise Refused("these blocks are not what this rank was asked for")
 
     def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], finished: bool) -> None:
         """Note that the peer's blocks have moved, and perhaps the end of its part."""
+        self.check(peer, layers, blocks)
         for layer in layers:
-            self.missing[peer, layer].difference_update(blocks)
+            self.missing[peer][layer].difference_update(blocks)
         if finished:
-            left = [layer for (owner, layer), blocks in self.missing.items() if owner == peer and blocks]
-            if self.error or left:
-                raise Refused(self.error or f"a peer has finished, but blocks of layer {left[0]} have not come")
-            self.waiting.discard(peer)
+            if left := [layer for layer, blocks in self.missing[peer].items() if blocks]:
+                raise Refused(f"a peer has finished, but blocks of layer {left[0]} have not come")
+            del self.missing[peer]
 
 
 class Transfers:
     """All transfers of a rank, shared by its threads.
 
-    A transfer has a part per peer (of a peer that pushes, its id; else the `Rank` that serves it), and ends when all have ended. After an error it refuses everything new, and ends when no
-    thread touches its blocks any more.
+    A transfer has a part per peer (of a peer that pushes, its id; else the `Rank` that serves it), and ends when all have ended.
+    After an error it refuses everything new, and ends when no thread touches its blocks any more.
 
     Attributes:
         on_ended: called, by any thread, when `poll` has a transfer to report.
@@ -77,23 +75,23 @@ class Transfers:
         self._recent: dict[str, None] = {}  # the last that have ended
 
     def begin(
-        self, transfer_id: str, parts: Iterable[tuple[Hashable, Iterable[int]]], blocks: Iterable[int] = ()
+        self, transfer_id: str, parts: Mapping[Hashable, Iterable[int]], blocks: Collection[int] = (), error: str = ""
     ) -> None:
         """Note a new transfer.
 
         Args:
-            parts: peers and the layers that they fill; without any, the transfer has ended already.
+            parts: the layers that each peer fills; without any, the transfer has ended already.
             blocks: of this rank, to be filled.
+            error: why it cannot be done; it has ended, too.
 
         Raises:
             ValueError: its id has been used before.
         """
-        parts, blocks = list(parts), frozenset(blocks)
         with self._changed:
             if transfer_id in self._open or transfer_id in self._recent:
                 raise ValueError(f"a transfer {transfer_id!r} has begun before: each needs an id of its own")
-            missing = {(peer, layer): set(blocks) for peer, layers in parts for layer in layers}
-            self._open[transfer_id] = _Transfer({peer for peer, _ in parts}, blocks, missing)
+            missing = {peer: {layer: set(blocks) for layer in layers} for peer, layers in parts.items()}
+            self._open[transfer_id] = _Transfer(frozenset(blocks), missing, error)
             self._settle(transfer_id)
             self._changed.notify_all()
 
@@ -149,12 +147,12 @@ class Transfers:
     def of(self, peer: Hashable = None) -> list[str]:
         """The open transfers, or only those in which a peer's part has not ended."""
         with self._changed:
-            return [key for key, transfer in self._open.items() if peer is None or peer in transfer.waiting]
+            return [key for key, transfer in self._open.items() if peer is None or peer in transfer.missing]
 
     def _settle(self, transfer_id: str) -> None:
         """Close the transfer if it is over. The caller holds the lock."""
         transfer = self._open[transfer_id]
-        if transfer.touching or (transfer.waiting and not transfer.error):
+        if transfer.touching or (transfer.missing and not transfer.error):
             return
         del self._open[transfer_id]
         self._ended.append(Ended(transfer_id, transfer.error))

@@ -125,8 +125,7 @@ class _Way:
 
     def _push(self, name: str, here: list[int], there: list[int]) -> None:
         for layer in self.caches:
-            self.transport.push(name, self.peers, layer, here, there)
-        self.transport.finish_push(name, self.peers)
+            self.transport.push(name, self.peers, layer, here, there, is_last=True)
 
     def _end(self) -> None:
         ended: list[Any] = []
