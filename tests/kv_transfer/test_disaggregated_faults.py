@@ -24,7 +24,7 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.kv.connector import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import Claim, Leases, Prefill, Prefilled, Release, credentials, encode
-from nanovllm.kv_transfer.transport.base import Rank
+from nanovllm.kv_transfer.transport.base import Link, Rank
 from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect
 from nanovllm.kv_transfer.transport.local import LocalLink
 from nanovllm.runner.runner import ModelRunner
@@ -187,7 +187,7 @@ def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("frozen_at", [(Rank, "push"), (Rank, "finish")])
+@pytest.mark.parametrize("frozen_at", [(Rank, "push"), (Link, "ask")])
 def test_producer_stops_while_it_pushes(
     frozen_at: Any, policy: str, checkpoint: str, engines: Any, expected: list[int]
 ) -> None:
@@ -774,6 +774,9 @@ def test_a_consumer_that_does_not_read_is_no_hang() -> None:
         def send(self, message: bytes) -> None:
             waits.append(waiting_for_others().depth > 0)
             raise PeerLost("it takes nothing")
+
+        def close(self) -> None:
+            """It is lost."""
 
     connection: Any = Stopped()
     control.Consumer(connection, []).tell(Prefilled("a", [1]))

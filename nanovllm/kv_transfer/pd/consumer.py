@@ -58,7 +58,7 @@ class Fetch:
     remote_id: str
     local_block_ids: list[int]
     remote_block_ids: list[int]
-    deadline: float
+    deadline: float = 0.0
     order: Prefill | None = None
     stage: str = "asked"
     error: str = ""
@@ -166,25 +166,14 @@ class ConsumerSide(Side):
         else:
             others = self._others(params)
             producer = self._producer(others[number % len(others)])
-            order = Prefill(
-                transfer_id,
-                request.token_ids[: request.num_prompt_tokens],
-                request.num_computed_tokens,
-                request.cache_salt,
-                request.order[0],
-                list(block_ids) if params.kv_direction == "push" else None,
-            )
+            prompt, push = request.token_ids[: request.num_prompt_tokens], params.kv_direction == "push"
+            order = Prefill(transfer_id, prompt, request.num_computed_tokens, request.cache_salt, request.order[0])
+            order.push = list(block_ids) if push else None
             producer.tell(order)
-        fetch = self.fetches[transfer_id] = Fetch(
-            request.request_id,
-            transfer_id,
-            producer,
-            params.remote_request_id or transfer_id,
-            list(block_ids[first:]),
-            (params.remote_block_ids or [])[first:],
-            time.monotonic() + self.prefill_timeout,
-            order,
-        )
+        remote_id, remote_block_ids = params.remote_request_id or transfer_id, (params.remote_block_ids or [])[first:]
+        fetch = Fetch(request.request_id, transfer_id, producer, remote_id, list(block_ids[first:]), remote_block_ids)
+        fetch.deadline, fetch.order = time.monotonic() + self.prefill_timeout, order
+        self.fetches[transfer_id] = fetch
         self._move_if_ready(fetch)
 
     def _claim(self, params: TransferParams, request: Request) -> Producer:

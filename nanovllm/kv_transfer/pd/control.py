@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ import msgspec
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
-from nanovllm.kv_transfer.transport.peer import Peer
 
 logger = logging.getLogger(__name__)
 
@@ -228,6 +227,15 @@ class Leases:
 # ------------------------------------------------------------------------------------------------ the two ends
 
 
+def _send(connection: Connection, message: msgspec.Struct) -> None:
+    """Send a message, which takes up to PATIENCE if the other engine does not read; nothing happens if it is gone."""
+    try:
+        connection.send(encode(message))
+    except (PeerLost, ValueError) as error:
+        logger.info("a message could not be delivered: %s", error)
+        connection.close()
+
+
 @dataclass(eq=False)
 class Consumer:
     """An engine that asks this one for KV.
@@ -242,11 +250,8 @@ class Consumer:
 
     def tell(self, message: Prefilled | Released) -> None:
         """Answer; nothing happens if it is gone."""
-        try:
-            with waiting_for_others():  # up to PATIENCE if it does not read
-                self.connection.send(encode(message))
-        except PeerLost as error:
-            logger.info("an answer could not be delivered: %s", error)
+        with waiting_for_others():
+            _send(self.connection, message)
 
 
 def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, leases: Leases) -> Listener:
@@ -276,41 +281,50 @@ def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, lea
     return Listener(host, port, credentials, serve)
 
 
-class Producer(Peer):
-    """An engine that this one asks for KV.
+class Producer:
+    """An engine that this one asks for KV. A thread connects to it, and then receives its messages.
 
     Args:
         mailbox: gets pairs of this object and its ranks, when they are known, or its message; None when it is lost.
 
     Attributes:
         ranks: how its ranks are reached; None before this is known.
+        error: why the engine is lost; empty while it is not.
     """
 
     def __init__(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
         self.ranks: Ranks | None = None
-        self._address, self._credentials, self._mailbox = address, credentials, mailbox
-        super().__init__("the engine at {}:{}".format(*address))
+        self.error, self._is_closed, self._lock = "", False, threading.Lock()
+        self._connection: Connection | None = None
+        self._unsent: list[Prefill | Claim | Release] = []
+        arguments = address, credentials, mailbox
+        threading.Thread(target=self._receive, args=arguments, name="kv-control", daemon=True).start()
 
-    def open(self, stack: ExitStack) -> Connection:
-        """Connect, and let another thread receive."""
-        connection = connect(*self._address, self._credentials)
-        stack.callback(connection.close)
-        self.ranks = _decode_ranks(connection.hello)
-        self._mailbox.put((self, self.ranks))
-        threading.Thread(target=self._receive, args=[connection], name="kv-control", daemon=True).start()
-        return connection
-
-    def _receive(self, connection: Connection) -> None:
-        with suppress(PeerLost, msgspec.MsgspecError):
-            while True:
-                self._mailbox.put((self, _decode_producer(connection.receive())))
-        connection.close()
-        self.put(self.check)
-
-    def lost(self) -> None:
-        """Tell the scheduler."""
-        self._mailbox.put((self, None))
+    def _receive(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
+        try:
+            with closing(connect(*address, credentials)) as connection:
+                self.ranks = _decode_ranks(connection.hello)
+                mailbox.put((self, self.ranks))
+                with self._lock:
+                    self._connection = connection
+                    for message in self._unsent:
+                        _send(connection, message)
+                while not self._is_closed:
+                    mailbox.put((self, _decode_producer(connection.receive())))
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            self.error = "the engine at {}:{}: {}".format(*address, error)
+        mailbox.put((self, None))
 
     def tell(self, message: Prefill | Claim | Release) -> None:
         """Send a message, as soon as there is a connection."""
-        self.put(lambda: self.send(encode(message)))
+        with waiting_for_others(), self._lock:
+            if self._connection is None:
+                self._unsent.append(message)
+            else:
+                _send(self._connection, message)
+
+    def close(self) -> None:
+        """End the connection."""
+        self._is_closed = True
+        if self._connection is not None:
+            self._connection.close()

@@ -25,14 +25,12 @@ class Order:
     """A request of another engine, which this one computes for it.
 
     Attributes:
-        num_pushed: tokens whose KV the ranks push, or have pushed.
-        stage: "computing"; "pushing" once ranks read its blocks, in orders with `Prefill.push`; "lost" if they have failed to.
+        num_pushed: tokens whose KV the ranks push, or have pushed, in orders with `Prefill.push`.
     """
 
     consumer: Consumer
     message: Prefill
     num_pushed: int = 0
-    stage: str = "computing"
 
 
 class ProducerSide(Side):
@@ -56,9 +54,7 @@ class ProducerSide(Side):
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`."""
         # Where the ranks have stopped pushing, a request that still runs has failed in it: its consumer has no use for the rest.
-        for request_id in self._output.finished_sending & self.orders.keys():
-            self.orders[request_id].stage = "lost"
-            self._output.aborts.append(request_id)
+        self._output.aborts += self._output.finished_sending & self.orders.keys()
         self._output.finished_sending |= self.leases.take_ended()
         return super().take_output()
 
@@ -132,23 +128,18 @@ class ProducerSide(Side):
         message, size = order.message, self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))
-        if message.push is None or end <= start or order.stage == "lost":
+        is_lost = order.num_pushed > 0 and share.request_id not in self._in_flight  # the ranks have stopped pushing
+        if message.push is None or end <= start or is_lost:
             return
-        blocks = range(start // size, -(-end // size))
-        order.stage, order.num_pushed = "pushing", end
-        move = Move(
-            share.request_id,
-            order.consumer.ranks,
-            [table[i] for i in blocks],
-            [message.push[i] for i in blocks],
-            is_last=end == len(message.token_ids),
-        )
-        self.metadata.pushes.append(move)
+        blocks, order.num_pushed = slice(start // size, -(-end // size)), end
+        moved = table[blocks], message.push[blocks]
+        is_last = end == len(message.token_ids)
+        self.metadata.pushes.append(Move(share.request_id, order.consumer.ranks, *moved, is_last))
         self._in_flight.add(share.request_id)
 
     def is_sending(self, request: Request) -> bool:
         """See `KVConnectorScheduler.is_sending`."""
-        return request.request_id in self.orders and self.orders[request.request_id].stage == "pushing"
+        return request.request_id in self.orders and request.request_id in self._in_flight
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
         """Hold the blocks of a prompt that another engine wants."""
@@ -180,9 +171,9 @@ class ProducerSide(Side):
         transfer_id, consumer = order.message.transfer_id, order.consumer
         if not is_complete:
             consumer.tell(Prefilled(transfer_id, error="the producer has given it up"))
-            if order.stage == "pushing":
+            if transfer_id in self._in_flight:
                 self.metadata.cancels.append(transfer_id)
-            return order.stage == "pushing"
+            return transfer_id in self._in_flight
         if order.message.push is None:
             self.leases.grant_to(transfer_id, consumer.connection)
             if consumer.is_gone:  # it may have gone before the lease was granted

@@ -10,10 +10,13 @@ thread serves each end. The engine's own thread never waits: it asks with `poll`
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -25,16 +28,19 @@ from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport import messages
 from nanovllm.kv_transfer.transport.connection import Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect
-from nanovllm.kv_transfer.transport.peer import Peer
 from nanovllm.kv_transfer.transport.pieces import BlockIds, Piece, check_same, common_piece, pieces_from, pieces_to
 from nanovllm.kv_transfer.transport.transfers import Ended, Transfers
 from nanovllm.ops.device import zeros
+
+logger = logging.getLogger(__name__)
 
 Caches = dict[int, Tensor]  # by layer
 Peers = Sequence[dict[str, Any]]  # the addresses of all ranks of an engine
 
 _MAX_LAYERS = 16  # per push: between two pushes a peer can refuse
 _GRACE = 5.0  # seconds that a push may be ahead
+_LOOK = 1.0  # seconds after which an idle thread checks whether its peer is still there
+_JOIN = 30.0  # seconds in which a thread whose connection is closed ends
 
 
 class Link:
@@ -123,32 +129,74 @@ def _layers(request: messages.Fetch | messages.Push, known: range) -> range:
     return range(request.first_layer, request.end_layer)
 
 
-class Rank(Peer):
+class Rank:
     """A rank of another engine, from which this rank reads, and to which it pushes.
 
+    A thread of this object connects to the rank, and then does jobs, until one fails or the connection is lost. A rank that is lost
+    stays lost: to try again, make a new object.
+
     Attributes:
+        error: why the rank is lost; empty while it is not.
         pushes: layers to be pushed, in the order in which they were computed; see `Transport.push`.
     """
 
+    link: Link  # while there is a connection
+
     def __init__(self, transport: Transport, address: messages.Address) -> None:
-        self.transport, self.address = transport, address
+        self.transport, self.address, self.error, self._is_closed = transport, address, "", False
         self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Any, bool]] = deque()
-        super().__init__(f"the rank at {address.host}:{address.port}")
+        self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+        self._thread = threading.Thread(target=self._work, name=f"kv-{address.host}:{address.port}", daemon=True)
+        self._thread.start()
 
-    def open(self, stack: ExitStack) -> Connection:
-        """Connect to the rank."""
-        connection = connect(self.address.host, self.address.port, self.transport.credentials)
-        stack.callback(connection.close)
-        self.link = self.transport.link_class(self.transport, connection)
-        stack.callback(self.link.close)
-        if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
-            raise PeerLost("another rank is there now, or one with another cache")
-        return connection
+    def put(self, job: Callable[[], object]) -> None:
+        """Run a job after all that were put before. None runs once the rank is lost."""
+        self._jobs.put(job)
+        if self.error:
+            self.transport.lost(self.error, self)
 
-    def lost(self) -> None:
-        """Cancel all transfers that this object serves."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether the rank is gone, as far as this can be known without waiting."""
+        connection = self._connection
+        return bool(self.error) or (connection is not None and connection.is_lost())
+
+    def _check(self) -> None:
+        if self.is_lost:
+            raise PeerLost("it has left")
+
+    def _work(self) -> None:
+        host, port, transport = self.address.host, self.address.port, self.transport
+        try:
+            connection = connect(host, port, transport.credentials)
+            with closing(connection), closing(transport.link_class(transport, connection)) as self.link:
+                if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
+                    raise PeerLost("another rank is there now, or one with another cache")
+                self._connection = connection
+                while not self._is_closed:
+                    try:
+                        job = self._jobs.get(timeout=_LOOK)
+                    except queue.Empty:
+                        self._check()
+                    else:
+                        job()
+            self.error = "this end is closed"
+        except Exception as error:
+            if not isinstance(error, OSError | ValueError | msgspec.MsgspecError):
+                logger.exception("an error in a transfer with the rank at %s:%d", host, port)
+            self.error = f"the rank at {host}:{port}: {error}"
+        self._connection = None
         vars(self).pop("link", None)
-        self.transport.lost(self.error, self)
+        transport.lost(self.error, self)
+
+    def close(self) -> None:
+        """End the thread. A running job fails, waiting jobs are dropped."""
+        self._is_closed = True
+        if connection := self._connection:  # a thread that still connects runs no job, and will find that it is closed
+            connection.close()
+            self._jobs.put(lambda: None)
+            self._thread.join(_JOIN)
 
     def _move(self, transfer_id: str, work: Callable[[], object], *part: Any) -> None:
         """Do a part of a transfer, in this rank's thread; if it is refused, the transfer is cancelled.
@@ -159,7 +207,7 @@ class Rank(Peer):
         try:
             with self.transport.transfers.moving(transfer_id, self, *part):
                 work()
-                self.check()
+                self._check()
         except messages.Refused as error:
             self.transport.cancel(transfer_id, str(error))
 
