@@ -127,7 +127,7 @@ class ConsumerSide(Side):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """All the rest of the prompt, if another engine has it or can be asked for it."""
         params = TransferParams.of(request)
-        if params is None or not params.do_remote_prefill:
+        if not params.do_remote_prefill:
             return 0, True
         missing = request.num_prompt_tokens - num_computed_tokens
         is_known = bool(self._others(params))
@@ -145,7 +145,7 @@ class ConsumerSide(Side):
     def _decline(self, request: Request) -> None:
         """If a producer holds KV for this request, it need not any longer."""
         params = TransferParams.of(request)
-        if params is not None and params.do_remote_prefill and params.is_prefill_first:
+        if params.is_prefill_first:
             self._settle(request)
             self._claim(params, request).tell(Release(str(params.remote_request_id)))
 
@@ -156,7 +156,6 @@ class ConsumerSide(Side):
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Ask the producer."""
         params = TransferParams.of(request)
-        assert params is not None, "nothing was offered"
         self._settle(request)
         number = next(self._numbers)
         transfer_id = f"{self.kv_transfer.engine_id}-{request.request_id}-{number}"

@@ -246,7 +246,6 @@ class Consumer:
 
     connection: Connection
     ranks: Ranks
-    is_gone: bool = False
 
     def tell(self, message: Prefilled | Released) -> None:
         """Answer; nothing happens if it is gone."""
@@ -274,7 +273,7 @@ def listen(host: str, port: int, credentials: Credentials, mailbox: Mailbox, lea
                     consumer.tell(message)
                 mailbox.put((consumer, message))
         finally:
-            consumer.is_gone = True
+            connection.close()
             leases.drop(connection)
             mailbox.put((consumer, None))
 

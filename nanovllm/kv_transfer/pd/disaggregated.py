@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.data.parts import load
 from nanovllm.data.request import Request
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
@@ -28,6 +27,8 @@ from nanovllm.kv_transfer.pd.control import Consumer
 from nanovllm.kv_transfer.pd.plan import TransferMetadata, TransferParams
 from nanovllm.kv_transfer.pd.producer import ProducerSide
 from nanovllm.kv_transfer.transport.handshake import secret
+from nanovllm.kv_transfer.transport.local import LocalTransport
+from nanovllm.kv_transfer.transport.nixl import NixlTransport
 
 if TYPE_CHECKING:
     import torch
@@ -123,26 +124,22 @@ class DisaggregatedWorker(KVConnectorWorker):
     """Moves blocks over a transport.
 
     Attributes:
-        transport_class: "module:class" of the transport.
+        transport_class: how blocks move.
     """
 
-    transport_class = "nanovllm.kv_transfer.transport.local:LocalTransport"
+    transport_class: type[Transport] = LocalTransport
     metadata: TransferMetadata | None
 
     def __init__(self, config: EngineConfig, layout: KVLayout, kv_caches: dict[int, Tensor]) -> None:
         super().__init__(config, layout, kv_caches)
         timeout = float(self.kv_transfer.extra("timeout", TRANSFER_TIMEOUT))
-        self.transport = self._transport_class()(layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout)
+        self.transport = self.transport_class(layout, kv_caches, self.kv_transfer.kv_ip, secret(), timeout=timeout)
         self.transport.transfers.on_ended = lambda: self.notify()
-
-    @classmethod
-    def _transport_class(cls) -> type[Transport]:
-        return load(cls.transport_class, "this kv_connector")
 
     @classmethod
     def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `KVConnectorWorker.empty_kv_cache`."""
-        return cls._transport_class().empty_cache(shape, dtype, device)
+        return cls.transport_class.empty_cache(shape, dtype, device)
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """The transport's address."""
@@ -153,8 +150,9 @@ class DisaggregatedWorker(KVConnectorWorker):
         assert self.metadata is not None
         # Blocks that a transfer fills may have been those of a request that has ended while the GPU still computes it once more,
         # for nothing: what that step writes must not come after what the transfer writes.
-        if (self.metadata.reads or self.metadata.expects) and (mark := self.transport.mark()) is not None:
-            mark.synchronize()
+        if self.metadata.reads or self.metadata.expects:
+            wait = self.transport.mark()
+            wait()
         for move in self.metadata.reads:
             self.transport.read(move.transfer_id, move.peers, move.local_block_ids, move.remote_block_ids)
         for move in self.metadata.expects:
@@ -194,4 +192,4 @@ class DisaggregatedWorker(KVConnectorWorker):
 class NixlWorker(DisaggregatedWorker):
     """Moves blocks over NIXL."""
 
-    transport_class = "nanovllm.kv_transfer.transport.nixl:NixlTransport"
+    transport_class = NixlTransport

@@ -5,13 +5,11 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import Request
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv_transfer.pd.control import Mailbox, credentials
@@ -46,14 +44,13 @@ class TransferParams(msgspec.Struct, kw_only=True):
         return self.do_remote_prefill and self.remote_request_id is not None
 
     @classmethod
-    def of(cls, request: Request) -> TransferParams | None:
-        """What came with a request; None if nothing did.
+    def of(cls, request: Request) -> TransferParams:
+        """What came with a request, if anything.
 
         Raises:
             msgspec.ValidationError: nonsense came.
         """
-        given = request.kv_transfer_params
-        return msgspec.convert(given, cls) if given is not None else None
+        return msgspec.convert(request.kv_transfer_params or {}, cls)
 
     @classmethod
     def check(cls, given: Any, kv_role: str) -> None:
@@ -114,10 +111,8 @@ class Side(KVConnectorScheduler):
         metadata: for the ranks, with the next step.
     """
 
-    def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
-    ) -> None:
-        super().__init__(config, identity, ranks)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self.kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None

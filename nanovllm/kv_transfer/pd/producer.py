@@ -149,7 +149,7 @@ class ProducerSide(Side):
         if (order := self.orders.pop(request.request_id, None)) is not None:
             return self._order_finished(order, blocks, is_complete), None
         params = TransferParams.of(request)
-        if params is None or not params.do_remote_decode or not is_complete:
+        if not params.do_remote_decode or not is_complete:
             return False, None
         mark = seal(request.token_ids[: request.num_prompt_tokens], blocks)
         self.leases.grant(request.request_id, self.lease_seconds, mark)
@@ -176,7 +176,7 @@ class ProducerSide(Side):
             return transfer_id in self._in_flight
         if order.message.push is None:
             self.leases.grant_to(transfer_id, consumer.connection)
-            if consumer.is_gone:  # it may have gone before the lease was granted
+            if consumer.connection.is_lost():  # it may have gone before the lease was granted
                 self.leases.drop(consumer.connection)
             consumer.tell(Prefilled(transfer_id, blocks))
         return True

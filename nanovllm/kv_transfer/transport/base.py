@@ -62,11 +62,9 @@ class Link:
             Refused: the other rank does not let us.
             OSError, ValueError, msgspec.MsgspecError: it is gone, or breaks the protocol.
         """
-        raise NotImplementedError
 
     def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
         """Let the other rank read blocks of these layers."""
-        raise NotImplementedError
 
     def receive(self, timeout: float | None = None) -> messages.Message:
         """The other rank's next message."""
@@ -144,7 +142,7 @@ class Rank:
 
     def __init__(self, transport: Transport, address: messages.Address) -> None:
         self.transport, self.address, self.error, self._is_closed = transport, address, "", False
-        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Any, bool]] = deque()
+        self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Callable[[], object], bool]] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._connection: Connection | None = None
         self._thread = threading.Thread(target=self._work, name=f"kv-{address.host}:{address.port}", daemon=True)
@@ -219,16 +217,15 @@ class Rank:
         """Push the next layers: those that were computed meanwhile go together."""
         if not self.pushes:
             return
-        parts, first, mark, is_last = self.pushes.popleft()
+        parts, first, wait, is_last = self.pushes.popleft()
         end = first + 1
         while self.pushes and end - first < _MAX_LAYERS and self.pushes[0][:2] == (parts, end):
-            _, _, mark, is_last = self.pushes.popleft()
+            _, _, wait, is_last = self.pushes.popleft()
             end += 1
         transfer_id, local, remote = parts
 
         def offer() -> None:
-            if mark is not None:
-                mark.synchronize()
+            wait()
             self.link.ask(messages.Push(transfer_id, first, end, remote, local, is_last))
 
         self._move(transfer_id, offer, (), (), is_last)
@@ -346,9 +343,9 @@ class Transport:
             self._pushes[transfer_id] = {self._rank(address): piece.layers for address, piece in plan}
             self.transfers.begin(transfer_id, dict.fromkeys(self._pushes[transfer_id], ()), error=error)
         targets = {rank: layers for rank, layers in self._pushes.get(transfer_id, {}).items() if layer in layers}
-        mark = self.mark() if targets else None
+        wait = self.mark()
         for rank, layers in targets.items():
-            rank.pushes.append(((transfer_id, local, remote), layer, mark, is_last and layer == layers[-1]))
+            rank.pushes.append(((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1]))
             rank.put(rank.push)
 
     def cancel(self, transfer_id: str, reason: str = "cancelled") -> None:
@@ -397,11 +394,11 @@ class Transport:
         """What a peer must know to access the caches directly; empty if it cannot."""
         return b""
 
-    def mark(self) -> torch.cuda.Event | None:
-        """On a GPU, the event after which everything that was computed so far can be read. On a CPU it already can."""
+    def mark(self) -> Callable[[], object]:
+        """A function that waits until everything that was computed so far can be read. On a CPU it already can."""
         if self.device.type != "cuda":
-            return None
-        return torch.cuda.current_stream(self.device).record_event()
+            return lambda: None
+        return torch.cuda.current_stream(self.device).record_event().synchronize
 
     # -------------------------------------------------------------- plans
 

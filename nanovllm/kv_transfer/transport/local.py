@@ -111,10 +111,6 @@ class LocalLink(Link):
             data = self.transport.content(layer, fetch.head, fetch.num_heads, fetch.block_ids)
             self.connection.send(encode(Answer()), data)
 
-    def close(self) -> None:
-        """Unmap the peer's memory."""
-        self.__dict__.pop("_caches", None)
-
 
 def _map(handle: SegmentHandle, offset: int, num_bytes: int) -> np.ndarray:
     """Map some bytes of a peer's segment. A ValueError says that it has no such bytes."""

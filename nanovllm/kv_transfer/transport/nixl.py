@@ -65,14 +65,12 @@ class NixlLink(Link):
     transport: NixlTransport
 
     @cached_property
-    def _memory(self) -> _Memory:
-        return msgspec.msgpack.decode(self.theirs.memory, type=_Memory)
-
-    @cached_property
-    def _name(self) -> str:
-        name = self.transport.call("add_remote_agent", self._memory.agent)
+    def _agent(self) -> tuple[_Memory, str]:
+        """The peer's memory, and the name of its agent."""
+        memory = msgspec.msgpack.decode(self.theirs.memory, type=_Memory)
+        name = self.transport.call("add_remote_agent", memory.agent)
         self.transport.num_links[name] += 1
-        return name
+        return memory, name
 
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         """See `Link.read`."""
@@ -81,7 +79,7 @@ class NixlLink(Link):
         self.connection.send(messages.encode(messages.Moved()))
 
     def _move(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        transport, memory = self.transport, self._memory
+        transport, (memory, name) = self.transport, self._agent
         runs = piece.runs(transport.layout, self.theirs.layout)
         here = [transport.addresses[layer] for layer in piece.layers]
         there = [memory.addresses[layer - self.theirs.layout.first_layer] for layer in piece.layers]
@@ -91,7 +89,7 @@ class NixlLink(Link):
             transport.call("get_xfer_descs", local, transport.memory_kind),
             transport.call("get_xfer_descs", remote, memory.kind),
         )
-        handle = transport.call("initialize_xfer", "READ", *sides, self._name)
+        handle = transport.call("initialize_xfer", "READ", *sides, name)
         try:
             self._wait(handle)
         finally:
@@ -130,13 +128,14 @@ class NixlLink(Link):
 
     def close(self) -> None:
         """Forget the peer."""
-        if "_name" not in self.__dict__:
+        if "_agent" not in vars(self):
             return
-        self.transport.num_links[self._name] -= 1
-        if self.transport.num_links[self._name]:  # the peer reads from here, too
+        _, name = self._agent
+        self.transport.num_links[name] -= 1
+        if self.transport.num_links[name]:  # the peer reads from here, too
             return
         try:
-            self.transport.call("remove_remote_agent", self._name)
+            self.transport.call("remove_remote_agent", name)
         except PeerLost as error:
             logger.info("NIXL had forgotten a peer already: %s", error)
 

@@ -46,12 +46,12 @@ class _Transfer:
         if not self.missing[peer].keys() >= {*layers} or not self.blocks.issuperset(blocks):
             raise Refused("these blocks are not what this rank was asked for")
 
-    def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], finished: bool) -> None:
+    def arrived(self, peer: Hashable, layers: Iterable[int], blocks: Collection[int], is_last: bool) -> None:
         """Note that the peer's blocks have moved, and perhaps the end of its part."""
         self.check(peer, layers, blocks)
         for layer in layers:
             self.missing[peer][layer].difference_update(blocks)
-        if finished:
+        if is_last:
             if left := [layer for layer, blocks in self.missing[peer].items() if blocks]:
                 raise Refused(f"a peer has finished, but blocks of layer {left[0]} have not come")
             del self.missing[peer]
@@ -109,13 +109,13 @@ class Transfers:
         peer: Hashable,
         layers: Iterable[int] = (),
         blocks: Collection[int] = (),
-        finished: bool = False,
+        is_last: bool = False,
     ) -> Iterator[None]:
         """While a thread moves blocks with a peer, or takes note of the end of its part. An exception inside fails the transfer.
 
         Args:
             layers, blocks: what is filled here, perhaps again.
-            finished: the peer's part ends with that.
+            is_last: the peer's part ends with that.
 
         Raises:
             Refused: the transfer has failed or ended, or the peer has no such part in it.
@@ -128,7 +128,7 @@ class Transfers:
         try:
             yield
             with self._changed:
-                transfer.arrived(peer, layers, blocks, finished)
+                transfer.arrived(peer, layers, blocks, is_last)
         except BaseException as error:
             self.fail(transfer_id, str(error) or repr(error))
             raise
