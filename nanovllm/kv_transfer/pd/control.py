@@ -312,6 +312,7 @@ class Producer:
                     mailbox.put((self, _decode_producer(connection.receive())))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self.error = "the engine at {}:{}: {}".format(*address, error)
+        self._connection = None  # the last reference to a connection closes its socket
         mailbox.put((self, None))
 
     def tell(self, message: Prefill | Claim | Release) -> None:
@@ -325,5 +326,5 @@ class Producer:
     def close(self) -> None:
         """End the connection."""
         self._is_closed = True
-        if self._connection is not None:
-            self._connection.close()
+        if connection := self._connection:
+            connection.close()
