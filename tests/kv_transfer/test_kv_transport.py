@@ -16,7 +16,18 @@ import torch
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, connect
-from nanovllm.kv_transfer.transport.messages import Answer, Fetch, GiveUp, Hello, Moved, Push, Refused, decode, encode
+from nanovllm.kv_transfer.transport.messages import (
+    Answer,
+    Fetch,
+    GiveUp,
+    Hello,
+    Moved,
+    Push,
+    Refused,
+    decode,
+    decode_hello,
+    encode,
+)
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
 
@@ -163,7 +174,7 @@ def test_without_a_compiler_the_same_bytes_move(monkeypatch):
 
     monkeypatch.setattr(local, "_copy_function", lambda: None)
     one, other = two_ranks("local", layouts(num_kv_heads=6)[0], layouts(num_kv_heads=6)[0])
-    assert not one.transport.describe_memory(), "it moves by TCP"
+    assert not decode_hello(one.transport.credentials.hello).memory, "it moves by TCP"
     other.transport.read("one", [one.transport.address], LOCAL, REMOTE)
     assert other.wait()[0].error == ""
     assert other.wrong_blocks(SOURCE, list(zip(REMOTE, LOCAL, strict=True))) == []

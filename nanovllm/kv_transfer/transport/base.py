@@ -273,13 +273,12 @@ class Transport:
             raise ValueError(f"peers cannot connect to kv_ip={host!r}: name an address of this machine")
         self.layout, self.kv_caches, self.timeout = layout, kv_caches, timeout
         self.device = next(iter(kv_caches.values())).device
-        self.addresses = {layer: cache.data_ptr() for layer, cache in kv_caches.items()}
+        self.addresses = {layer: kv_caches[layer].data_ptr() for layer in layout.layers}
         self.id, self.is_closed = os.urandom(8).hex(), False
         self.transfers = Transfers()
         self._peers: dict[messages.Address, Rank] = {}
         self._pushes: dict[str, dict[Rank, range]] = {}  # open pushes, and to where they go
-        self._prepare(host)
-        hello = messages.encode(messages.Hello(self.id, layout, self.describe_memory()))
+        hello = messages.encode(messages.Hello(self.id, layout, self._prepare(host)))
         fingerprint = {"kv_connector": self.kind, **layout.fingerprint}
         self.credentials = Credentials(secret, fingerprint, hello, min(10.0, timeout), timeout)
         self._listener = Listener(host, port, self.credentials, self._serve)
@@ -387,12 +386,9 @@ class Transport:
 
     # -------------------------------------------------------------- what each kind of transport brings
 
-    def _prepare(self, host: str) -> None:
-        """Make the caches reachable."""
-
-    def describe_memory(self) -> bytes:
-        """What a peer must know to access the caches directly; empty if it cannot."""
-        return b""
+    def _prepare(self, host: str) -> bytes:
+        """Make the caches reachable; returns what a peer must know to access them directly, nothing if it cannot."""
+        raise NotImplementedError
 
     def mark(self) -> Callable[[], object]:
         """A function that waits until everything that was computed so far can be read. On a CPU it already can."""

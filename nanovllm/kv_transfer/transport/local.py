@@ -151,14 +151,12 @@ class LocalTransport(Transport):
         _segments[tensor.data_ptr()] = segment
         return tensor
 
-    def _prepare(self, host: str) -> None:
+    def _prepare(self, host: str) -> bytes:
+        """Each layer's segment and the offset of its data there; nothing if a layer has no segment."""
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         # The function is compiled now, not while the first request waits.
         self.share_memory = self.share_memory and self._stream is None and _copy_function() is not None
-
-    def describe_memory(self) -> bytes:
-        """Each layer's segment and the offset of its data there; empty if a layer has no segment."""
-        segments = [_segments.get(self.addresses[layer]) for layer in self.layout.layers]
+        segments = [_segments.get(address) for address in self.addresses.values()]
         if not self.share_memory or not all(segments):
             return b""
         return encode([(segment.handle, segment.payload) for segment in segments if segment])

@@ -157,7 +157,8 @@ class NixlTransport(Transport):
 
     kind, link_class = "nixl", NixlLink
 
-    def _prepare(self, host: str) -> None:
+    def _prepare(self, host: str) -> bytes:
+        """The agent's keys, and the addresses of the layers' caches."""
         api = _load(host, self.device)
         self.device_index = self.device.index or 0
         self.memory_kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
@@ -169,6 +170,8 @@ class NixlTransport(Transport):
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(self.id, config)
         self._registered = self._agent.register_memory([self.kv_caches[layer] for layer in self.layout.layers])
+        memory = self.call("get_agent_metadata"), [*self.addresses.values()], self.device_index, self.memory_kind
+        return messages.encode(_Memory(*memory))
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the agent, which only one thread at a time may do.
@@ -181,11 +184,6 @@ class NixlTransport(Transport):
                 return getattr(self._agent, method)(*arguments)
         except self._errors as error:
             raise PeerLost(f"NIXL cannot {method}: {error}") from error
-
-    def describe_memory(self) -> bytes:
-        """The agent's keys, and the addresses of the layers' caches."""
-        addresses = [self.addresses[layer] for layer in self.layout.layers]
-        return messages.encode(_Memory(self.call("get_agent_metadata"), addresses, self.device_index, self.memory_kind))
 
     def close(self) -> None:
         """End everything, and unregister the memory."""
