@@ -63,17 +63,11 @@ class TransferParams(msgspec.Struct, kw_only=True):
             params = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"kv_transfer_params: {error}") from error
-        for name, does, missing in (
-            ("do_remote_decode", params.do_remote_decode, "producer"),
-            ("do_remote_prefill", params.do_remote_prefill, "consumer"),
-        ):
-            if does and kv_role not in ("kv_both", f"kv_{missing}"):
-                raise ValueError(f"kv_transfer_params: {name} needs an engine with --kv-role {missing} or both")
-        place = params.remote_host, params.remote_port, params.remote_block_ids
-        if params.is_prefill_first and None in place:
-            raise ValueError(
-                "kv_transfer_params: remote_request_id needs remote_host, remote_port and remote_block_ids"
-            )
+        for name, role in ("do_remote_decode", "producer"), ("do_remote_prefill", "consumer"):
+            if getattr(params, name) and kv_role not in ("kv_both", f"kv_{role}"):
+                raise ValueError(f"kv_transfer_params: {name} needs an engine with --kv-role {role} or both")
+        if params.is_prefill_first and None in (params.remote_host, params.remote_port, params.remote_block_ids):
+            raise ValueError("kv_transfer_params: remote_request_id needs remote_host, remote_port, remote_block_ids")
 
 
 @dataclass

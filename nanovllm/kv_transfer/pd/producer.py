@@ -92,14 +92,9 @@ class ProducerSide(Side):
             if error := self._why_not(message):
                 consumer.tell(Prefilled(message.transfer_id, error=error))
                 return
-            request = EngineRequest(
-                message.transfer_id,
-                message.token_ids,
-                SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-                arrival_time=time.time(),
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-            )
+            params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+            request = EngineRequest(message.transfer_id, message.token_ids, params, arrival_time=time.time())
+            request.priority, request.cache_salt = message.priority, message.cache_salt
             self.orders[message.transfer_id] = Order(consumer, message)
             self._output.requests.append(request)
 
