@@ -293,7 +293,7 @@ class Producer:
 
     def __init__(self, address: tuple[str, int], credentials: Credentials, mailbox: Mailbox) -> None:
         self.ranks: Ranks | None = None
-        self.error, self._is_closed, self._lock = "", False, threading.Lock()
+        self.error, self._lock = "", threading.Lock()
         self._connection: Connection | None = None
         self._unsent: list[Prefill | Claim | Release] = []
         arguments = address, credentials, mailbox
@@ -308,7 +308,7 @@ class Producer:
                     self._connection = connection
                     for message in self._unsent:
                         _send(connection, message)
-                while not self._is_closed:
+                while not self.error:
                     mailbox.put((self, _decode_producer(connection.receive())))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             self.error = "the engine at {}:{}: {}".format(*address, error)
@@ -325,6 +325,6 @@ class Producer:
 
     def close(self) -> None:
         """End the connection."""
-        self._is_closed = True
+        self.error = "this end is closed"
         if connection := self._connection:
             connection.close()

@@ -141,7 +141,7 @@ class Rank:
     link: Link  # while there is a connection
 
     def __init__(self, transport: Transport, address: messages.Address) -> None:
-        self.transport, self.address, self.error, self._is_closed = transport, address, "", False
+        self.transport, self.address, self.error = transport, address, ""
         self.pushes: deque[tuple[tuple[str, list[int], list[int]], int, Callable[[], object], bool]] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._connection: Connection | None = None
@@ -172,25 +172,24 @@ class Rank:
                 if (self.link.theirs.id, self.link.theirs.layout) != (self.address.id, self.address.layout):
                     raise PeerLost("another rank is there now, or one with another cache")
                 self._connection = connection
-                while not self._is_closed:
+                while not self.error:
                     try:
                         job = self._jobs.get(timeout=_LOOK)
                     except queue.Empty:
                         self._check()
                     else:
                         job()
-            self.error = "this end is closed"
         except Exception as error:
             if not isinstance(error, OSError | ValueError | msgspec.MsgspecError):
                 logger.exception("an error in a transfer with the rank at %s:%d", host, port)
-            self.error = f"the rank at {host}:{port}: {error}"
+            self.error = self.error or f"the rank at {host}:{port}: {error}"
         self._connection = None
         vars(self).pop("link", None)
         transport.lost(self.error, self)
 
     def close(self) -> None:
         """End the thread. A running job fails, waiting jobs are dropped."""
-        self._is_closed = True
+        self.error = self.error or "this end is closed"
         if connection := self._connection:  # a thread that still connects runs no job, and will find that it is closed
             connection.close()
             self._jobs.put(lambda: None)
