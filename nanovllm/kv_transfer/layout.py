@@ -103,11 +103,11 @@ class KVLayout:
         """Refuse blocks that this rank does not have.
 
         Raises:
-            ValueError: names the first of them.
+            ValueError: names one of them.
         """
-        if block_ids and not (min(block_ids) >= 0 and max(block_ids) < self.num_blocks):
-            wrong = next(block for block in block_ids if not 0 <= block < self.num_blocks)
-            raise ValueError(f"block {wrong} of a KV cache that has {self.num_blocks} blocks")
+        for block in (min(block_ids, default=0), max(block_ids, default=0)):
+            if not 0 <= block < self.num_blocks:
+                raise ValueError(f"block {block} of a KV cache that has {self.num_blocks} blocks")
 
     @property
     def fingerprint(self) -> dict[str, str | int]:

@@ -340,11 +340,11 @@ class Transport:
             plan, error = self._plan(pieces_to, peers)
             self._pushes[transfer_id] = {self._rank(address): piece.layers for address, piece in plan}
             self.transfers.begin(transfer_id, dict.fromkeys(self._pushes[transfer_id], ()), error=error)
-        targets = {rank: layers for rank, layers in self._pushes.get(transfer_id, {}).items() if layer in layers}
         wait = self.mark()
-        for rank, layers in targets.items():
-            rank.pushes.append(((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1]))
-            rank.put(rank.push)
+        for rank, layers in self._pushes.get(transfer_id, {}).items():
+            if layer in layers:
+                rank.pushes.append(((transfer_id, local, remote), layer, wait, is_last and layer == layers[-1]))
+                rank.put(rank.push)
 
     def cancel(self, transfer_id: str, reason: str = "cancelled") -> None:
         """Begin nothing more for a transfer, and tell the peers that wait for its pushes. `poll` still reports its end."""
