@@ -79,21 +79,27 @@ class NixlLink(Link):
         self.connection.send(messages.encode(messages.Moved()))
 
     def _move(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
-        transport, (memory, name) = self.transport, self._agent
-        runs = piece.runs(transport.layout, self.theirs.layout)
-        here = [transport.addresses[layer] for layer in piece.layers]
-        there = [memory.addresses[layer - self.theirs.layout.first_layer] for layer in piece.layers]
-        local = _table(transport.layout, piece.local_head, *runs, here, local_ids, transport.device_index)
-        remote = _table(self.theirs.layout, piece.remote_head, *runs, there, remote_ids, memory.device)
-        sides = (
-            transport.call("get_xfer_descs", local, transport.memory_kind),
-            transport.call("get_xfer_descs", remote, memory.kind),
-        )
-        handle = transport.call("initialize_xfer", "READ", *sides, name)
+        (memory, name), mine, theirs = self._agent, self.transport.layout, self.theirs.layout
+        runs = piece.runs(mine, theirs)
+        local = self._descriptors(self.transport.memory, mine, piece.layers, piece.local_head, runs, local_ids)
+        remote = self._descriptors(memory, theirs, piece.layers, piece.remote_head, runs, remote_ids)
+        handle = self.transport.call("initialize_xfer", "READ", local, remote, name)
         try:
             self._wait(handle)
         finally:
             self._release(handle)
+
+    def _descriptors(
+        self, memory: _Memory, layout: KVLayout, layers: range, head: int, runs: tuple[int, int], ids: BlockIds
+    ) -> Any:
+        """Address, bytes and device of each run of some blocks, in all layers."""
+        caches, blocks = np.array(memory.addresses, dtype=np.uint64), np.array(ids, dtype=np.uint64)
+        inner = [head * layout.head_bytes + i * layout.block_bytes // 2 for i in range(runs[0])]
+        starts = caches[[layer - layout.first_layer for layer in layers], None, None]
+        starts = starts + blocks[:, None] * np.uint64(layout.block_bytes) + np.array(inner, dtype=np.uint64)
+        table = np.empty((starts.size, 3), dtype=np.uint64)
+        table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), runs[1], memory.device
+        return self.transport.call("get_xfer_descs", table, memory.kind)
 
     def _wait(self, handle: Any) -> None:
         """Start a transfer, and wait until it is complete."""
@@ -140,18 +146,6 @@ class NixlLink(Link):
             logger.info("NIXL had forgotten a peer already: %s", error)
 
 
-def _table(
-    layout: KVLayout, head: int, num_runs: int, run: int, caches: list[int], ids: BlockIds, device: int
-) -> np.ndarray:
-    """Address, bytes and device of each run of a piece, in all layers."""
-    blocks = np.array(ids, dtype=np.uint64) * np.uint64(layout.block_bytes)
-    inner = np.array([head * layout.head_bytes + i * layout.block_bytes // 2 for i in range(num_runs)], dtype=np.uint64)
-    starts = np.array(caches, dtype=np.uint64)[:, None, None] + blocks[:, None] + inner
-    table = np.empty((starts.size, 3), dtype=np.uint64)
-    table[:, 0], table[:, 1], table[:, 2] = starts.ravel(), run, device
-    return table
-
-
 class NixlTransport(Transport):
     """One NIXL agent, in which all caches of the rank are registered."""
 
@@ -160,8 +154,6 @@ class NixlTransport(Transport):
     def _prepare(self, host: str) -> bytes:
         """The agent's keys, and the addresses of the layers' caches."""
         api = _load(host, self.device)
-        self.device_index = self.device.index or 0
-        self.memory_kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
         self._lock = threading.Lock()
         self.num_links: Counter[str] = Counter()  # by agent
         known = vars(api.nixlBind).values()
@@ -170,8 +162,10 @@ class NixlTransport(Transport):
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._agent = api.nixl_agent(self.id, config)
         self._registered = self._agent.register_memory([self.kv_caches[layer] for layer in self.layout.layers])
-        memory = self.call("get_agent_metadata"), [*self.addresses.values()], self.device_index, self.memory_kind
-        return messages.encode(_Memory(*memory))
+        kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
+        keys, addresses = self.call("get_agent_metadata"), [*self.addresses.values()]
+        self.memory = _Memory(keys, addresses, self.device.index or 0, kind)
+        return messages.encode(self.memory)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the agent, which only one thread at a time may do.
