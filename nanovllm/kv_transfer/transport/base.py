@@ -315,11 +315,8 @@ class Transport:
             rank.put(partial(rank.read, transfer_id, piece, local_block_ids, remote_block_ids))
 
     def expect(self, transfer_id: str, peers: Peers, block_ids: list[int]) -> None:
-        """Read into these blocks what the ranks of another engine offer; ends when all of them say that this was all.
-
-        Raises:
-            ValueError: as in `read`.
-        """
+        """Read into these blocks what the ranks of another engine offer; ends when all of them say that this was all. Raises a
+        ValueError as `read` does."""
         self.layout.check_blocks(block_ids)
         plan, error = self._plan(pieces_from, peers)
         self.transfers.begin(transfer_id, {address.id: piece.layers for address, piece in plan}, block_ids, error)
@@ -359,11 +356,7 @@ class Transport:
             self.cancel(transfer_id, error)
 
     def poll(self, wait_seconds: float = 0.0) -> list[Ended]:
-        """Transfers that have ended since the last call.
-
-        Args:
-            wait_seconds: how long to wait for one if there is none.
-        """
+        """Transfers that have ended since the last call; waits so long for one if there is none."""
         ended = self.transfers.poll(wait_seconds)
         for end in ended:
             self._pushes.pop(end.transfer_id, None)
