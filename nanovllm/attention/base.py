@@ -146,28 +146,20 @@ def get_forward_context() -> ForwardContext:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float,
-    sliding_window: int = 0, soft_cap: float = 0.0, rotary: Rotary | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention as a model calls it: the model names its layer, and the forward context supplies the rest. Shapes as in
-    `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten."""
-    options: dict[str, Any] = {"soft_cap": soft_cap} if soft_cap else {}
-    if rotary is not None:
-        if getattr(get_forward_context().backend, "fuses_rotary", False):
-            options["rotary"] = rotary
-        else:
-            q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
-    return attend_layer(layer, q, k, v, scale, sliding_window, **options)
-
-
-def attend_layer(layer: int, q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Call the backend with a layer's cache, the step's metadata and further arguments, such as the scale. A connector
-    loads the layer before, and saves it after."""
+    q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, rotary: Rotary | None = None, **options: Any
+) -> Tensor:
+    """Attention as a model calls it: the model names its layer, and the forward context supplies cache and metadata.
+    Shapes and options as in `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten. A
+    connector loads the layer before, and saves it after."""
     context = get_forward_context()
+    if getattr(context.backend, "fuses_rotary", False):
+        options["rotary"] = rotary
+    elif rotary is not None:
+        q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
     kv_cache, connector = context.kv_caches[layer], context.connector
     if connector is not None:
         connector.wait_for_layer_load(layer)
-    out = context.backend.forward(q, k, v, kv_cache, context.metadata, *arguments, **options)
+    out = context.backend.forward(q, k, v, kv_cache, context.metadata, scale, **options)
     if connector is not None:
         connector.save_kv_layer(layer, kv_cache)
     return out
@@ -181,9 +173,7 @@ BACKENDS = {
 }
 
 
-def get_backend(
-    name: str, device: torch.device, head_dim: int = 64, dtype: torch.dtype = torch.float32, latent: bool = False
-) -> AttentionBackend:
+def get_backend(name: str, device: torch.device, head_dim: int = 64, latent: bool = False) -> AttentionBackend:
     """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent attention.
 
     Raises:
@@ -196,7 +186,7 @@ def get_backend(
     if name == "auto" and device.type == "cpu":
         name = "cpu"
     if name in ("auto", "triton"):
-        obstacle = why_no_triton(device, head_dim, dtype)
+        obstacle = why_no_triton(device, head_dim)
         if obstacle is not None and name == "triton":
             raise ValueError(f"attention backend 'triton' cannot run here: {obstacle}; use 'auto' or 'torch'")
         if obstacle is not None:

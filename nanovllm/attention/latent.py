@@ -201,6 +201,8 @@ class TorchLatentBackend:
     in two batched products."""
 
     name = "torch"
+    write = staticmethod(write_latent)
+    decodes_pieces = False  # whether the tokens of a short piece of a prompt run as decodes
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
@@ -218,23 +220,30 @@ class TorchLatentBackend:
         Returns:
             `[num_tokens, num_heads, v]`, in q's dtype.
         """
-        write_latent(latent, kv_cache, metadata.slot_mapping)
-        shape = LatentShape.of(q, latent, up)
+        self.write(latent, kv_cache, metadata.slot_mapping)
+        shape, seq_lens = LatentShape.of(q, latent, up), metadata.seq_lens.tolist()
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
-        seq_lens, decodes = metadata.seq_lens.tolist(), []
+        tokens: list[tuple[int, int, int]] = []  # row of q, sequence, and length up to itself
         for s, (first, last) in enumerate(pairwise(metadata.query_start_loc.tolist())):
-            if last - first == 1:
-                decodes.append(s)
-            elif last > first:
+            count, naive = last - first, shape.prefers_naive(last - first, seq_lens[s])
+            if naive or (count > 1 and not self.decodes_pieces):
                 rows = gather_latent(kv_cache, metadata.block_tables[s], seq_lens[s])
-                way = attend_expanded if shape.prefers_naive(last - first, seq_lens[s]) else attend_absorbed
-                out[first:last] = way(q[first:last], rows, up, scale)
-        for group in alike([seq_lens[s] for s in decodes], GATHERED_AT_ONCE // kv_cache.shape[2]):
-            seqs = torch.tensor([decodes[i] for i in group], device=q.device)
-            tokens = metadata.query_start_loc[seqs].long()
-            averages = decode_absorbed(
-                absorb(q[tokens], up, shape.rope), kv_cache, metadata.block_tables[seqs], metadata.seq_lens[seqs],
-                shape.rank, scale,
-            )  # fmt: skip
-            out[tokens] = unabsorb(averages, up, shape.v)
+                out[first:last] = (attend_expanded if naive else attend_absorbed)(q[first:last], rows, up, scale)
+            else:
+                tokens += [(first + i, s, seq_lens[s] - count + 1 + i) for i in range(count)]
+        if tokens:
+            row, seq, length = torch.tensor(tokens, dtype=torch.int32).to(q.device).unbind(1)
+            where = metadata.block_tables[seq], length.contiguous()
+            out[row] = unabsorb(
+                self.decode(absorb(q[row], up, shape.rope), kv_cache, *where, shape.rank, scale), up, shape.v
+            )
+        return out
+
+    def decode(
+        self, q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float
+    ) -> Tensor:
+        """Attend with one absorbed query per row, each over the first tokens of its block table; as `decode_absorbed`."""
+        out = q.new_empty(*q.shape[:2], rank)
+        for group in alike(seq_lens.tolist(), GATHERED_AT_ONCE // kv_cache.shape[2]):
+            out[group] = decode_absorbed(q[group], kv_cache, block_tables[group], seq_lens[group], rank, scale)
         return out

@@ -48,8 +48,8 @@ def write_kv_cache(
         write_kv_kernel[(len(slot_mapping), num_kv_heads)](
             q, k, v, kv_cache, slot_mapping, positions, cos_sin, q.stride(0), k.stride(0), v.stride(0), GROUP=group,
             GROUP_P2=triton.next_power_of_2(group), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv_cache.shape[3],
-            HEAD_DIM=head_dim, HALF_P2=triton.next_power_of_2(head_dim // 2), ROTATE=rotary is not None, num_warps=2,
-            enable_fp_fusion=False,
+            HEAD_DIM=head_dim, HALF_P2=triton.next_power_of_2(head_dim // 2), PARTS=kv_cache.shape[1],
+            ROTATE=rotary is not None, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def attend_decodes(
         arguments: of `decode_attention_kernel`.
         num_groups: groups of query heads, each of which is served by programs of its own.
         splits: parts of each context.
-        rope: see `_step` of the kernels.
+        rope: see `_attend` of the kernels.
     """
     out, num_seqs = arguments["out_ptr"], len(arguments["seq_len_ptr"])
     _, num_heads, head_dim = out.shape

@@ -18,10 +18,10 @@ from nanovllm.ops.triton import rotate
 def write_kv_kernel(
     q_ptr, k_ptr, v_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_stride, k_stride, v_stride,
     GROUP: tl.constexpr, GROUP_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, ROTATE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, PARTS: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
-    rotated on the way, the queries in place. Grid (num_tokens, num_kv_heads)."""
+    rotated on the way, the queries in place. A cache of one PARTS has keys only. Grid (num_tokens, num_kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
@@ -30,7 +30,7 @@ def write_kv_kernel(
     inside = channel < half
     # Padding has no slot; its queries need no rotation either.
     if slot >= 0:
-        row = ((slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+        row = ((slot // BLOCK_SIZE * PARTS * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
         key = k_ptr + token * k_stride + head * HEAD_DIM + channel
         value = v_ptr + token * v_stride + head * HEAD_DIM + channel
         first = tl.load(key, mask=inside)
@@ -51,9 +51,10 @@ def write_kv_kernel(
         target = cache_ptr + row + channel
         tl.store(target, first, mask=inside)
         tl.store(target + half, second, mask=inside)
-        target += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        tl.store(target, tl.load(value, mask=inside), mask=inside)
-        tl.store(target + half, tl.load(value + half, mask=inside), mask=inside)
+        if PARTS == 2:
+            target += NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+            tl.store(target, tl.load(value, mask=inside), mask=inside)
+            tl.store(target + half, tl.load(value + half, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -70,61 +71,14 @@ def _load(pointers, exists, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _step(
-    q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale, window,
-    block_stride, value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr,
-    TILE_KEYS: tl.constexpr, MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys: the positions from `start` on, of which every row sees all unless MASKED. With ROPE (latent
-    attention), a row of the cache is a value, which is its own key, and then ROPE further channels of the key."""
-    channel = tl.arange(0, q.shape[1])
-    position = start + tl.arange(0, TILE_KEYS)
-    exists = position < end
-    if MASKED:
-        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
-    else:
-        block = tl.load(table_ptr + position // BLOCK_SIZE)
-    offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
-    keys = cache_ptr + offset[None, :] + channel[:, None]
-    values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
-    # "ieee" keeps float32 exact; 16-bit products are exact in any case.
-    if ROPE:
-        rope_channel = tl.arange(0, q_rope.shape[1])
-        rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rope_channel)[:, None]
-        v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
-        k_rope = _load(rope_keys, exists[None, :], rope_channel[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE)
-        scores = tl.dot(q, tl.trans(v), input_precision="ieee")
-        scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
-    else:
-        k = _load(keys, exists[None, :], channel[:, None] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
-        v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, q.shape[1] != HEAD_DIM)
-        scores = tl.dot(q, k, input_precision="ieee")
-    if CAPPED:  # tanh, by way of 2^x
-        scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
-    if MASKED:
-        visible = exists[None, :] & (position[None, :] <= query_position[:, None])
-        if WINDOWED:
-            visible = visible & (position[None, :] > query_position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-    reference = new_peak
-    if MASKED:  # a row that has seen no key yet has nothing to compare with
-        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores * score_scale - reference[:, None])
-    shrink = tl.exp2(peak - reference)
-    total = total * shrink + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-    return sums, new_peak, total
-
-
-@triton.jit
 def _attend(
     q, q_rope, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
     value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, TILE_KEYS: tl.constexpr,
     WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
-    of which all rows see all of [begin, whole): whole tiles, which need no mask.
+    of which all rows see all of [begin, whole): whole tiles, which need no mask. With ROPE (latent attention), a row of the
+    cache is a value, which is its own key, and then ROPE further channels of the key.
 
     Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights `[rows]`; 0 and -inf
     for a row that sees nothing.
@@ -132,18 +86,51 @@ def _attend(
     sums = tl.zeros(q.shape, tl.float32)
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)  # the largest score so far, in units of log 2
     total = tl.zeros([q.shape[0]], tl.float32)  # the sum of 2^(score - peak)
-    if not WINDOWED:
-        for start in range(begin, whole, TILE_KEYS):
-            sums, peak, total = _step(
-                q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale,
-                window, block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, False, WINDOWED, CAPPED,
-            )  # fmt: skip
-        begin = whole
-    for start in range(begin, end, TILE_KEYS):
-        sums, peak, total = _step(
-            q, q_rope, sums, peak, total, cache_ptr, table_ptr, start, end, query_position, score_scale, cap_scale,
-            window, block_stride, value_offset, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, True, WINDOWED, CAPPED,
-        )  # fmt: skip
+    channel = tl.arange(0, q.shape[1])
+    PADDED: tl.constexpr = q.shape[1] != HEAD_DIM
+    for MASKED in tl.static_range(WINDOWED, 2):  # with a window, every tile needs the mask
+        stop = end if MASKED else whole
+        for start in range(begin, stop, TILE_KEYS):
+            position = start + tl.arange(0, TILE_KEYS)
+            exists = position < end
+            if MASKED:
+                block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
+            else:
+                block = tl.load(table_ptr + position // BLOCK_SIZE)
+            offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
+            keys = cache_ptr + offset[None, :] + channel[:, None]
+            values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
+            # "ieee" keeps float32 exact; 16-bit products are exact in any case.
+            if ROPE:
+                rope_channel = tl.arange(0, q_rope.shape[1])
+                rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rope_channel)[:, None]
+                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                k_rope = _load(
+                    rope_keys, exists[None, :], rope_channel[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE
+                )
+                scores = tl.dot(q, tl.trans(v), input_precision="ieee")
+                scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
+            else:
+                k = _load(keys, exists[None, :], channel[:, None] < HEAD_DIM, MASKED, PADDED)
+                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                scores = tl.dot(q, k, input_precision="ieee")
+            if CAPPED:  # tanh, by way of 2^x
+                scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
+            if MASKED:
+                visible = exists[None, :] & (position[None, :] <= query_position[:, None])
+                if WINDOWED:
+                    visible = visible & (position[None, :] > query_position[:, None] - window)
+                scores = tl.where(visible, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+            reference = new_peak
+            if MASKED:  # a row that has seen no key yet has nothing to compare with
+                reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores * score_scale - reference[:, None])
+            shrink = tl.exp2(peak - reference)
+            total = total * shrink + tl.sum(weights, 1)
+            sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+            peak = new_peak
+        begin = stop
     total = tl.where(total == 0.0, 1.0, total)
     return sums / total[:, None], peak + tl.log2(total)
 
@@ -167,7 +154,7 @@ def decode_attention_kernel(
 ):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
-    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`. With ROPE (see `_step`), a single
+    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`. With ROPE (see `_attend`), a single
     KV head serves all query heads, and the second axis of the grid is tiles of GROUP query heads."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)

@@ -24,20 +24,8 @@ class Shard:
     total: int
 
     @classmethod
-    def equal(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share if all ranks have equal shares.
-
-        Raises:
-            ValueError: the rows cannot be divided evenly.
-        """
-        if total % group.world_size:
-            raise ValueError(f"{total} rows or columns cannot be divided among {group.world_size} ranks")
-        size = total // group.world_size
-        return cls(group.rank_in_group * size, size, total)
-
-    @classmethod
-    def rounded_up(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share if the last ranks may have fewer rows than the others, or none."""
+    def of(cls, total: int, group: GroupCoordinator) -> Shard:
+        """This rank's share. If the rows cannot be divided evenly, the last ranks have fewer than the others, or none."""
         most = -(-total // group.world_size)
         start = min(group.rank_in_group * most, total)
         return cls(start, min(most, total - start), total)
@@ -63,20 +51,14 @@ class ColumnParallelLinear(Linear):
         in_features, out_features: of the whole layer. Several numbers of outputs are several layers with the same input,
             as one product: a rank stacks its rows of each. A `Shard` says which rows these are.
         group: the ranks that share the layer; the tensor-parallel group by default.
-
-    Raises:
-        ValueError: the outputs cannot be divided evenly.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int | Sequence[int | Shard],
-        bias: bool = False,
+        self, in_features: int, out_features: int | Sequence[int | Shard], bias: bool = False,
         group: GroupCoordinator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         group, parts = group or get_tp_group(), [out_features] if isinstance(out_features, int) else out_features
-        shards = [part if isinstance(part, Shard) else Shard.equal(part, group) for part in parts]
+        shards = [part if isinstance(part, Shard) else Shard.of(part, group) for part in parts]
         super().__init__(in_features, sum(shard.size for shard in shards), bias)
         self.shards = shards
 
@@ -93,21 +75,14 @@ class RowParallelLinear(Linear):
     Args:
         in_features, out_features: of the whole layer.
         reduce: False: return this rank's addend, and leave the sum to the caller.
-
-    Raises:
-        ValueError: the inputs cannot be divided evenly.
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        reduce: bool = True,
+        self, in_features: int, out_features: int, bias: bool = False, reduce: bool = True,
         group: GroupCoordinator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         group = group or get_tp_group()
-        shard = Shard.equal(in_features, group)
+        shard = Shard.of(in_features, group)
         super().__init__(shard.size, out_features, bias)
         self.group, self.shard, self.reduce = group, shard, reduce
 
@@ -144,26 +119,16 @@ class QKVParallelLinear(ColumnParallelLinear):
 
     Attributes:
         num_heads, num_kv_heads: of this rank.
-
-    Raises:
-        ValueError: the query heads cannot be divided evenly, or a rank would need parts of two KV heads.
     """
 
     parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
-        self,
-        hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        bias: bool = False,
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
         group: GroupCoordinator | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         group = group or get_tp_group()
         tp = group.world_size
-        if num_heads % tp or (num_kv_heads % tp and tp % num_kv_heads):
-            raise ValueError(f"{num_heads} heads with {num_kv_heads} KV heads do not fit on {tp} ranks")
         kept = num_kv_heads_of_rank(num_kv_heads, tp)
         first = group.rank_in_group * num_kv_heads // tp  # KV head of this rank's first query head
         kv = Shard(first * head_dim, kept * head_dim, num_kv_heads * head_dim)
@@ -181,7 +146,7 @@ class VocabParallelEmbedding(Embedding):
     def __init__(self, vocab_size: int, hidden_size: int, group: GroupCoordinator | None = None) -> None:
         group = group or get_tp_group()
         super().__init__(-(-vocab_size // group.world_size), hidden_size)
-        self.group, self.shard = group, Shard.rounded_up(vocab_size, group)
+        self.group, self.shard = group, Shard.of(vocab_size, group)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.group.world_size == 1:  # this rank has all tokens: nothing to mask

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.attention.base import Rotary, attend_layer
+from nanovllm.attention.base import Rotary, attend
 from nanovllm.layers.basic import Linear, RMSNorm
 from nanovllm.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from nanovllm.models.config import ModelConfig
@@ -117,7 +117,7 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
         q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
-        return self.o_proj(attend_layer(self.layer, q, latent, self.kv_b_proj.heads, self.scale).flatten(1))
+        return self.o_proj(attend(q, latent, self.kv_b_proj.heads, self.layer, self.scale).flatten(1))
 
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope` expects. q·k does not

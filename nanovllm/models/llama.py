@@ -60,9 +60,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        self.window = config.layer_windows[layer] if config.layer_windows else 0
         self.scale = config.attention_scale or config.head_dim**-0.5
-        self.soft_cap = config.attention_soft_cap
+        self.options: dict[str, Any] = {"sliding_window": config.layer_windows[layer] if config.layer_windows else 0}
+        if config.attention_soft_cap:
+            self.options["soft_cap"] = config.attention_soft_cap
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads, config.qkv_bias
         )
@@ -76,7 +77,7 @@ class SelfAttention(nn.Module):
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(q, k, v, self.layer, self.scale, self.window, self.soft_cap, rotary)
+        out = attend(q, k, v, self.layer, self.scale, rotary, **self.options)
         return self.o_proj(out.flatten(1))
 
 
@@ -164,13 +165,12 @@ class LlamaForCausalLM(nn.Module):
         self.config = config
         self.model = LlamaModel(config, max_positions, type(self))
         self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.vocab_size, config.hidden_size)
-        if config.tie_word_embeddings:
-            self.tie_weights()
+        self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Use the embedding matrix as output head, if this stage has a head."""
-        if self.model.stage.is_last:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        """Use the output head's matrix as embedding, if the checkpoint has one matrix for both and this stage has a head."""
+        if self.config.tie_word_embeddings and self.model.stage.is_last:
+            self.model.embed_tokens.weight = self.lm_head.weight
 
     def forward(self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None) -> Tensor:
         """Hidden states `[num_tokens, hidden_size]` of packed tokens; before the last stage of a pipeline, the residual stream
@@ -190,9 +190,8 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that holds no part of a tensor
         that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
-        embedding = getattr(self.model.embed_tokens, "weight", None)
         for path, module in self.named_modules():
-            if isinstance(module, Layer) and not (path == "lm_head" and module.weight is embedding):  # tied
+            if isinstance(module, Layer) and not (path == "lm_head" and self.config.tie_word_embeddings):
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)
         return found
@@ -209,5 +208,4 @@ class LlamaForCausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Layer) and module.packable:
                 module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
-        if self.config.tie_word_embeddings and self.model.stage.is_last:
-            self.model.embed_tokens.weight = self.lm_head.weight
+        self.tie_weights()

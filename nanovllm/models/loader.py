@@ -113,14 +113,9 @@ def build_model(config: ModelConfig) -> LlamaForCausalLM:
 
 @torch.inference_mode()
 def load_model(
-    folder: str | pathlib.Path,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    max_positions: int | None = None,
-    load_format: str = "auto",
-    seed: int = 0,
-) -> LlamaForCausalLM:
+    folder: str | pathlib.Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu",
+    max_positions: int | None = None, load_format: str = "auto", seed: int = 0,
+) -> LlamaForCausalLM:  # fmt: skip
     """Build the model and fill it from the checkpoint in `folder`, or with random weights (`load_format="dummy"`).
 
     Args:
@@ -135,10 +130,11 @@ def load_model(
         # A mismatch raises an error before memory is allocated.
         load_weights(model, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
-    # As `to_empty`, but without the half second that torch needs for its imports there.
-    model = model._apply(lambda tensor: torch.empty(tensor.shape, dtype=dtype, device=device))
-    if config.tie_word_embeddings:
-        model.tie_weights()  # `_apply` gave each name memory of its own
+    # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that torch needs for its imports there.
+    model = model._apply(
+        lambda tensor: torch.empty(tensor.shape, dtype=getattr(tensor, "kept_dtype", dtype), device=device)
+    )
+    model.tie_weights()  # `_apply` gave each name memory of its own
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
     table = model.rotary_table(config, positions)
     model.model.register_buffer("cos_sin", table.to(device), persistent=False)

@@ -5,8 +5,8 @@ Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -53,24 +53,17 @@ class Router(Layer):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
-        bias = torch.empty(config.num_experts, dtype=torch.float32) if config.correction_bias else None
-        self.e_score_correction_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if config.correction_bias:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+            # Its steps in training are finer than bfloat16's.
+            self.e_score_correction_bias.kept_dtype = torch.float32  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`[num_tokens, hidden_size]` to what `select_experts` returns."""
         dtype = torch.float32 if self.config.float32_router else x.dtype
         logits = ops.linear(x.to(dtype), self.weight.to(dtype))
         return select_experts(logits, self.config, self.e_score_correction_bias)
-
-    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Keep the bias in float32 when the model is converted: its steps in training are finer than bfloat16's."""
-        bias = None if self.e_score_correction_bias is None else self.e_score_correction_bias.data
-        super()._apply(function, recurse)
-        if bias is not None:
-            device = self.weight.device
-            kept = torch.empty_like(bias, device=device) if bias.is_meta else bias.to(device)
-            self.e_score_correction_bias = nn.Parameter(kept, requires_grad=False)
-        return self
 
 
 class Experts(nn.Module):
@@ -87,7 +80,7 @@ class Experts(nn.Module):
 
     def __init__(self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
         super().__init__()
-        self.shard = Shard.equal(intermediate_size, group)
+        self.shard = Shard.of(intermediate_size, group)
         width = self.shard.size
         self.w13 = nn.Parameter(torch.empty(num_slots, 2 * width, hidden_size), requires_grad=False)
         self.w2 = nn.Parameter(torch.empty(num_slots, hidden_size, width), requires_grad=False)

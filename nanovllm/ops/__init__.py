@@ -49,7 +49,7 @@ def _kernels(device: torch.device) -> ModuleType:
                 return importlib.import_module("nanovllm.ops.native")
     if device.type == "cuda":
         # Each operator checks dtypes and sizes itself.
-        obstacle = why_no_triton(device, head_dim=0, dtype=torch.float32)
+        obstacle = why_no_triton(device, head_dim=0)
         if obstacle is None:
             return importlib.import_module("nanovllm.ops.triton")
         logger.warning("no Triton operators, using plain torch: %s", obstacle)

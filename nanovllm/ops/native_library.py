@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -56,7 +55,8 @@ def load_library(
         raise BuildError("NANOVLLM_NATIVE=0")
     compiler = find_compiler()
     flags = [*flags, *os.environ.get("CXXFLAGS", "").split()]
-    parts = [_run([compiler, "--version"]), " ".join(flags), _cpu_identity()]
+    # The compiler's macros name its version and, with -march=native, the instructions of this CPU.
+    parts = [_run([compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull]), " ".join(flags)]
     parts += [path.read_text() for path in (*sources, *headers)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     home = Path(os.environ.get("NANOVLLM_HOME") or Path.home() / ".cache" / "nanovllm")
@@ -87,13 +87,3 @@ def _run(command: list[str], folder: str | None = None) -> str:
         raise BuildError(f"{' '.join(command)} failed: {error.stderr.strip()[:500]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(str(error)) from error
-
-
-def _cpu_identity() -> str:
-    """The CPU's model and instruction sets: changes whenever code that was compiled for this CPU might not run."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()} {platform.platform()}"
-    kept = ("model name", "flags", "CPU part", "Features")
-    return "\n".join(sorted({line for line in lines if line.startswith(kept)}))

@@ -22,7 +22,7 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def why_no_triton(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None:
+def why_no_triton(device: torch.device, head_dim: int) -> str | None:
     """Why Triton kernels cannot serve a model on a device; None if they can."""
     if missing := [name for name in KERNELS if not (PACKAGE / name).is_file()]:
         return f"this copy of nanovllm does not have {', '.join(missing)}"
@@ -32,12 +32,8 @@ def why_no_triton(device: torch.device, head_dim: int, dtype: torch.dtype) -> st
         return "it needs a GPU (to run it in Triton's interpreter, set TRITON_INTERPRET=1)"
     if device.type == "cuda" and (obstacle := _why_not_on(device)) is not None:
         return obstacle
-    if head_dim % 2:
-        return f"heads of {head_dim} channels cannot be rotated in pairs"
     if head_dim > LARGEST_HEAD:
         return f"heads of {head_dim} channels do not fit into a tile; {LARGEST_HEAD} is the most"
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return f"no kernel for {str(dtype).removeprefix('torch.')}"
     return None
 
 

@@ -7,8 +7,6 @@ largest size that may be needed, and each program computes from the counts which
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,28 +16,17 @@ from nanovllm.ops import reference
 from nanovllm.ops.triton import covers
 
 
-class GroupedTiles(NamedTuple):
-    """Rows, outputs and inputs of a tile; warps of a program, stages of its pipeline."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> GroupedTiles:
-    """Choose tiles. Few rows per expert wait for its weights: they get 16 rows, the minimum of a matrix instruction.
+def choose_grouped_tiles(rows_per_expert: float, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Choose rows, outputs and inputs of a tile, warps of a program, and stages of its pipeline. Few rows per expert wait for
+    its weights: they get 16 rows, the minimum of a matrix instruction.
 
     On average half the rows of an expert's last tile are wasted, so a tile should have far fewer rows than an expert gets.
     """
     if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
-        return GroupedTiles(16, 64, 32, 4, 3)
+        return 16, 64, 32, 4, 3
     if rows_per_expert <= 32:
-        return GroupedTiles(16, 64, 128, 4, 4)
-    if rows_per_expert <= 256:
-        return GroupedTiles(64, 128, 64, 4, 3)
-    return GroupedTiles(128, 128, 64, 8, 3)
+        return 16, 64, 128, 4, 4
+    return (64, 128, 64, 4, 3) if rows_per_expert <= 256 else (128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -85,12 +72,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         return reference.grouped_linear(x, weight, counts)
     out = x.new_empty(num_rows, num_outputs)
     if out.numel() > 0:
-        tiles = choose_grouped_tiles(num_rows / num_experts, x.dtype)
+        rows, outputs, inputs, num_warps, num_stages = choose_grouped_tiles(num_rows / num_experts, x.dtype)
         # Each expert with rows may have one tile that is not full.
-        most = (num_rows + min(num_experts, num_rows) * (tiles.rows - 1)) // tiles.rows
-        grouped_linear_kernel[(most, triton.cdiv(num_outputs, tiles.outputs))](
+        most = (num_rows + min(num_experts, num_rows) * (rows - 1)) // rows
+        grouped_linear_kernel[(most, triton.cdiv(num_outputs, outputs))](
             x, weight, counts, out, x.stride(0), weight.stride(0), num_experts, num_outputs, num_inputs,
-            EXPERTS_P2=triton.next_power_of_2(num_experts), TILE_ROWS=tiles.rows, TILE_OUTPUTS=tiles.outputs,
-            TILE_INPUTS=tiles.inputs, num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
+            EXPERTS_P2=triton.next_power_of_2(num_experts), TILE_ROWS=rows, TILE_OUTPUTS=outputs, TILE_INPUTS=inputs,
+            num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -15,12 +15,14 @@ kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partialmethod
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+Operation = Callable[..., TensorHandle]
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
@@ -43,54 +45,37 @@ def _widened(handle: TensorHandle) -> TensorHandle:
     return TensorHandle(widen(handle.data), tl.float32) if _is_bfloat16(handle) else handle
 
 
-def _elementwise(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
+def _elementwise(self: InterpreterBuilder, original: Operation, *operands: Any) -> TensorHandle:
     """An operation on one or two tensors, computed in float32 and rounded once where they are bfloat16."""
-
-    @wraps(original)
-    def operation(self: InterpreterBuilder, *operands: Any) -> TensorHandle:
-        *handles, function = operands
-        if not any(map(_is_bfloat16, handles)):
-            return original(self, *operands)
-        result = original(self, *map(_widened, handles), function)
-        if result.data.dtype != np.float32:  # a comparison
-            return result
-        return TensorHandle(narrow(result.data), tl.bfloat16)
-
-    return operation
+    *handles, function = operands
+    if not any(map(_is_bfloat16, handles)):
+        return original(self, *operands)
+    result = original(self, *map(_widened, handles), function)
+    if result.data.dtype != np.float32:  # a comparison
+        return result
+    return TensorHandle(narrow(result.data), tl.bfloat16)
 
 
-def _cast(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    @wraps(original)
-    def cast(self: InterpreterBuilder, source: TensorHandle, target: tl.dtype) -> TensorHandle:
-        if _is_bfloat16(source) and target.scalar != tl.bfloat16:
-            source = _widened(source)
-            return source if target.scalar == tl.float32 else original(self, source, target)
-        if target.scalar == tl.bfloat16 and not _is_bfloat16(source):
-            return TensorHandle(narrow(source.data.astype(np.float32)), tl.bfloat16)
-        return original(self, source, target)
-
-    return cast
+def _cast(self: InterpreterBuilder, original: Operation, source: TensorHandle, target: tl.dtype) -> TensorHandle:
+    if _is_bfloat16(source) and target.scalar != tl.bfloat16:
+        source = _widened(source)
+        return source if target.scalar == tl.float32 else original(self, source, target)
+    if target.scalar == tl.bfloat16 and not _is_bfloat16(source):
+        return TensorHandle(narrow(source.data.astype(np.float32)), tl.bfloat16)
+    return original(self, source, target)
 
 
-def _dot(original: Callable[..., TensorHandle]) -> Callable[..., TensorHandle]:
-    @wraps(original)
-    def dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *others: Any) -> TensorHandle:
-        # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up, too.
-        return original(self, _widened(a), _widened(b), *others)
-
-    return dot
+def _dot(self: InterpreterBuilder, original: Operation, a: TensorHandle, b: TensorHandle, *others: Any) -> TensorHandle:
+    # A product of two bfloat16 numbers is exact in float32, where tensor cores add the products up, too.
+    return original(self, _widened(a), _widened(b), *others)
 
 
-REPAIRS: dict[str, Callable[[Callable[..., TensorHandle]], Callable[..., TensorHandle]]] = {
-    "binary_op": _elementwise,
-    "unary_op": _elementwise,
-    "cast_impl": _cast,
-    "create_dot": _dot,
-}
+# Method of the interpreter -> what replaces it, and gets the original method as its first argument.
+REPAIRS = {"binary_op": _elementwise, "unary_op": _elementwise, "cast_impl": _cast, "create_dot": _dot}
 
 
 @cache
 def repair() -> None:
     """Repair the interpreter of this process; a second call does nothing."""
     for name, repaired in REPAIRS.items():
-        setattr(InterpreterBuilder, name, repaired(getattr(InterpreterBuilder, name)))
+        setattr(InterpreterBuilder, name, partialmethod(repaired, getattr(InterpreterBuilder, name)))

@@ -27,11 +27,9 @@ class RequestRows:
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
-        self.num_known = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)  # known, and the one that is pending
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, dtype=np.int32)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        # The tokens are those that are known, and the one that is pending.
+        self.num_known, self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((4, max_num_seqs), np.int32)
         self.params: dict[str, SamplingParams] = {}
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -102,11 +100,15 @@ class StepBuffer:
         self.array = self.host.numpy()
         self.device = self.host if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
-    def upload(self, count: int) -> Tensor:
+    def first(self, count: int) -> Tensor:
         """The first `count` entries on the device."""
-        if self.device is not self.host:
-            self.device[:count].copy_(self.host[:count], non_blocking=True)
         return self.device[:count]
+
+    def upload(self, count: int) -> Tensor:
+        """Copy the first `count` entries to the device."""
+        if self.device is not self.host:
+            self.first(count).copy_(self.host[:count], non_blocking=True)
+        return self.first(count)
 
 
 @dataclass

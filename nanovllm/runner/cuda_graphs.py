@@ -84,7 +84,7 @@ class DecodeGraphs:
         most = self.sizes[-1]
         self._received, self._out = runner.link.blank(most), runner.link.blank_output(most)
         runner._pad(0, most)
-        runner._upload(most, most)
+        runner._inputs(most, most, 1, 1, upload=True)
 
     def capture(self, runner: ModelRunner, size: int) -> None:
         """Record the step of `size` rows. Begin with the largest: the others then find all the memory they need."""
@@ -135,7 +135,7 @@ def warm_up(runner: ModelRunner) -> None:
         num_heads // get_tp_group().world_size, runner.kv_caches[0], most, config.token_budget
     )
     runner._pad(0, most)
-    runner._upload(most, most)
+    runner._inputs(most, most, 1, 1, upload=True)
     for num_seqs, max_query_len, max_seq_len in kinds:
         inputs = runner._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
         runner._run_model(*inputs, runner.link.blank(num_seqs))

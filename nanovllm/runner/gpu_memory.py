@@ -6,7 +6,6 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,49 +25,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class MemoryProfile:
-    """Use of a GPU's memory in bytes, before the KV pool is allocated.
-
-    Attributes:
-        total: the GPU's memory.
-        in_use: in use between two steps: by weights, CUDA and its libraries, and other processes.
-        weights: allocated by torch before the first step.
-        activations: allocated in addition while the largest step runs.
-        graphs: estimate for CUDA graphs.
-    """
-
-    total: int
-    in_use: int
-    weights: int
-    activations: int
-    graphs: int
-
-    def left(self, share: float) -> int:
-        """Bytes for the KV pool if everything together may use this share of the GPU; below 0 if nothing is left."""
-        return int(self.total * share) - self.in_use - self.activations - self.graphs
-
-
 def free_memory(runner: ModelRunner) -> int:
-    """Bytes of the GPU that the KV pool may take.
+    """Bytes of the GPU that the KV pool may take; below 0 if nothing is left.
 
     Raises:
         ValueError: the largest step does not fit.
     """
     share, gib = runner.config.gpu_memory_utilization, 2**30
     with out_of_memory("the largest step", "lower max_num_batched_tokens or max_num_seqs"):
-        found = profile_run(runner)
-    parts = found.weights, found.activations, found.graphs, found.in_use - found.weights, found.left(share)
+        total, in_use, weights, activations, graphs = profile_run(runner)
+    left = int(total * share) - in_use - activations - graphs
     logger.info(
         "GPU memory: %.2f GiB, of which %.0f %% may be used: weights %.2f GiB, activations %.2f GiB, graphs %.2f GiB, "
         "other %.2f GiB; that leaves %.2f GiB for the KV pool",
-        found.total / gib, 100 * share, *(size / gib for size in parts),
+        total / gib, 100 * share, *(size / gib for size in (weights, activations, graphs, in_use - weights, left)),
     )  # fmt: skip
-    return found.left(share)
+    return left
 
 
-def profile_run(runner: ModelRunner) -> MemoryProfile:
-    """Run the largest step that there can be, record two graphs, and measure what that takes."""
+def profile_run(runner: ModelRunner) -> tuple[int, int, int, int, int]:
+    """Run the largest step that there can be, record two graphs, and measure what that takes.
+
+    Returns: bytes of the GPU; in use between two steps (by weights, CUDA and its libraries, other processes); allocated by
+        torch before the first step (weights); allocated in addition while the largest step runs; estimated for CUDA graphs.
+    """
     device = runner.device
     torch.cuda.empty_cache()
     weights = torch.cuda.memory_allocated(device)
@@ -78,7 +58,7 @@ def profile_run(runner: ModelRunner) -> MemoryProfile:
     activations = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     free, total = _free_and_total(device)
     graphs = graph_memory(runner) if runner.make_graph is not None else 0
-    return MemoryProfile(total, total - free, weights, activations, graphs)
+    return total, total - free, weights, activations, graphs
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
@@ -103,8 +83,7 @@ def run_largest_step(runner: ModelRunner) -> None:
     runner._slot_mapping.array[:] = -1
     runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
     runner._seq_lens.array[:num_seqs] = counts
-    runner._upload(num_seqs, num_tokens)
-    inputs = runner._inputs(num_seqs, num_tokens, most, most)
+    inputs = runner._inputs(num_seqs, num_tokens, most, most, upload=True)
     hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
     if get_pp_group().is_last:
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)

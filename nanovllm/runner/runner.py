@@ -16,14 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.attention.base import (
-    AttentionBackend,
-    AttentionMetadata,
-    ForwardContext,
-    forward_context,
-    get_backend,
-    kv_cache_shape,
-)
+from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
@@ -44,7 +37,7 @@ from nanovllm.runner.sampling import Sampler, start_logprobs
 LOGPROB_ROWS = 256
 
 
-def graph_maker(device: torch.device, backend: AttentionBackend, enforce_eager: bool) -> Callable[[], Any] | None:
+def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:
     """What makes an empty CUDA graph; None where each step launches its kernels anew."""
     if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
         return None
@@ -69,7 +62,7 @@ class ModelRunner:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
-        self.backend = get_backend(config.attention_backend, self.device, head_dim, self.dtype, latent)
+        self.backend = get_backend(config.attention_backend, self.device, head_dim, latent)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
             self.model = load_model(
@@ -116,9 +109,7 @@ class ModelRunner:
             caches = dict(zip(self.layers, self.kv_caches, strict=True))
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
-    def _make_caches(
-        self, num_blocks: int, device: torch.device, make_cache: Callable[..., Tensor] = zeros
-    ) -> list[Tensor]:
+    def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
         """One tensor a layer of this rank; none for no blocks."""
         shape = self._cache_shape(num_blocks)
         return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
@@ -140,9 +131,9 @@ class ModelRunner:
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
         seqs = self.config.max_num_seqs
-        self._input_ids = StepBuffer((tokens,), torch.int64, self.device)
-        self._positions = StepBuffer((tokens,), torch.int64, self.device)
-        self._slot_mapping = StepBuffer((tokens,), torch.int64, self.device)
+        self._input_ids, self._positions, self._slot_mapping = (
+            StepBuffer((tokens,), torch.int64, self.device) for _ in range(3)
+        )
         self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
         self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
         self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
@@ -188,14 +179,13 @@ class ModelRunner:
         if padded := graph_size or int(schedule.empty):
             self._pad(num_seqs, padded)
             num_seqs = num_tokens = padded
-        self._upload(num_seqs, num_tokens)
+        inputs = self._inputs(num_seqs, num_tokens, int(counts.max(initial=1)), max_seq_len, upload=True)
         picks = self._picks.upload(4)
         if len(pending):
             places, sources = picks[2:, : len(pending)]
             self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
-        inputs = self._inputs(num_seqs, num_tokens, int(counts.max(initial=1)), max_seq_len)
         last_rows, due_rows = picks[:2, : len(due)]
         return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
 
@@ -209,26 +199,17 @@ class ModelRunner:
         self._seq_lens.array[first:end] = 1
         self._block_tables.array[first:end, 0] = 0
 
-    def _upload(self, num_seqs: int, num_tokens: int) -> None:
-        for buffer in (self._input_ids, self._positions, self._slot_mapping):
-            buffer.upload(num_tokens)
-        for buffer in (self._seq_lens, self._block_tables):
-            buffer.upload(num_seqs)
-        self._query_start_loc.upload(num_seqs + 1)
-
     def _inputs(
-        self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int
+        self, num_seqs: int, num_tokens: int, max_query_len: int, max_seq_len: int, upload: bool = False
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-        """Token ids, positions and metadata of a step: views of the device's buffers, as they are at this moment."""
+        """Token ids, positions and metadata of a step: views of the device's buffers. With `upload`, they are copied from the
+        host's buffers; otherwise they stay as they are."""
+        view = StepBuffer.upload if upload else StepBuffer.first
         metadata = AttentionMetadata(
-            query_start_loc=self._query_start_loc.device[: num_seqs + 1],
-            seq_lens=self._seq_lens.device[:num_seqs],
-            block_tables=self._block_tables.device[:num_seqs],
-            slot_mapping=self._slot_mapping.device[:num_tokens],
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        )
-        return self._input_ids.device[:num_tokens], self._positions.device[:num_tokens], metadata
+            view(self._query_start_loc, num_seqs + 1), view(self._seq_lens, num_seqs), view(self._block_tables, num_seqs),
+            view(self._slot_mapping, num_tokens), max_query_len, max_seq_len,
+        )  # fmt: skip
+        return view(self._input_ids, num_tokens), view(self._positions, num_tokens), metadata
 
     # ---------------------------------------------------------------- one step
 

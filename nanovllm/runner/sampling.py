@@ -55,25 +55,19 @@ class SamplingRow:
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Add logit biases and forbid early stops, in place. Other rows cost nothing."""
     vocab_size = logits.shape[1]
-    places: list[int] = []
-    biases: list[float] = []
-    forbidden: list[int] = []
+    biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
     for i, row in enumerate(rows):
-        if row.params.logit_bias:
-            places += [i * vocab_size + token for token in row.params.logit_bias]
-            biases += row.params.logit_bias.values()
+        for token, bias in (row.params.logit_bias or {}).items():
+            biases[i * vocab_size + token] = bias
         if row.num_output_tokens < row.params.min_tokens:
             # Some checkpoints have an end-of-sequence id outside of the vocabulary, such as -1.
             stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
             # If a request forbids every token, its min_tokens is ignored.
             if len(stops) < vocab_size:
-                forbidden += [i * vocab_size + token for token in stops]
-    if places:
-        bias = upload(biases, logits.dtype, logits.device)
-        logits.put_(upload(places, torch.int64, logits.device), bias, accumulate=True)
-    if forbidden:
-        where = upload(forbidden, torch.int64, logits.device)
-        logits.put_(where, torch.full_like(where, float("-inf"), dtype=logits.dtype))
+                biases |= dict.fromkeys((i * vocab_size + token for token in stops), float("-inf"))
+    if biases:
+        added = upload(list(biases.values()), logits.dtype, logits.device)
+        logits.put_(upload(list(biases), torch.int64, logits.device), added, accumulate=True)
 
 
 def moderate(factor: float) -> float:
@@ -97,9 +91,8 @@ def occurrences(
     lengths = [len(text) for text in texts.values()]
     starts = np.array(list(texts)) * logits.shape[1]
     places = np.concatenate(list(texts.values())) + starts.repeat(lengths)
-    repeated = [np.array(option, dtype=np.float32).repeat(lengths) for option in options]
-    numbers = [upload(option, torch.float32, logits.device) for option in repeated]
-    return [upload(places, torch.int64, logits.device), *numbers]
+    repeated = (np.array(option, dtype=np.float32).repeat(lengths) for option in options)
+    return [upload(places, torch.int64, logits.device), *(upload(r, torch.float32, logits.device) for r in repeated)]
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -93,7 +93,7 @@ def parameters(small: Cases, others: Cases) -> Any:
 
 @pytest.fixture(autouse=True)
 def refuse_without_triton() -> None:
-    if obstacle := why_no_triton(DEVICE, 64, torch.float32):
+    if obstacle := why_no_triton(DEVICE, 64):
         pytest.skip(obstacle)
 
 

@@ -79,7 +79,7 @@ def make_setting(folder: str, backend: str = "torch", dtype: torch.dtype = torch
     shape = kv_cache_shape(NUM_BLOCKS, num_kv_heads_of_rank(config.num_kv_heads, ranks), BLOCK_SIZE, config.head_dim)
     caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
     table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).to(torch.int32)
-    return Setting(model, get_backend(backend, CPU, config.head_dim, dtype), caches, table)
+    return Setting(model, get_backend(backend, CPU, config.head_dim), caches, table)
 
 
 @pytest.fixture(scope="module")

@@ -69,10 +69,9 @@ class Rows:
     def _pad(self, first: int, end: int) -> None:
         self.noted.append(("padding", first, end))
 
-    def _upload(self, num_seqs: int, num_tokens: int) -> None:
-        self.noted.append(("upload", num_seqs, num_tokens))
-
-    def _inputs(self, num_seqs: int, *others: int) -> tuple[int]:
+    def _inputs(self, num_seqs: int, num_tokens: int, *longest: int, upload: bool = False) -> tuple[int]:
+        if upload:
+            self.noted.append(("upload", num_seqs, num_tokens))
         return (num_seqs,)
 
     def _run_model(self, size: int, received: None) -> Tensor:

@@ -29,9 +29,9 @@ class Noted(TritonBackend):
 
     seen: set[Any]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any, *rest: Any, rotary: Any = None, soft_cap: float = 0.0) -> Tensor:  # fmt: skip
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any, scale: float, rotary: Any = None, **options: Any) -> Tensor:  # fmt: skip
         def launch() -> Tensor:
-            return super(Noted, self).forward(q, k, v, kv_cache, metadata, *rest, soft_cap=soft_cap, rotary=rotary)
+            return super(Noted, self).forward(q, k, v, kv_cache, metadata, scale, rotary=rotary, **options)
 
         for recorded in record_launches(launch):
             source, options = specialise(recorded, TARGETS["sm_90"])
@@ -39,7 +39,7 @@ class Noted(TritonBackend):
         if not metadata.seq_lens.all():
             return torch.zeros_like(q)  # padding
         q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
-        return TorchBackend().forward(q, k, v, kv_cache, metadata, *rest, soft_cap=soft_cap)
+        return TorchBackend().forward(q, k, v, kv_cache, metadata, scale, **options)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2"])

@@ -11,12 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.latent_kernels import (
-    TritonLatentBackend,
-    choose_latent_splits,
-    choose_latent_tiles,
-    decode_latent,
-)
+from nanovllm.attention.latent_kernels import TritonLatentBackend, choose_latent_splits, choose_latent_tiles
 from nanovllm.attention.triton import MAX_SPLITS, Hardware
 from nanovllm.lab.cases import LatentCase, latent_case
 from tests.examples import examples
@@ -124,7 +119,7 @@ def test_offsets_need_more_than_31_bits() -> None:
     small = cache[-3:].clone()
     q, lengths = torch.randn(1, 2, width).bfloat16(), torch.tensor([40], dtype=torch.int32)
     high, low = (torch.tensor([[first, first + 1, first + 2]], dtype=torch.int32) for first in (blocks - 3, 0))
-    out = [decode_latent(q, *where, lengths, 512, 0.1, SMALL) for where in ((cache, high), (small, low))]
+    out = [TritonLatentBackend(SMALL).decode(q, *where, lengths, 512, 0.1) for where in ((cache, high), (small, low))]
     assert torch.equal(*out) and out[0].abs().max() > 0
 
 

@@ -196,20 +196,20 @@ def test_fallback_for_what_no_kernel_covers(case: str) -> None:
 
 def test_who_serves_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     choose, gpu = ops._kernels.__wrapped__, torch.device("cuda")
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim, dtype: None)
+    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: None)
     functions = {name: value for name, value in vars(ops).items() if inspect.isfunction(value)}
     operators = {name for name, value in functions.items() if value.__module__ == ops.__name__}
     operators -= {"embedding"}  # plain torch on every device
     assert choose(gpu) is ours and len(operators) == 10
     assert all(callable(getattr(module, name)) for module in (ours, native, reference) for name in operators)
     assert choose(torch.device("cpu")) is not ours and choose(torch.device("meta")) is reference
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim, dtype: "the GPU is of glass")
+    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: "the GPU is of glass")
     assert choose(gpu) is reference and "the GPU is of glass" in caplog.text
 
 
 def test_without_cpu_kernels_a_gpu_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_NATIVE", "0")
     monkeypatch.setattr(native, "_library", native._library.__wrapped__)
-    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim, dtype: None)
+    monkeypatch.setattr(ops, "why_no_triton", lambda device, head_dim: None)
     choose = ops._kernels.__wrapped__
     assert choose(torch.device("cpu")) is reference and choose(torch.device("cuda")) is ours

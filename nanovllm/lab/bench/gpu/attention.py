@@ -78,7 +78,7 @@ def _attention(num_tokens: int, pool: Pool, metadata: AttentionMetadata) -> Call
 
 
 def _device_with_triton(setting: Setting, head_dim: int) -> torch.device:
-    if obstacle := why_no_triton(setting.device, head_dim, torch.bfloat16):
+    if obstacle := why_no_triton(setting.device, head_dim):
         raise Skip(obstacle)
     return setting.device
 
@@ -119,8 +119,7 @@ def decode(setting: Setting) -> Iterator[Row]:
 def latent(setting: Setting) -> Iterator[Row]:
     """One new token for each sequence of a batch with latent attention: the kernel alone, on absorbed queries."""
     device = _device_with_triton(setting, ROPE)
-    from nanovllm.attention.latent_kernels import decode_latent
-    from nanovllm.attention.triton import Hardware
+    from nanovllm.attention.latent_kernels import TritonLatentBackend
 
     batches, contexts = ((2,), (32,)) if setting.dry_run else (BATCHES, CONTEXTS)
     wanted, width = max(batches) * max(contexts) // BLOCK_SIZE, RANK + ROPE
@@ -135,8 +134,8 @@ def latent(setting: Setting) -> Iterator[Row]:
         q = torch.randn(num_seqs, num_heads, width, device=device).to(torch.bfloat16)
         tables = order[: num_seqs * context // BLOCK_SIZE].view(num_seqs, -1)
         lengths = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-        arguments = (q, cache, tables, lengths, RANK, width**-0.5, Hardware.of(device))
-        seconds = median_seconds(functools.partial(decode_latent, *arguments), device)
+        arguments = (q, cache, tables, lengths, RANK, width**-0.5)
+        seconds = median_seconds(functools.partial(TritonLatentBackend().decode, *arguments), device)
         # Two products for each head and row: as wide as the row for the score, and as the latent for the average.
         flops = 2 * num_seqs * context * num_heads * (2 * RANK + ROPE)
         yield row | speed(setting, seconds, latent_bytes(num_seqs, context, num_heads), flops)
