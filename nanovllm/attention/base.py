@@ -89,29 +89,19 @@ def kv_cache_shape(
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)
 
 
-class LayerConnector(Protocol):
-    """What attention calls of a KV connector (lecture 31)."""
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Before attention of this layer: what this very step needs has to be there."""
-
-    def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
-        """After attention of this layer: its keys and values of this step are written."""
-
-
 @dataclass
 class ForwardContext:
     """The inputs of a forward pass beyond the model's: attention backend, caches and metadata.
 
     Attributes:
         kv_caches: by the layer's number in the model, for the layers of this rank.
-        connector: is called around each layer's attention, if KV is shared with other engines.
+        connector: if KV is shared with other engines (lecture 31), loads a layer before its attention, and saves it after.
     """
 
     backend: AttentionBackend
     kv_caches: list[Tensor] | dict[int, Tensor]
     metadata: AttentionMetadata
-    connector: LayerConnector | None = None
+    connector: Any = None
 
 
 _current: ForwardContext | None = None

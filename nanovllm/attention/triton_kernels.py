@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nanovllm.ops.triton import rotate
+from nanovllm.ops.triton import rotate, rotate_heads
 
 
 @triton.jit
@@ -40,14 +40,8 @@ def write_kv_kernel(
             cos = tl.load(angle, mask=inside).to(first.dtype).to(tl.float32)
             sin = tl.load(angle + half, mask=inside).to(first.dtype).to(tl.float32)
             first, second = rotate(first, second, cos, sin)
-            member = tl.arange(0, GROUP_P2)[:, None]
-            queries = q_ptr + token * q_stride + (head * GROUP + member) * HEAD_DIM + channel[None, :]
-            mine = (member < GROUP) & inside[None, :]
-            q_first = tl.load(queries, mask=mine)
-            q_second = tl.load(queries + half, mask=mine)
-            q_first, q_second = rotate(q_first, q_second, cos[None, :], sin[None, :])
-            tl.store(queries, q_first, mask=mine)
-            tl.store(queries + half, q_second, mask=mine)
+            queries = q_ptr + token * q_stride + head * GROUP * HEAD_DIM
+            rotate_heads(queries, HEAD_DIM, cos[None, :], sin[None, :], GROUP, GROUP_P2, HEAD_DIM // 2, HALF_P2)
         target = cache_ptr + row + channel
         tl.store(target, first, mask=inside)
         tl.store(target + half, second, mask=inside)
@@ -220,11 +214,8 @@ def combine_kernel(
         weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)
         channel = tl.arange(0, HEAD_P2)
         inside = channel < HEAD_DIM
-        partial = tl.load(
-            partial_ptr + part_row[:, None] * HEAD_DIM + channel[None, :],
-            mask=used[:, None] & inside[None, :],
-            other=0.0,
-        )
+        known = used[:, None] & inside[None, :]
+        partial = tl.load(partial_ptr + part_row[:, None] * HEAD_DIM + channel[None, :], mask=known, other=0.0)
         out = tl.sum(partial * weight[:, None], 0)
         target = out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + channel
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)

@@ -53,32 +53,13 @@ def latent_rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
     scaling = config.rope_scaling
     if scaling["rope_type"] != "yarn":
         return rotary_table(config, max_positions)
-    positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, yarn_frequencies(config))
     scale, factor = scaling.get("attention_factor"), scaling["factor"]
     if scale is None:
         # DeepSeek applies the part for all channels to the scores; the rotated channels get the rest.
         mscale, all_dim = scaling.get("mscale") or 0.0, scaling.get("mscale_all_dim") or 0.0
         both = mscale > 0 and all_dim > 0
         scale = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor, 1.0)
-    return torch.cat([angles.cos(), angles.sin()], dim=1) * scale
-
-
-class LatentUpProjection(ColumnParallelLinear):
-    """For each head of this rank, the matrix that makes its key and its value from a latent. Attention multiplies with
-    parts of it, so its weight must not be packed."""
-
-    packable = False
-
-    def __init__(self, config: ModelConfig) -> None:
-        head_rows = config.qk_nope_head_dim + config.v_head_dim
-        super().__init__(config.kv_lora_rank, config.num_heads * head_rows)
-        self.head_rows = head_rows
-
-    @property
-    def heads(self) -> Tensor:
-        """`[num_heads, nope + v, rank]`."""
-        return self.weight.view(-1, self.head_rows, self.weight.shape[1])
+    return rotary_table(config, max_positions, yarn_frequencies(config)) * scale
 
 
 class LatentAttention(nn.Module):
@@ -104,7 +85,10 @@ class LatentAttention(nn.Module):
             self.q_proj = ColumnParallelLinear(hidden, width)
         self.kv_a_proj_with_mqa = Linear(hidden, config.latent_width, bias)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, LATENT_EPS)
-        self.kv_b_proj = LatentUpProjection(config)
+        # For each head, the matrix that makes its key and its value from a latent. Attention multiplies with parts of it.
+        self.head_rows = self.nope + config.v_head_dim
+        self.kv_b_proj = ColumnParallelLinear(self.rank, config.num_heads * self.head_rows)
+        self.kv_b_proj.packable = False
         self.o_proj = RowParallelLinear(config.num_heads * config.v_head_dim, hidden, bias)
         self.compresses_queries = config.q_lora_rank > 0
 
@@ -117,7 +101,8 @@ class LatentAttention(nn.Module):
         q_rope, k_rope = ops.apply_rope(q_rope, k_rope, rotary.positions, rotary.cos_sin)
         q[:, :, self.nope :], latent[:, self.rank :] = q_rope, k_rope[:, 0]
         latent[:, : self.rank] = self.kv_a_layernorm(latent[:, : self.rank])
-        return self.o_proj(attend(q, latent, self.kv_b_proj.heads, self.layer, self.scale).flatten(1))
+        up = self.kv_b_proj.weight.view(-1, self.head_rows, self.rank)
+        return self.o_proj(attend(q, latent, up, self.layer, self.scale).flatten(1))
 
     def _in_halves(self, x: Tensor) -> Tensor:
         """A copy with the first channels of all pairs before the second ones, as `ops.apply_rope` expects. q·k does not

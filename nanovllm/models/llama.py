@@ -46,11 +46,12 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     return frequencies
 
 
-def rotary_table(config: ModelConfig, max_positions: int) -> Tensor:
-    """`[max_positions, head_dim]` float32 on the CPU: cosines in the first half, sines in the second."""
+def rotary_table(config: ModelConfig, max_positions: int, frequencies: Tensor | None = None) -> Tensor:
+    """`[max_positions, head_dim]` float32 on the CPU: cosines in the first half, sines in the second. The angles per position are
+    `rotary_frequencies` by default."""
     # On the CPU even if the model is built on the meta device, for whose `arange` torch imports modules for a second.
     positions = torch.arange(max_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, rotary_frequencies(config))
+    angles = torch.outer(positions, rotary_frequencies(config) if frequencies is None else frequencies)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 

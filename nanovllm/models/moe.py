@@ -6,6 +6,7 @@ Built by notebooks/24_expert_parallel.ipynb: edit it there, then run `python -m 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -108,21 +109,12 @@ class Experts(nn.Module):
         pairs[order] = answers
         return pairs.view(num_tokens, top_k, x.shape[1]).sum(1).to(x.dtype)
 
-    def place(self, slot: int | None, matrix: str) -> Place:
-        """Where a matrix of one expert belongs.
-
-        Args:
-            slot: number on this rank; None if the expert is on another rank.
-            matrix: "gate", "up" or "down".
-        """
-        hidden, width = self.w2.shape[1:]
+    def place(self, slot: int, matrix: str) -> Place:
+        """Where the "gate", "up" or "down" matrix of the expert in a slot belongs."""
         if matrix == "down":
-            target = self.w2[slot] if slot is not None else self.w2[0, :0]
-            return Place(target, (slice(0, len(target)), self.shard.rows), (hidden, self.shard.total))
-        half = slice(0, width) if matrix == "gate" else slice(width, 2 * width)
-        target = self.w13[slot, half] if slot is not None else self.w13[0, :0]
-        rows = self.shard.rows if slot is not None else slice(0, 0)
-        return Place(target, (rows, slice(0, hidden)), (self.shard.total, hidden))
+            hidden = self.w2.shape[1]
+            return Place(self.w2[slot], (slice(0, hidden), self.shard.rows), (hidden, self.shard.total))
+        return self.shard.place(self.w13[slot], self.shard.size if matrix == "up" else 0)
 
     def pack(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest, see `ops.pack_weight`."""
@@ -200,11 +192,14 @@ class MoE(Layer):
         return [self.experts.w13.data, self.experts.w2.data]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
-        """Where the "gate", "up" or "down" matrix of a logical expert belongs."""
+        """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it is on another rank."""
         if self.dispatcher is None:
             return self.experts.place(expert, matrix)
         slots = self.dispatcher.placement.slots[self.dispatcher.group.rank_in_group]
-        return self.experts.place(slots.index(expert) if expert in slots else None, matrix)
+        if expert in slots:
+            return self.experts.place(slots.index(expert), matrix)
+        place = self.experts.place(0, matrix)
+        return replace(place, target=place.target[:0], source=(slice(0, 0), *place.source[1:]))
 
     def places(self, path: str) -> Iterator[tuple[str, Place]]:
         """See `Layer.places`. Shared experts are stored as one wide MLP, of which each slot takes an expert's channels."""

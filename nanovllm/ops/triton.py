@@ -111,7 +111,7 @@ def rotate(first, second, cos, sin):
 
 
 @triton.jit
-def _rotate_heads(
+def rotate_heads(
     heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, HALF: tl.constexpr,
     HALF_P2: tl.constexpr,
 ):  # fmt: skip
@@ -143,8 +143,8 @@ def apply_rope_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
     sin = tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
-    _rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
-    _rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
+    rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
+    rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

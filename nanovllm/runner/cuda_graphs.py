@@ -77,7 +77,6 @@ class DecodeGraphs:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        assert runner.make_graph is not None
         self.sizes = ladder(min(runner.config.max_num_seqs, runner.config.token_budget))
         self._make_graph, self._pool = runner.make_graph, None
         self._graphs: dict[int, Any] = {}

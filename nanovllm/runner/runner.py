@@ -76,12 +76,13 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         moe = model_config.moe
         eager = config.enforce_eager or (moe is not None and moe.enable_expert_parallel)
-        self.make_graph = graph_maker(self.device, self.backend, eager)
+        self.make_graph: Any = graph_maker(self.device, self.backend, eager)
         self.connector = KVConnectorWorker(config)
         self.balancer = None  # moves experts between ranks (lecture 26)
         if config.enable_eplb:
-            load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")
-            self.balancer = load_balancer(self.model, config.eplb_config or "{}")
+            self.balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")(
+                self.model, config.eplb_config or "{}"
+            )
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.

@@ -223,7 +223,7 @@ def forward_on_a_rank(
     get_tp_group().calls.clear()
     with torch.inference_mode(), forward_context(ForwardContext(TorchLatentBackend(), caches, metadata)):
         logits = model.compute_logits(model(torch.tensor(tokens), torch.arange(len(tokens))))
-    up = model.model.layers[0].self_attn.kv_b_proj.heads
+    up = model.model.layers[0].self_attn.kv_b_proj.weight
     return logits, caches[-1], tuple(up.shape), dict(get_tp_group().calls)
 
 
@@ -238,7 +238,7 @@ def test_ranks_share_heads_and_repeat_the_cache(variant: str, tp: int, tmp_path)
     for logits, cache, up_shape, calls in results:
         torch.testing.assert_close(logits, expected, atol=2e-3, rtol=1e-4)
         assert torch.equal(cache, results[0][1])  # bit for bit
-        assert up_shape == (4 // tp, 28, 32)
+        assert up_shape == (4 // tp * 28, 32)
         # Two a layer, one for the embedding: attention's latent costs none.
         assert calls == {"all_reduce": 7, "all_gather": 1}
 
