@@ -25,6 +25,12 @@ _DEEPSEEK: dict[str, Any] = {
     "latent": True,
     "rope_types": ("default", "yarn"),
 }
+_V3_ROUTING = {
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 _MIXTRAL: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.moe:MoEForCausalLM",
@@ -35,7 +41,7 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
     "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
-    "MixtralForCausalLM": _MIXTRAL,
+    "MixtralForCausalLM": _MIXTRAL | {"defaults": {"norm_topk_prob": True}},
     "Qwen3MoeForCausalLM": _MIXTRAL | {"qk_norm": True},
     "Gemma2ForCausalLM": {
         "class": "nanovllm.models.gemma2:Gemma2ForCausalLM",
@@ -52,7 +58,7 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK | {"defaults": _V3_ROUTING},
 }
 
 
@@ -122,7 +128,7 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
         traits = SUPPORTED_ARCHITECTURES[architecture]
-        raw = Fields(traits.get("defaults", {}) | raw, "config.json")
+        raw = Fields(traits.get("defaults", {}) | Fields(raw, "config.json"), "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
         if raw.get("quantization_config"):

@@ -98,33 +98,19 @@ class MoEConfig:
         num_experts = next((raw[name] for name in names if raw.get(name)), None)
         if num_experts is None:
             return None
-        architecture, num_layers, top_k = raw["architectures"][0], raw["num_hidden_layers"], raw["num_experts_per_tok"]
-        if architecture == "MixtralForCausalLM":
-            return cls(num_experts, top_k, raw["intermediate_size"], (True,) * num_layers)
-        if architecture == "Qwen3MoeForCausalLM":
-            step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
-            sparse = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-            fields: dict[str, Any] = {"sparse_layers": sparse, "renormalize": bool(raw.get("norm_topk_prob", False))}
-        else:
-            fields = _deepseek(raw, architecture)
-        return cls(num_experts, top_k, raw["moe_intermediate_size"], **fields)
-
-
-def _deepseek(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437)."""
-    first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
-    newer = architecture == "DeepseekV3ForCausalLM"
-    method = raw.get("topk_method") or ("noaux_tc" if newer else "greedy")
-    check_supported("topk_method", method, ["greedy", "group_limited_greedy", "noaux_tc"])
-    grouped = method != "greedy"
-    return {
-        "sparse_layers": tuple(layer >= first and layer % every == 0 for layer in range(raw["num_hidden_layers"])),
-        "num_shared_experts": raw.get("n_shared_experts") or 0,
-        "scoring": raw.get("scoring_func") or ("sigmoid" if newer else "softmax"),
-        "renormalize": bool(raw.get("norm_topk_prob", newer)),
-        "scaling_factor": float(raw.get("routed_scaling_factor", 2.5 if newer else 1.0)),
-        "num_groups": (grouped and raw.get("n_group")) or 1,
-        "topk_group": (grouped and raw.get("topk_group")) or 1,
-        "correction_bias": method == "noaux_tc",
-        "float32_router": True,
-    }
+        first, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
+        step, dense = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers", ())
+        method = raw.get("topk_method", "greedy")
+        check_supported("topk_method", method, ["greedy", "group_limited_greedy", "noaux_tc"])
+        grouped = method != "greedy"
+        sparse_layers = tuple(
+            layer >= first and layer % every == 0 and (layer + 1) % step == 0 and layer not in dense
+            for layer in range(raw["num_hidden_layers"])
+        )
+        return cls(
+            num_experts, raw["num_experts_per_tok"], raw.get("moe_intermediate_size") or raw["intermediate_size"],
+            sparse_layers, num_shared_experts=raw.get("n_shared_experts", 0), scoring=raw.get("scoring_func", "softmax"),
+            renormalize=raw.get("norm_topk_prob", False), scaling_factor=raw.get("routed_scaling_factor", 1.0),
+            num_groups=(grouped and raw.get("n_group")) or 1, topk_group=(grouped and raw.get("topk_group")) or 1,
+            correction_bias=method == "noaux_tc", float32_router=raw["architectures"][0].startswith("Deepseek"),
+        )  # fmt: skip

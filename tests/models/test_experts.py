@@ -26,6 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from nanovllm import LLM, ops
+from nanovllm.checkpoint.files import Fields
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import groups
 from nanovllm.distributed.expert_parallel import ExpertDispatcher, ExpertPlacement
@@ -43,7 +44,7 @@ from nanovllm.distributed.load_balance import (
 from nanovllm.executor.base import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
 from nanovllm.lab.course.ranks import run_ranks
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model
 from nanovllm.models.moe import Experts, MoE, Router
 from nanovllm.models.moe_config import MoEConfig
@@ -82,6 +83,11 @@ ROUTERS: dict[str, tuple[Any, str, str, dict[str, Any]]] = {
 }
 
 
+def read_experts(raw: dict[str, Any]) -> MoEConfig | None:
+    defaults = SUPPORTED_ARCHITECTURES[raw["architectures"][0]].get("defaults", {})
+    return MoEConfig.from_dict(Fields(defaults | Fields(raw, "config.json"), "config.json"))
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 @torch.inference_mode()
 def test_router_chooses_as_transformers(name: str) -> None:
@@ -89,7 +95,7 @@ def test_router_chooses_as_transformers(name: str) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, config_class)(hidden_size=HIDDEN, num_attention_heads=4, **changes)
     raw = config.to_dict() | {"architectures": [architecture]}
-    theirs, moe = their_class(config), MoEConfig.from_dict(raw)
+    theirs, moe = their_class(config), read_experts(raw)
     assert moe is not None and moe.sparse_layers == (True,) * raw["num_hidden_layers"]
     ours = Router(moe, HIDDEN)
     theirs.weight.data.normal_()
@@ -145,19 +151,19 @@ def test_the_correction_bias_stays_float32(tmp_path: pathlib.Path) -> None:
 
 def test_configurations_of_the_hub() -> None:
     """The hub's files call the number of experts otherwise than transformers 5."""
-    qwen = MoEConfig.from_dict(
+    qwen = read_experts(
         {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 4,
          "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     )  # fmt: skip
     assert qwen == MoEConfig(128, 8, 768, (False, True, False, False))
-    v3 = MoEConfig.from_dict(
+    v3 = read_experts(
         {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256, "num_experts_per_tok": 8, "n_group": 8,
          "topk_group": 4, "num_hidden_layers": 5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "n_shared_experts": 1,
          "moe_intermediate_size": 2048, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
          "topk_method": "noaux_tc"}
     )  # fmt: skip
     assert v3 == MoEConfig(256, 8, 2048, (False, False, False, True, True), 1, "sigmoid", True, 2.5, 8, 4, True, True)
-    assert MoEConfig.from_dict({"architectures": ["LlamaForCausalLM"]}) is None
+    assert read_experts({"architectures": ["LlamaForCausalLM"]}) is None
 
 
 @pytest.mark.parametrize(
