@@ -25,12 +25,7 @@ _DEEPSEEK: dict[str, Any] = {
     "latent": True,
     "rope_types": ("default", "yarn"),
 }
-_V3_ROUTING = {
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-}
+_V3_ROUTING = dict(topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5)
 _MIXTRAL: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.moe:MoEForCausalLM",

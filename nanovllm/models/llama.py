@@ -159,7 +159,7 @@ class LlamaForCausalLM(nn.Module):
 
     embedding_class: type[VocabParallelEmbedding] = VocabParallelEmbedding
     layer_class: type[DecoderLayer] = DecoderLayer
-    rotary_table = staticmethod(rotary_table)
+    rotary_table: Any = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
         super().__init__()

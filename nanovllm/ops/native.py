@@ -113,13 +113,14 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[..., bool] | None:
 _NOTHING = torch.empty(0)  # its address is null
 
 
-def _kernel_for(name: str, *tensors: Tensor) -> Callable[..., bool] | None:
-    """The C function for these tensors; None if their dtypes differ or have no kernel, or if one needs a gradient."""
+def _kernel_for(name: str, fits: bool, *tensors: Tensor) -> Callable[..., bool] | None:
+    """The C function for these tensors; None if they do not fit, if their dtypes differ or have no kernel, or if one needs a
+    gradient."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype is not dtype:
             return None
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if not fits or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return None
     return _kernel(name, dtype)
 
@@ -143,8 +144,7 @@ def _blocks_are_dense(kv_cache: Tensor) -> bool:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     heads, width = x.ndim == 3, x.shape[-1]
     fits = weight.numel() == width and (x.is_contiguous() or (heads and _heads_are_dense(x)))
-    kernel = _kernel_for("rms_norm", x, weight)
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("rms_norm", fits, x, weight)) is None:
         return reference.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     groups, stride = (x.shape[1], x.stride(0)) if heads else (1, width)
@@ -155,8 +155,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     width = x.shape[-1]
     fits = residual.shape == x.shape and weight.numel() == width and x.is_contiguous() and residual.is_contiguous()
-    kernel = _kernel_for("add_rms_norm", x, residual, weight)
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("add_rms_norm", fits, x, residual, weight)) is None:
         return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
     _call(kernel, (x, residual, weight, out), x.numel() // width, width, eps)
@@ -169,8 +168,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
     fits = positions.dtype == torch.int64 and cos_sin.dtype == torch.float32 and cos_sin.is_contiguous()
     fits = fits and rotated == head_dim and positions.numel() == tokens and _heads_are_dense(q)
     fits = fits and k.shape == (tokens, num_kv_heads, head_dim) and _heads_are_dense(k)
-    kernel = _kernel_for("apply_rope", q, k)
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("apply_rope", fits, q, k)) is None:
         return reference.apply_rope(q, k, positions, cos_sin)
     sizes = tokens, num_heads, num_kv_heads, head_dim, q.stride(0), k.stride(0), num_positions
     if not _call(kernel, (q, k, positions.contiguous(), cos_sin), *sizes):
@@ -183,8 +181,7 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     tokens = slot_mapping.numel()
     fits = k.shape == v.shape == (tokens, num_kv_heads, head_dim) and slot_mapping.dtype == torch.int64
     fits = fits and _heads_are_dense(k) and _heads_are_dense(v) and _blocks_are_dense(kv_cache)
-    kernel = _kernel_for("write_kv_cache", k, v, kv_cache)
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("write_kv_cache", fits, k, v, kv_cache)) is None:
         return reference.write_kv_cache(k, v, kv_cache, slot_mapping)
     sizes = tokens, num_kv_heads, head_dim, num_blocks, block_size, k.stride(0), v.stride(0), kv_cache.stride(0)
     if not _call(kernel, (k, v, kv_cache, slot_mapping.contiguous()), *sizes):
@@ -192,8 +189,7 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    kernel = _kernel_for("silu_and_mul", x)
-    if kernel is None or not x.is_contiguous():
+    if (kernel := _kernel_for("silu_and_mul", x.is_contiguous(), x)) is None:
         return reference.silu_and_mul(x)
     tokens, width = x.shape
     out = x.new_empty(tokens, width // 2)
@@ -232,8 +228,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     fits = fits and (packed or (tokens <= MAX_LINEAR_TOKENS and inner % LINEAR_ALIGNMENT == 0))
     if bias is not None:
         fits = fits and bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs
-    kernel = _kernel_for("linear_packed" if packed else "linear", x, weight)
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("linear_packed" if packed else "linear", fits, x, weight)) is None:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
     _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
@@ -260,9 +255,8 @@ def paged_attention(
     fits = q_head_dim == head_dim and head_dim % HEAD_ALIGNMENT == 0 and num_heads % num_kv_heads == 0
     fits = fits and _heads_are_dense(q) and _blocks_are_dense(kv_cache) and block_tables.stride(1) == 1
     fits = fits and block_tables.dtype == seq_lens.dtype == query_start_loc.dtype == torch.int32
-    kernel = _kernel_for("paged_attention", q, kv_cache)
     options = scale, sliding_window, soft_cap
-    if kernel is None or not fits:
+    if (kernel := _kernel_for("paged_attention", fits, q, kv_cache)) is None:
         return reference.paged_attention(q, kv_cache, block_tables, seq_lens, query_start_loc, *options)
     out = torch.empty_like(q)
     tensors = q, kv_cache, out, block_tables, seq_lens.contiguous(), query_start_loc.contiguous()

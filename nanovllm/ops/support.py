@@ -30,19 +30,14 @@ def why_no_triton(device: torch.device, head_dim: int) -> str | None:
         return "the package 'triton' is not installed (there is none for macOS and Windows)"
     if device.type == "cpu" and not is_interpreted():
         return "it needs a GPU (to run it in Triton's interpreter, set TRITON_INTERPRET=1)"
-    if device.type == "cuda" and (obstacle := _why_not_on(device)) is not None:
-        return obstacle
+    if device.type == "cuda":
+        if is_interpreted():
+            return "TRITON_INTERPRET=1 is for machines without a GPU; unset it"
+        if torch.version.cuda and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+            major, minor = torch.cuda.get_device_capability(device)
+            return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
+        if not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name):
+            return "it compiles a launcher with a C compiler, and there is none (install gcc, or set CC)"
     if head_dim > LARGEST_HEAD:
         return f"heads of {head_dim} channels do not fit into a tile; {LARGEST_HEAD} is the most"
-    return None
-
-
-def _why_not_on(device: torch.device) -> str | None:
-    if is_interpreted():
-        return "TRITON_INTERPRET=1 is for machines without a GPU; unset it"
-    if torch.version.cuda and torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"the GPU has compute capability {major}.{minor}, and 8.0 (Ampere) is the least"
-    if not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang", "cc") if name):
-        return "it compiles a launcher with a C compiler, and there is none (install gcc, or set CC)"
     return None
