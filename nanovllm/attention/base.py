@@ -81,9 +81,7 @@ class AttentionBackend(Protocol):
         """
 
 
-def kv_cache_shape(
-    num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int
-) -> tuple[int, int, int, int, int]:
+def kv_cache_shape(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[int, ...]:
     """Shape of one layer's cache. A block's keys and values are contiguous, so that it moves as one piece. Within a
     block, each head's rows are contiguous, so that a kernel that serves one head reads them in one stream."""
     return (num_blocks, 2, num_kv_heads, block_size, head_dim)

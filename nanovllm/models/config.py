@@ -128,9 +128,7 @@ class ModelConfig:
         files.check_supported(key, raw.get(key, activation), [activation])
         if raw.get("quantization_config"):
             method = raw["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedModelError(
-                f"quantized checkpoints ({method}) are not supported yet; use one in bfloat16 or float16"
-            )
+            raise UnsupportedModelError(f"quantized checkpoints ({method}) are not supported; use one in bfloat16")
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
@@ -182,9 +180,7 @@ class ModelConfig:
     @property
     def kv_elements_per_token(self) -> int:
         """Numbers that the KV cache stores for one token, over all layers."""
-        if self.kv_lora_rank:
-            return self.num_layers * self.latent_width
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return self.num_layers * (self.latent_width if self.kv_lora_rank else 2 * self.num_kv_heads * self.head_dim)
 
     @property
     def latent_width(self) -> int:

@@ -32,15 +32,11 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
         ModelFileError: the index is damaged.
     """
     index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = shard_names(index)
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise CheckpointError(f"{index}: the folder lacks {', '.join(missing)}; download the model again")
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in shard_names(index)] if index.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} has no *.safetensors file; convert the checkpoint to safetensors first")
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CheckpointError(f"{index}: the folder lacks {', '.join(missing)}; download the model again")
     return files
 
 

@@ -52,9 +52,7 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         if self.num_experts * sum(self.sparse_layers) > MOST_EXPERTS:
-            raise ValueError(
-                f"{self.num_experts} experts per layer are too many: {MOST_EXPERTS} in all layers is the most"
-            )
+            raise ValueError(f"{self.num_experts} experts per layer are too many: {MOST_EXPERTS} in all is the most")
         check_supported("scoring_func", self.scoring, ["softmax", "sigmoid"])
         if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
             raise ValueError(

@@ -61,8 +61,7 @@ class RequestRows:
             self.params[request_id] = scheduled.sampling_params
             self.num_known[row] = self.num_blocks[row] = 0
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
-        else:
-            row = self.row_of[request_id]
+        row = self.row_of[request_id]
         start, first = int(self.num_known[row]), int(self.num_blocks[row])
         known = start + len(new_tokens)
         if scheduled.start + scheduled.num_tokens > known + scheduled.last_is_pending:

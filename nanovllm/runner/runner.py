@@ -57,9 +57,7 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        self.config = config
-        self.model_config = model_config
-        self.device = choose_device(config.device)
+        self.config, self.model_config, self.device = config, model_config, choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
         self.backend = get_backend(config.attention_backend, self.device, head_dim, latent)
@@ -132,12 +130,10 @@ class ModelRunner:
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
         seqs = self.config.max_num_seqs
-        self._input_ids, self._positions, self._slot_mapping = (
-            StepBuffer((tokens,), torch.int64, self.device) for _ in range(3)
-        )
-        self._query_start_loc = StepBuffer((seqs + 1,), torch.int32, self.device)
-        self._seq_lens = StepBuffer((seqs,), torch.int32, self.device)
-        self._block_tables = StepBuffer((seqs, max_blocks), torch.int32, self.device)
+        buffer = partial(StepBuffer, device=self.device)
+        self._input_ids, self._positions, self._slot_mapping = (buffer((tokens,), torch.int64) for _ in range(3))
+        shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
+        self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
         self._picks = StepBuffer((4, seqs), torch.int64, self.device)  # see `prepare_inputs`
@@ -163,9 +159,8 @@ class ModelRunner:
 
         due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
-        graph_size = 0
-        if self.graphs is not None and 0 < num_tokens == num_seqs:  # one token of each
-            graph_size = self.graphs.size_for(num_seqs)
+        decodes = self.graphs is not None and 0 < num_tokens == num_seqs  # one token of each
+        graph_size = self.graphs.size_for(num_seqs) if decodes else 0
 
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the GPU may not have fetched the last step's numbers yet

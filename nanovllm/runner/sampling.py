@@ -215,11 +215,8 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     Each of the three becomes a threshold on the logit: all logits from the threshold up stay, ties included. So
     the result does not depend on the order in which equal logits are sorted.
     """
-    for name, off, threshold_of in (
-        ("top_k", 0, top_k_threshold),
-        ("top_p", 1, nucleus_threshold),
-        ("min_p", 0, min_p_threshold),
-    ):
+    options = ("top_k", 0, top_k_threshold), ("top_p", 1, nucleus_threshold), ("min_p", 0, min_p_threshold)
+    for name, off, threshold_of in options:
         asking = [i for i, row in enumerate(rows) if getattr(row.params, name) != off]
         if not asking:
             continue
@@ -300,10 +297,8 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
 
     def wait() -> list[TokenLogprobs]:
         ids, values, places, *top = arrive()
-        entries = [
-            TokenLogprobs([int(token)], [value], int(rank))
-            for token, value, rank in zip(ids, values, places, strict=True)
-        ]
+        rows = zip(ids, values, places, strict=True)
+        entries = [TokenLogprobs([int(token)], [value], int(rank)) for token, value, rank in rows]
         for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
             width = len(top_ids) // len(same)
             for place, i in enumerate(same):
