@@ -71,15 +71,12 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
         if name is None:
             continue
         if name not in places:
-            raise CheckpointError(
-                f"this {model.config.architecture} has no place for {name_in_file!r}; "
-                "do config.json and the weights belong together?"
-            )
+            found = f"this {model.config.architecture} has no place for {name_in_file!r}"
+            raise CheckpointError(f"{found}; do config.json and the weights belong together?")
         for place in places.pop(name):
             if place.shape != tuple(tensor.shape):
-                raise CheckpointError(
-                    f"{name_in_file} has shape {list(tensor.shape)}, the configuration says {list(place.shape)}"
-                )
+                shapes = f"{list(tensor.shape)}, the configuration says {list(place.shape)}"
+                raise CheckpointError(f"{name_in_file} has shape {shapes}")
             place.target.copy_(tensor[place.source])  # reads only this slice of the mapped file
     if places:
         first, more = ", ".join(list(places)[:5]), f" and {len(places) - 5} more" if len(places) > 5 else ""

@@ -55,10 +55,8 @@ class MoEConfig:
             raise ValueError(f"{self.num_experts} experts per layer are too many: {MOST_EXPERTS} in all is the most")
         check_supported("scoring_func", self.scoring, ["softmax", "sigmoid"])
         if self.num_experts % self.num_groups or not 1 <= self.topk_group <= self.num_groups:
-            raise ValueError(
-                f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}: "
-                "groups must be equal, and topk_group at most their number"
-            )
+            found = f"{self.num_experts} experts in n_group={self.num_groups} groups with topk_group={self.topk_group}"
+            raise ValueError(f"{found}: groups must be equal, and topk_group at most their number")
         if self.shared_as_routed and not self.num_shared_experts:
             raise ValueError("shared_as_routed: this model has no shared experts; leave it out")
         allowed = self.num_experts // self.num_groups * self.topk_group

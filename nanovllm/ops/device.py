@@ -35,17 +35,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     Raises:
         ValueError: bfloat16 on a GPU that cannot multiply it.
     """
-    if name == "bfloat16" and device.type == "cuda" and torch.version.cuda:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major < 8:
-            raise ValueError(
-                f"the GPU has compute capability {major}.{minor}, and bfloat16 needs 8.0 (Ampere): use --dtype half"
-            )
+    # Older GPUs can emulate bfloat16, which costs more than it saves.
+    native = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if name == "bfloat16" and not native:
+        raise ValueError("this GPU cannot multiply bfloat16, which needs compute capability 8.0: use --dtype half")
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
-        # Older GPUs can emulate bfloat16, which costs more than it saves.
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if native else torch.float16
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", lambda: {})()
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32

@@ -16,6 +16,7 @@ from nanovllm.data.request import BlockCopies
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ScheduledRequest
 from nanovllm.kv.block_pool import InvariantError
+from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import SamplingRow
 
 
@@ -52,8 +53,7 @@ class RequestRows:
         Raises:
             InvariantError: it is admitted twice, or tokens that it builds on never came.
         """
-        request_id = scheduled.request_id
-        new_tokens, blocks = scheduled.new_token_ids, scheduled.new_block_ids
+        request_id, new_tokens, blocks = scheduled.request_id, scheduled.new_token_ids, scheduled.new_block_ids
         if scheduled.sampling_params is not None:
             if request_id in self.row_of:
                 raise InvariantError(f"{request_id} is admitted, and was not removed before")
@@ -80,10 +80,8 @@ def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor])
     """Copy whole blocks between device and host memory, in the caches of all layers."""
     if not copies:
         return
-    from_blocks, to_blocks = (
-        torch.tensor(ids, pin_memory=caches[0].is_cuda).to(caches[0].device, non_blocking=True)
-        for ids, caches in zip(zip(*copies, strict=True), (source, target), strict=True)
-    )
+    places = zip(zip(*copies, strict=True), (source, target), strict=True)
+    from_blocks, to_blocks = (upload(ids, torch.int64, caches[0].device) for ids, caches in places)
     for source_cache, target_cache in zip(source, target, strict=True):
         target_cache[to_blocks] = source_cache[from_blocks].to(target_cache.device)
 

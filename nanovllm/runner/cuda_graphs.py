@@ -129,10 +129,9 @@ def warm_up(runner: ModelRunner) -> None:
     """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
     only."""
     config, start = runner.config, time.perf_counter()
-    most, num_heads = min(config.max_num_seqs, config.token_budget), runner.model_config.num_heads
-    kinds = runner.backend.step_kinds(  # type: ignore[attr-defined]
-        num_heads // get_tp_group().world_size, runner.kv_caches[0], most, config.token_budget
-    )
+    most, tp = min(config.max_num_seqs, config.token_budget), get_tp_group().world_size
+    num_heads = runner.model_config.num_heads // tp
+    kinds = runner.backend.step_kinds(num_heads, runner.kv_caches[0], most, config.token_budget)
     runner._pad(0, most)
     runner._inputs(most, most, 1, 1, upload=True)
     for num_seqs, max_query_len, max_seq_len in kinds:

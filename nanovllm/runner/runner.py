@@ -60,7 +60,7 @@ class ModelRunner:
         self.config, self.model_config, self.device = config, model_config, choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
-        self.backend = get_backend(config.attention_backend, self.device, head_dim, latent)
+        self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
             self.model = load_model(
