@@ -234,9 +234,8 @@ class TorchLatentBackend:
         if tokens:
             row, seq, length = torch.tensor(tokens, dtype=torch.int32).to(q.device).unbind(1)
             where = metadata.block_tables[seq], length.contiguous()
-            out[row] = unabsorb(
-                self.decode(absorb(q[row], up, shape.rope), kv_cache, *where, shape.rank, scale), up, shape.v
-            )
+            averages = self.decode(absorb(q[row], up, shape.rope), kv_cache, *where, shape.rank, scale)
+            out[row] = unabsorb(averages, up, shape.v)
         return out
 
     def decode(

@@ -96,12 +96,10 @@ def _attend(
             values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
             # "ieee" keeps float32 exact; 16-bit products are exact in any case.
             if ROPE:
-                rope_channel = tl.arange(0, q_rope.shape[1])
-                rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rope_channel)[:, None]
+                rotated = tl.arange(0, q_rope.shape[1])
+                rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rotated)[:, None]
                 v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                k_rope = _load(
-                    rope_keys, exists[None, :], rope_channel[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE
-                )
+                k_rope = _load(rope_keys, exists[None, :], rotated[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE)
                 scores = tl.dot(q, tl.trans(v), input_precision="ieee")
                 scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
             else:

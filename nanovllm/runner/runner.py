@@ -78,9 +78,8 @@ class ModelRunner:
         self.connector = KVConnectorWorker(config)
         self.balancer = None  # moves experts between ranks (lecture 26)
         if config.enable_eplb:
-            self.balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")(
-                self.model, config.eplb_config or "{}"
-            )
+            load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")
+            self.balancer = load_balancer(self.model, config.eplb_config or "{}")
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
