@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Architecture in config.json -> how it differs from Llama. "defaults" are keys that the file may leave out; "class" is the
-# model's class, and "moe" a reader of its experts: parts of the package that are loaded when a checkpoint needs them.
+# Architecture in config.json -> how it differs from Llama. "defaults" are keys that the file may leave out, and "routing" keys
+# that may be null, too; "class" is the model's class, and "moe" a reader of its experts: parts of the package that are loaded
+# when a checkpoint needs them.
 _DEEPSEEK: dict[str, Any] = {
     "moe": "nanovllm.models.moe_config:MoEConfig",
     "class": "nanovllm.models.deepseek:DeepseekForCausalLM",
@@ -36,7 +37,7 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": True},
     "Qwen2ForCausalLM": {"qkv_bias": True, "sliding_window": True},
     "Qwen3ForCausalLM": {"qk_norm": True, "sliding_window": True},
-    "MixtralForCausalLM": _MIXTRAL | {"defaults": {"norm_topk_prob": True}},
+    "MixtralForCausalLM": _MIXTRAL | {"routing": {"norm_topk_prob": True}},
     "Qwen3MoeForCausalLM": _MIXTRAL | {"qk_norm": True},
     "Gemma2ForCausalLM": {
         "class": "nanovllm.models.gemma2:Gemma2ForCausalLM",
@@ -53,7 +54,7 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
         },
     },
     "DeepseekV2ForCausalLM": _DEEPSEEK,
-    "DeepseekV3ForCausalLM": _DEEPSEEK | {"defaults": _V3_ROUTING},
+    "DeepseekV3ForCausalLM": _DEEPSEEK | {"routing": _V3_ROUTING},
 }
 
 
@@ -123,7 +124,8 @@ class ModelConfig:
         architecture = (raw.get("architectures") or ["none"])[0]
         files.check_supported("architecture", architecture, SUPPORTED_ARCHITECTURES)
         traits = SUPPORTED_ARCHITECTURES[architecture]
-        raw = Fields(traits.get("defaults", {}) | Fields(raw, "config.json"), "config.json")
+        raw = Fields(traits.get("defaults", {}) | raw, "config.json")
+        raw = Fields(traits.get("routing", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
         if raw.get("quantization_config"):

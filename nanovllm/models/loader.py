@@ -33,7 +33,7 @@ def checkpoint_files(folder: pathlib.Path) -> list[pathlib.Path]:
     """
     index = folder / "model.safetensors.index.json"
     files = [folder / name for name in shard_names(index)] if index.exists() else sorted(folder.glob("*.safetensors"))
-    if not files:
+    if not files and not index.exists():
         raise CheckpointError(f"{folder} has no *.safetensors file; convert the checkpoint to safetensors first")
     if missing := [file.name for file in files if not file.exists()]:
         raise CheckpointError(f"{index}: the folder lacks {', '.join(missing)}; download the model again")

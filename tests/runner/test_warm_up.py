@@ -34,8 +34,8 @@ class Noted(TritonBackend):
             return super(Noted, self).forward(q, k, v, kv_cache, metadata, scale, rotary=rotary, **options)
 
         for recorded in record_launches(launch):
-            source, options = specialise(recorded, TARGETS["sm_90"])
-            self.seen.add((recorded.function.__name__, source.hash(), options.hash()))
+            source, choices = specialise(recorded, TARGETS["sm_90"])
+            self.seen.add((recorded.function.__name__, source.hash(), choices.hash()))
         if not metadata.seq_lens.all():
             return torch.zeros_like(q)  # padding
         q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
