@@ -22,7 +22,7 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import IDLE_SECONDS, KVConnectorScheduler, patience
+from nanovllm.kv.connector import IDLE_SECONDS, PATIENT_SECONDS, KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.trace_settings import trace_settings
@@ -223,7 +223,7 @@ class EngineCore:
         """How long an idle engine may sleep if nothing arrives; None: without limit."""
         if not self.has_work:
             return self.connector.idle_seconds
-        return patience(self._num_idle_steps, bool(self.executor.sources))
+        return PATIENT_SECONDS
 
     def check_health(self) -> None:
         """Check that every rank is alive.

@@ -53,12 +53,10 @@ class BlockPool:
         """
         if count > self.num_free:
             raise MemoryError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
-        block_ids = []
-        for _ in range(count):
-            block_id, _ = self.free_block_queue.popitem(last=False)
+        block_ids = [self.free_block_queue.popitem(last=False)[0] for _ in range(count)]
+        for block_id in block_ids:
             self._forget(block_id)
             self.ref_counts[block_id] = 1
-            block_ids.append(block_id)
         return block_ids
 
     def free_blocks(self, block_ids: Iterable[int]) -> None:

@@ -34,18 +34,8 @@ Tables = Mapping[str, list[int]]  # request id -> block table
 
 # How long a rank without a batch waits for a transfer to end before it reports that none has.
 IDLE_SECONDS = 0.001
-# How long an engine that only waits for transfers sleeps before it looks for their timeouts, and for the end of one if its
-# ranks do not notify it.
-PATIENT_SECONDS, IMPATIENT_SECONDS = 0.25, 0.01
-
-
-def patience(num_idle_steps: int, is_notified: bool) -> float:
-    """Seconds that an engine may sleep that has only waited for transfers in its last steps.
-
-    Args:
-        is_notified: the ranks notify the engine when a transfer has ended.
-    """
-    return PATIENT_SECONDS if is_notified else min(IDLE_SECONDS * num_idle_steps, IMPATIENT_SECONDS)
+# How long an engine that only waits for transfers sleeps before it looks for their timeouts. Its ranks notify it of their ends.
+PATIENT_SECONDS = 0.25
 
 
 class OutputAggregator:
@@ -139,9 +129,9 @@ class KVConnectorScheduler:
         return False
 
     def choose_victim(
-        self, request: Request, num_blocks: int, running: list[Request], manager: KVCacheManager
+        self, request: Request, num_tokens: int, running: list[Request], manager: KVCacheManager
     ) -> Request | None:
-        """The running request to preempt so that `request` can have `num_blocks` blocks; None: `request` has to wait.
+        """The running request to preempt so that `request` can have blocks for `num_tokens` tokens; None: `request` has to wait.
 
         It is the last one whose blocks no peer reads. While transfers hold blocks, only if preempting all such requests behind
         `request` frees enough for it: else it keeps its own blocks and waits, and the requests behind it may run.
@@ -154,7 +144,7 @@ class KVConnectorScheduler:
             # A block that the victims share with another request, or that a peer still reads, stays in use.
             holds = Counter(block_id for victim in victims for block_id in tables[victim.request_id])
             num_freed = sum(pool.ref_counts[block_id] == count for block_id, count in holds.items())
-            if num_blocks - len(tables[request.request_id]) > pool.num_free + num_freed:
+            if manager.blocks_for(num_tokens) - len(tables[request.request_id]) > pool.num_free + num_freed:
                 return None
         victim = victims[-1] if victims else running[-1]
         if self.is_sending(victim):  # a peer reads its blocks: they cannot be reused at once

@@ -23,6 +23,11 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
+def hash_salt(cache_salt: str | None) -> bytes:
+    """The parent hash of a request's first block: requests with different salts share no block."""
+    return hashlib.sha256((cache_salt or "").encode()).digest()
+
+
 class KVCacheManager:
     """Owns the block tables of all requests, on the device and, for swapped requests, in host memory.
 
@@ -59,7 +64,7 @@ class KVCacheManager:
         hashes = request.block_hashes
         size = self.block_size
         for i in range(len(hashes), request.num_tokens // size):
-            parent = hashes[-1] if hashes else hashlib.sha256((request.cache_salt or "").encode()).digest()
+            parent = hashes[-1] if hashes else hash_salt(request.cache_salt)
             hashes.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size]))
         return hashes
 

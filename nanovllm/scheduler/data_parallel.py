@@ -6,15 +6,15 @@ Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m na
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import pathlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest
 from nanovllm.distributed.groups import Grid
-from nanovllm.kv.manager import hash_block
+from nanovllm.kv.manager import hash_block, hash_salt
 
 
 def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
@@ -132,12 +132,8 @@ class Router:
         """Hashes of the prompt's first full blocks, without the last token, which is always computed."""
         size, tokens = self.block_size, request.prompt_token_ids
         count = min((len(tokens) - 1) // size, ROUTED_BLOCKS)
-        name = hashlib.sha256((request.cache_salt or "").encode()).digest()
-        names = []
-        for i in range(count):
-            name = hash_block(name, tokens[i * size : (i + 1) * size])
-            names.append(name)
-        return names
+        blocks = (tokens[i * size : (i + 1) * size] for i in range(count))
+        return list(accumulate(blocks, hash_block, initial=hash_salt(request.cache_salt)))[1:]
 
     def _match(self, rank: int, names: list[bytes]) -> int:
         """The number of leading blocks that were sent to an engine."""

@@ -34,7 +34,7 @@ class Scheduler:
         receiving: requests that wait until the connector has filled their blocks on the device.
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
-        queues: the queue of each status.
+        queues: the queue of each status; the one of ended requests stays empty.
     """
 
     def __init__(
@@ -44,16 +44,11 @@ class Scheduler:
         self.manager = manager
         self.connector = connector or KVConnectorScheduler(config)
         self.requests: dict[str, Request] = {}
-        self.waiting: list[Request] = []
-        self.receiving: list[Request] = []
-        self.running: list[Request] = []
-        self.swapped: list[Request] = []
-        self.queues = {
-            RequestStatus.WAITING: self.waiting,
-            RequestStatus.WAITING_FOR_REMOTE_KVS: self.receiving,
-            RequestStatus.RUNNING: self.running,
-            RequestStatus.SWAPPED: self.swapped,
-        }
+        self.queues: dict[RequestStatus, list[Request]] = {status: [] for status in RequestStatus}
+        self.waiting = self.queues[RequestStatus.WAITING]
+        self.receiving = self.queues[RequestStatus.WAITING_FOR_REMOTE_KVS]
+        self.running = self.queues[RequestStatus.RUNNING]
+        self.swapped = self.queues[RequestStatus.SWAPPED]
         self.num_preemptions = 0
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
@@ -117,14 +112,11 @@ class Scheduler:
         """Decide the next step, and count its tokens as computed."""
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
-        if self.config.batching_policy == "chunked":
+        chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
+        self._continue_running(plan, self.running if chunked else [r for r in self.running if r.in_prefill])
+        self._admit(plan)
+        if plan.empty and not chunked:
             self._continue_running(plan, self.running)
-            self._admit(plan)
-        else:  # the classic policies: a step is all prefill or all decode
-            self._continue_running(plan, [r for r in self.running if r.in_prefill])
-            self._admit(plan)
-            if plan.empty:
-                self._continue_running(plan, self.running)
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
@@ -132,14 +124,11 @@ class Scheduler:
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
-    def _budget(self, plan: SchedulerOutput) -> int:
-        return self.config.token_budget - plan.num_tokens
-
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """Tokens of the request that this step may compute."""
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
-        wanted, budget = request.num_missing_tokens, self._budget(plan)
+        wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
         if self.config.long_prefill_token_threshold > 0:
@@ -156,10 +145,11 @@ class Scheduler:
             share = self._share(request, plan)
             if share == 0:
                 continue
-            while (blocks := self.manager.allocate_slots(request, request.num_computed_tokens + share)) is None:
+            wanted = request.num_computed_tokens + share
+            while (blocks := self.manager.allocate_slots(request, wanted)) is None:
                 if plan.empty and self._steps_in_flight:
                     return  # their results may free blocks; and a plan that preempts and computes nothing is not run
-                if (victim := self._victim(request, share)) is not None:
+                if (victim := self.connector.choose_victim(request, wanted, self.running, self.manager)) is not None:
                     self._preempt(victim, plan)
                 if victim is None or victim is request:
                     break
@@ -179,7 +169,7 @@ class Scheduler:
             return "preemption"  # a request admitted now would be preempted next
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
-        if self._budget(plan) <= 0:
+        if plan.num_tokens >= self.config.token_budget:
             return "max_num_batched_tokens"
         if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
             return "pipeline_parallel_size"  # the other steps in flight need requests, too
@@ -192,30 +182,24 @@ class Scheduler:
     def _admit_waiting(self, request: Request, plan: SchedulerOutput) -> str:
         computed = self.manager.get_computed_blocks(request)
         request.num_computed_tokens = len(computed) * self.manager.block_size
-        num_external = self._num_external_tokens(request)
+        num_external = 0
+        if request.sampling_params.prompt_logprobs is None:  # otherwise, all of its prompt has to be computed
+            num_external, _ = self.connector.get_num_new_matched_tokens(request, request.num_computed_tokens)
         share = num_external or self._share(request, plan)
-        blocks = None
-        if share:
-            blocks = self.manager.allocate_slots(request, request.num_computed_tokens + share, computed)
+        blocks = self.manager.allocate_slots(request, request.num_computed_tokens + share, computed) if share else None
         if blocks is None:
             request.num_computed_tokens = 0
             return "kv blocks" if share else self._why_no_share(request)
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
         if num_external:
+            request.num_external_tokens = num_external
             self.num_external_queried_tokens += num_external
             self.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
             self.connector.update_state_after_alloc(request, blocks, num_external)
         else:
             self._start(request, share, plan)
         return ""
-
-    def _num_external_tokens(self, request: Request) -> int:
-        """Tokens behind the computed ones whose keys and values the connector will bring."""
-        if request.sampling_params.prompt_logprobs is not None:  # all of its prompt has to be computed
-            return 0
-        request.num_external_tokens, _ = self.connector.get_num_new_matched_tokens(request, request.num_computed_tokens)
-        return request.num_external_tokens
 
     @property
     def _in_stages(self) -> bool:
@@ -294,12 +278,12 @@ class Scheduler:
         return outputs
 
     def _check_stop(self, request: Request, token_id: int) -> None:
-        if request.num_output_tokens >= request.sampling_params.min_tokens:
-            if token_id in request.eos_token_ids:
-                return self.finish(request, "stop")
-            if token_id in request.stop_token_ids:
-                return self.finish(request, "stop", stop_reason=token_id)
-        if self._is_complete(request):
+        may_stop = request.num_output_tokens >= request.sampling_params.min_tokens
+        if may_stop and token_id in request.eos_token_ids:
+            self.finish(request, "stop")
+        elif may_stop and token_id in request.stop_token_ids:
+            self.finish(request, "stop", stop_reason=token_id)
+        elif self._is_complete(request):
             self.finish(request, "length")
 
     def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
@@ -324,12 +308,6 @@ class Scheduler:
             self.manager.cache_blocks(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
-
-    def _victim(self, request: Request, share: int) -> Request | None:
-        """The request to preempt so that `request` can compute `share` tokens: the last one, unless the connector objects
-        because KV transfers hold blocks. None: `request` has to wait."""
-        num_blocks = self.manager.blocks_for(request.num_computed_tokens + share)
-        return self.connector.choose_victim(request, num_blocks, self.running, self.manager)
 
     def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
         """Take all blocks from a running request; what it has sampled so far is kept."""

@@ -20,11 +20,11 @@ from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.life_signs import TRANSFER_ENDED
+from nanovllm.engine import core as engine_core
 from nanovllm.engine.core import EngineCore
 from nanovllm.engine.process import Command, EngineLoop, Report
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
-from nanovllm.kv import connector as base
 from nanovllm.kv_transfer.pd.disaggregated import DisaggregatedWorker
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
@@ -48,7 +48,7 @@ def test_waiting_for_kv(
     core = make_engine(checkpoint, "kv_consumer", distributed_executor_backend=backend)
     request.addfinalizer(lambda: (core.close(), producer.close()))
     if backend == "uni":  # ranks in other processes show every second that they live
-        monkeypatch.setattr(base, "PATIENT_SECONDS", 60.0)
+        monkeypatch.setattr(engine_core, "PATIENT_SECONDS", 60.0)
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
