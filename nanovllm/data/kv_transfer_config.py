@@ -63,6 +63,15 @@ class KVTransferConfig:
             raise ValueError(f"kv_connector_extra_config: {name} must be a {type(default).__name__}, got {value!r}")
         return value
 
+    def extras(self, **defaults: Any) -> dict[str, Any]:
+        """All settings from `kv_connector_extra_config`, each of the same type as its default.
+
+        Raises:
+            ValueError: there is one without a default, or of another type.
+        """
+        self.check_extra(*defaults)
+        return {name: self.extra(name, default) for name, default in defaults.items()}
+
     def check_extra(self, *known: str) -> None:
         """Refuse settings in `kv_connector_extra_config` that the connector does not know.
 

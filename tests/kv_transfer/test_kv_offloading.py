@@ -517,7 +517,7 @@ def test_a_slow_store_is_no_hang(
 
     with engine(tiny_model, **pool(tmp_path)) as llm:
         scheduler, worker = halves(llm)
-        monkeypatch.setattr(scheduler._below._shared, "contains", contains)
+        monkeypatch.setattr(scheduler._below.shared, "contains", contains)
         greedy(llm, [some_prompts()[0]], 1)
         monkeypatch.setattr(worker, "_reads", {"request": Read()})
         worker.forget_requests()
@@ -612,9 +612,9 @@ def names_of(llm: LLM, prompt: list[int]) -> list[bytes]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_connector": "offloading"}, "set kv_offloading_size"),
-        ({"kv_offloading_size": 1e-9}, "raise it to at least one KV block"),
-        ({"kv_offloading_size": 1e6}, "lower it to the host memory that is available"),
+        ({"kv_connector": "offloading"}, "set it to at least one KV block"),
+        ({"kv_offloading_size": 1e-9}, "set it to at least one KV block"),
+        ({"kv_offloading_size": 1e6}, "at most the host memory that is available"),
         ({"kv_offloading_size": 0.001, "enable_prefix_caching": False}, "leave enable_prefix_caching on"),
         ({"kv_connector": "pool"}, '{"path": "/a/folder"}'),
         ({"kv_connector": "pool", "kv_offloading_size": 1}, "leave one of them out"),

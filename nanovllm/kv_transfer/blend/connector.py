@@ -9,7 +9,6 @@ that another engine provides, and the next step computes the question as usual.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,20 +23,27 @@ from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker, Tables
-from nanovllm.kv.manager import hash_block
+from nanovllm.kv.manager import hash_block, hash_salt
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
 from nanovllm.text.tokenizer import Tokenizer
 
-RATIO = 0.15
+_DEFAULTS = {
+    "blend_special_str": "<file_sep>",
+    "blend_recompute_ratio": 0.15,
+    "blend_check_layer": 1,
+    "blend_min_tokens": 64,
+    "blend_gib": 1.0,
+}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
-    """The tokens `start : end` of a prompt, and the key of their chunk."""
+    """The tokens `start : end` of a prompt, the key of their chunk, and whether they may be saved from this prompt."""
 
     start: int
     end: int
     key: bytes
+    may_be_saved: bool = True
 
 
 @dataclass
@@ -78,34 +84,24 @@ class BlendScheduler(KVConnectorScheduler):
 
     def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
         super().__init__(config, identity, ranks)
-        kv_transfer = self.kv_transfer
         if config.pipeline_parallel_size > 1:
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
             raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
-        kv_transfer.check_extra(
-            "blend_special_str", "blend_recompute_ratio", "blend_check_layer", "blend_min_tokens", "blend_gib"
-        )
-        ratio, check = kv_transfer.extra("blend_recompute_ratio", RATIO), kv_transfer.extra("blend_check_layer", 1)
+        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             raise ValueError(
                 f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
                 f"{identity['num_layers']} layers, counted from 0; got {ratio} and {check}"
             )
-        self.min_tokens = max(1, kv_transfer.extra("blend_min_tokens", 64))
-        self.max_kept_tokens = int(kv_transfer.extra("blend_gib", 1.0) * 2**30) // max(ranks)
-        self.separator = self._separator(kv_transfer.extra("blend_special_str", "<file_sep>"))
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
-        # Request id -> its parts, and those of them that could still be saved from it.
-        self._prompts: dict[str, tuple[list[Part], list[Part]]] = {}
-        self._jobs: dict[str, BlendJob] = {}  # by request id, in order
-
-    def _separator(self, text: str) -> list[int]:
-        given = self.config.tokenizer
-        folder = resolve_model(given) if given else resolve_model(self.config.model, self.config.revision)
-        if not (ids := Tokenizer.from_pretrained(folder).encode(text, add_special_tokens=False)):
+        self.min_tokens, self.max_kept_tokens = max(1, min_tokens), int(gib * 2**30) // max(ranks)
+        folder = resolve_model(config.tokenizer) if config.tokenizer else resolve_model(config.model, config.revision)
+        self.separator = Tokenizer.from_pretrained(folder).encode(separator, add_special_tokens=False)
+        if not self.separator:
             raise ValueError("blend_special_str separates the parts of a prompt; it must not be empty")
-        return ids
+        self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
+        self._prompts: dict[str, list[Part]] = {}  # by request id
+        self._jobs: dict[str, BlendJob] = {}  # by request id, in order
 
     # ---------------------------------------------------------------- a prompt's parts
 
@@ -113,7 +109,7 @@ class BlendScheduler(KVConnectorScheduler):
         """The token ranges between two separators of the prompt that are long enough."""
         token_ids, width = request.token_ids[: request.num_prompt_tokens], len(self.separator)
         cuts = [i for i in range(len(token_ids)) if token_ids[i : i + width] == self.separator]
-        salt = hashlib.sha256((request.cache_salt or "").encode()).digest()
+        salt = hash_salt(request.cache_salt)
         return [
             Part(before + width, end, hash_block(salt, token_ids[before + width : end]))
             for before, end in pairwise(cuts)
@@ -121,14 +117,13 @@ class BlendScheduler(KVConnectorScheduler):
         ]
 
     def _reusable(self, request: Request, num_computed_tokens: int) -> list[Part]:
-        parts, _ = self._prompts[request.request_id]
+        parts = self._prompts[request.request_id]
         return [part for part in parts if part.end > num_computed_tokens and part.key in self._kept]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """The tokens up to the end of the last part that is kept, if enough of them have not been computed."""
         if request.request_id not in self._prompts:
-            parts = self._parts(request)
-            self._prompts[request.request_id] = parts, list(parts)
+            self._prompts[request.request_id] = self._parts(request)
         request.num_exact_tokens = None
         reused = self._reusable(request, num_computed_tokens)
         gain = sum(part.end - max(part.start, num_computed_tokens) for part in reused)
@@ -136,11 +131,11 @@ class BlendScheduler(KVConnectorScheduler):
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Queue the request. Its KV is approximate from the first reused token on, and must not be found in the prefix cache."""
-        before, (parts, unsaved) = request.num_computed_tokens, self._prompts[request.request_id]
+        before = request.num_computed_tokens
         reused = self._reusable(request, before)
         for part in reused:
             self._kept.move_to_end(part.key)
-        self._prompts[request.request_id] = parts, [part for part in unsaved if part not in reused]
+            part.may_be_saved = False
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
         self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), before, reused)
@@ -159,25 +154,18 @@ class BlendScheduler(KVConnectorScheduler):
         """One blend per step, and the parts that are complete after the step."""
         metadata = BlendMetadata(blend=self._jobs.pop(next(iter(self._jobs))) if self._jobs else None)
         for scheduled in schedule.requests:
-            _, unsaved = self._prompts.get(scheduled.request_id, ([], []))
-            while unsaved and unsaved[0].end <= scheduled.start + scheduled.num_tokens:
-                part = unsaved.pop(0)
-                if part.key not in self._kept and part.end - part.start <= self.max_kept_tokens:
-                    self._kept[part.key] = part.end - part.start
-                    metadata.saves.append((part, list(tables[scheduled.request_id])))
-        if metadata.saves:
-            metadata.drops = self._drop()
-        return metadata if metadata.saves or metadata.blend else None
-
-    def _drop(self) -> list[bytes]:
-        """Make room for new parts. Parts that a queued blend needs stay."""
-        needed = {part.key for job in self._jobs.values() for part in job.parts}
-        drops: list[bytes] = []
-        for key in [key for key in self._kept if key not in needed]:
-            if sum(self._kept.values()) > self.max_kept_tokens:
-                del self._kept[key]
-                drops.append(key)
-        return drops
+            for part in self._prompts.get(scheduled.request_id, ()):
+                if part.may_be_saved and part.end <= scheduled.start + scheduled.num_tokens:
+                    part.may_be_saved, size = False, part.end - part.start
+                    if part.key not in self._kept and size <= self.max_kept_tokens:
+                        self._kept[part.key] = size
+                        metadata.saves.append((part, list(tables[scheduled.request_id])))
+        needed = {part.key for job in self._jobs.values() for part in job.parts}  # by queued blends
+        droppable = [key for key in self._kept if key not in needed]
+        while droppable and sum(self._kept.values()) > self.max_kept_tokens:
+            metadata.drops.append(droppable.pop(0))
+            del self._kept[metadata.drops[-1]]
+        return metadata if metadata.saves or metadata.blend or metadata.drops else None
 
     @property
     def has_news(self) -> bool:
@@ -207,7 +195,7 @@ class BlendWorker(KVConnectorWorker):
 
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
-        metadata = self.metadata
+        metadata, settings = self.metadata, self.kv_transfer.extras(**_DEFAULTS)
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
         for part, block_ids in metadata.saves:
@@ -221,9 +209,9 @@ class BlendWorker(KVConnectorWorker):
                 as_table(job.block_ids),
                 job.token_ids,
                 [(part.start, self.chunks[part.key]) for part in job.parts],
-                self.kv_transfer.extra("blend_recompute_ratio", RATIO),
+                settings["blend_recompute_ratio"],
                 job.num_computed_tokens,
-                self.kv_transfer.extra("blend_check_layer", 1),
+                settings["blend_check_layer"],
                 max_rows=self.config.token_budget,
             )
         for key in metadata.drops:

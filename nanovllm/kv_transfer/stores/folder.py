@@ -26,20 +26,19 @@ LOW_WATER = 0.9
 # A process that keeps the folder's lock for longer has been stopped. Until it goes on, no other one writes.
 LOCK_SECONDS = 5.0
 
-_TEMPORARY = ".new.tmp"
-
 
 def _open(path: Path, mode: str) -> IO[bytes]:
     """Open a file, which no other user may read. No link is followed."""
     return open(path, mode, buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600))
 
 
-def _size(books: int) -> int:
-    return int.from_bytes(os.pread(books, 8, 0), "little")
-
-
-def _set_size(books: int, size: int) -> None:
-    os.pwrite(books, max(0, size).to_bytes(8, "little"), 0)
+def _touch(file: Path | int) -> bool:
+    """Mark an entry as used now; False if it is not there. (The kernel's own time stamps are too coarse to give the order of uses.)"""
+    try:
+        os.utime(file, ns=(time.time_ns(),) * 2)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class FolderStore(SealedStore):
@@ -61,7 +60,10 @@ class FolderStore(SealedStore):
 
     def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
         super().__init__()
+        if num_bytes <= 0:
+            raise ValueError("give the folder for KV blocks more than 0 GiB")
         self.path, self.num_bytes = Path(path).absolute(), num_bytes
+        self._total = 0  # bytes of all entries; see `_alone`
         self.place = f"the folder {self.path}"
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,8 +71,8 @@ class FolderStore(SealedStore):
             if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
                 raise PermissionError("other users may write to it")
             (self.path / ".size").touch(0o600)
-            with self._alone() as books:
-                self._sweep(books, 0)
+            with self._alone():
+                self._sweep(0)
         except OSError as error:
             raise ValueError(
                 f"{self.place} cannot keep KV blocks ({error}): name one that does not exist yet, or that only this user may write to"
@@ -86,20 +88,7 @@ class FolderStore(SealedStore):
         return self.path / key.hex()
 
     def _find(self, keys: Sequence[bytes]) -> list[bool]:
-        return [self._touch(key) for key in keys]
-
-    def _touch(self, key: bytes) -> bool:
-        """Mark an entry as used now. False if it is not there."""
-        try:
-            os.utime(self._file(key), ns=self._now())
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _now(self) -> tuple[int, int]:
-        """Access and modification time in ns. (The kernel's own time stamps are too coarse to give the order of uses.)"""
-        now = time.time_ns()
-        return now, now
+        return [_touch(self._file(key)) for key in keys]
 
     def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
         ((key, buffer),) = pairs
@@ -108,49 +97,40 @@ class FolderStore(SealedStore):
             with _open(self._file(key), "rb") as file:
                 # One byte more, to notice a file that is too long.
                 size = os.readv(file.fileno(), [header, buffer, bytearray(1)])
-                os.utime(file.fileno(), ns=self._now())
+                _touch(file.fileno())
         except FileNotFoundError:
             return [None]
         return [bytes(header) if size == HEADER_BYTES + len(buffer) else b""]
 
     def _send(self, pairs: Sequence[Pair]) -> int:
         ((key, buffer),) = pairs
-        header, size = seal(key, buffer), HEADER_BYTES + len(buffer)
-        with self._alone() as books:
-            if self._touch(key):  # another process was faster
+        header, size, temporary = seal(key, buffer), HEADER_BYTES + len(buffer), self.path / ".new.tmp"
+        with self._alone():
+            if _touch(self._file(key)):  # another process was faster
                 return 1
-            total = _size(books)
-            if total + size > self.num_bytes:
-                total = self._sweep(books, size)
-            if total + size > self.num_bytes:
+            if self._total + size > self.num_bytes:
+                self._sweep(size)
+            if self._total + size > self.num_bytes:
                 raise OSError(f"{size} bytes do not fit into {self.num_bytes}")
-            self._write(self._file(key), [header, buffer], size)
-            _set_size(books, total + size)
-        return 1
-
-    def _write(self, path: Path, parts: Sequence[bytes | memoryview], size: int) -> None:
-        temporary = self.path / _TEMPORARY
-        try:
             with _open(temporary, "wb") as file:
-                if os.writev(file.fileno(), parts) != size:
+                if os.writev(file.fileno(), [header, buffer]) != size:
                     raise OSError("the disk is full")
-                os.utime(file.fileno(), ns=self._now())
-            os.rename(temporary, path)  # no fsync: damage by a power failure is found when the entry is read
-        finally:
-            temporary.unlink(missing_ok=True)
+                _touch(file.fileno())
+            os.rename(temporary, self._file(key))  # no fsync: damage by a power failure is found when the entry is read
+            self._total += size
+        return 1
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            with suppress(FileNotFoundError), self._alone() as books:
-                size = self._file(key).stat().st_size
+            with suppress(FileNotFoundError), self._alone():
+                self._total -= self._file(key).stat().st_size
                 self._file(key).unlink()
-                _set_size(books, _size(books) - size)
 
     # ---------------------------------------------------------------- all files
 
     @contextmanager
-    def _alone(self) -> Iterator[int]:
-        """Keep other processes, and other threads of this one, from writing or removing files. Yields the file of the size.
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes, and other threads of this one, from writing or removing files. Meanwhile, `_total` is right.
 
         Raises:
             TimeoutError: another process keeps the lock.
@@ -164,11 +144,15 @@ class FolderStore(SealedStore):
                 if time.monotonic() > deadline:
                     raise TimeoutError("another process does not release its lock")
                 time.sleep(0.001)
-            yield books.fileno()
+            self._total = int.from_bytes(os.pread(books.fileno(), 8, 0), "little")
+            try:
+                yield
+            finally:
+                os.pwrite(books.fileno(), max(0, self._total).to_bytes(8, "little"), 0)
 
-    def _sweep(self, books: int, room: int) -> int:
+    def _sweep(self, room: int) -> None:
         """Count all bytes anew, remove what dead processes have begun to write, and, if there is no room for `room` more bytes, evict
-        the least recently used entries; returns the bytes that are left."""
+        the least recently used entries."""
         entries = []
         with os.scandir(self.path) as files:
             for file in files:
@@ -177,14 +161,12 @@ class FolderStore(SealedStore):
                 elif len(file.name) == 2 * KEY_BYTES:
                     status = file.stat(follow_symlinks=False)
                     entries.append((status.st_mtime_ns, status.st_size, file.path))
-        total, goal = sum(size for _, size, _ in entries), self.num_bytes - room
-        if total > goal:
+        self._total, goal = sum(size for _, size, _ in entries), self.num_bytes - room
+        if self._total > goal:
             goal = min(goal, int(LOW_WATER * self.num_bytes))
         for _, size, path in sorted(entries):
-            if total <= goal:
+            if self._total <= goal:
                 break
             os.unlink(path)
-            total -= size
+            self._total -= size
             self.stats.evicted += 1
-        _set_size(books, total)
-        return total

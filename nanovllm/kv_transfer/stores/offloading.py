@@ -61,27 +61,24 @@ class _BelowHost(KVStore):
     blocks there.
 
     Attributes:
+        shared: the store that other engines use, too.
         evicted: keys of blocks that the ranks have to evict.
     """
 
     def __init__(self, shared: KVStore | None, shares: Sequence[str]) -> None:
         super().__init__()
-        self._shared, self._shares = shared or KVStore(), shares
+        self.shared, self._shares = shared or KVStore(), shares
         self.evicted: list[bytes] = []
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """How many of the first blocks are there; all shares of each."""
         names = [share_key(share, key) for key in keys for share in self._shares]
         with waiting_for_others():  # a disk or a server
-            return self._shared.contains(names) // len(self._shares)
+            return self.shared.contains(names) // len(self._shares)
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> None:
         """Have the ranks evict these blocks."""
         self.evicted += keys
-
-    def close(self) -> None:
-        """Close the shared store."""
-        self._shared.close()
 
 
 class OffloadingScheduler(KVConnectorScheduler):
@@ -100,8 +97,7 @@ class OffloadingScheduler(KVConnectorScheduler):
             raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
         if self.kv_transfer.kv_load_failure_policy == "fail":
             raise ValueError(
-                f"use kv_load_failure_policy 'recompute': kv_connector {self.kv_transfer.kv_connector!r} computes blocks that were "
-                f"not kept"
+                "use kv_load_failure_policy 'recompute': this connector computes blocks that were not kept"
             )
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
         shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
@@ -190,5 +186,5 @@ class OffloadingScheduler(KVConnectorScheduler):
         self._loads.clear()
 
     def close(self) -> None:
-        """Close the stores."""
-        self._below.close()
+        """Close the shared store."""
+        self._below.shared.close()

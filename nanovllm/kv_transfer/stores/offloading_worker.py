@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import compress
 from typing import Any
@@ -52,7 +52,6 @@ class OffloadingWorker(KVConnectorWorker):
         self._rows = [cache.view(len(cache), -1).view(torch.uint8) for cache in kv_caches.values()]
         self._stream = torch.cuda.Stream(self._rows[0].device) if self._rows[0].is_cuda else None
         self._piece_length = max(1, PIECE_BYTES // self.entry_bytes)
-        self._spare: list[Tensor] = []
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """What the scheduler's half must know of this rank."""
@@ -66,7 +65,7 @@ class OffloadingWorker(KVConnectorWorker):
         metadata: OffloadingMetadata = self.metadata
         self._writes = {key: write for key, write in self._writes.items() if not write.done()}
         if metadata.evict and self._host is not None:
-            self._write(self._host.evict, self._names(metadata.evict))
+            self._writer.submit(self._host.evict, self._names(metadata.evict))
         for request_id, blocks in metadata.loads.items():
             before = [self._writes[key] for key in blocks if key in self._writes]
             # A step that the GPU has not finished may still write to these blocks, for a request that has ended.
@@ -90,13 +89,11 @@ class OffloadingWorker(KVConnectorWorker):
 
     def _load_piece(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
         """Fill some blocks; returns the ids of those that were filled."""
-        staging = self._borrow()
-        entries = staging[: len(keys)]
+        entries = self._new_entries(len(keys))
         found = self.store.get(self._names(keys), [memoryview(row) for row in entries.numpy()])
         filled = list(compress(block_ids, found))
         if filled:
             self._scatter(entries if all(found) else entries[torch.tensor(found)], filled)
-        self._spare.append(staging)
         return set(filled)
 
     def _scatter(self, entries: Tensor, block_ids: Sequence[int]) -> None:
@@ -129,34 +126,23 @@ class OffloadingWorker(KVConnectorWorker):
         num_waiting = sum(not write.done() for write in self._writes.values())
         num_dropped = max(0, len(saves) + num_waiting - BACKLOG_BYTES // self.entry_bytes)
         for keys, block_ids in self._pieces(saves, num_dropped):  # the beginnings of prompts come last
-            write = self._write(self._save, keys, self._gather(block_ids), self._record_event())
+            write = self._writer.submit(self._save, keys, self._gather(block_ids), self._record_event())
             self._writes |= dict.fromkeys(keys, write)
 
     def _gather(self, block_ids: Sequence[int]) -> Tensor:
-        """Copies of blocks, in borrowed memory; on a GPU they are complete when the current stream has come so far."""
-        staging = self._borrow()
-        entries = staging[: len(block_ids)].view(len(block_ids), len(self._rows), -1)
-        if self._stream is None:
-            for i, rows in enumerate(self._rows):
-                entries[:, i].numpy()[:] = rows.numpy()[block_ids]
-        else:
-            ids = torch.tensor(block_ids, pin_memory=True).to(self._stream.device, non_blocking=True)
-            copies = torch.stack([rows.index_select(0, ids) for rows in self._rows], dim=1)
-            entries.copy_(copies, non_blocking=True)
-        return staging
+        """Copies of blocks in host memory; from a GPU they are complete when the current stream has come so far."""
+        ids = torch.tensor(block_ids, pin_memory=self._stream is not None).to(self._rows[0].device, non_blocking=True)
+        copies = torch.stack([rows.index_select(0, ids) for rows in self._rows], dim=1).flatten(1)
+        return copies if self._stream is None else self._new_entries(len(block_ids)).copy_(copies, non_blocking=True)
 
-    def _save(self, keys: Sequence[bytes], staging: Tensor, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            event.synchronize()
-        rows = [memoryview(row) for row in staging[: len(keys)].numpy()]
-        self.store.put(self._names(keys)[::-1], rows[::-1])  # a store counts the first key as used last
-        self._spare.append(staging)
-
-    def _write(self, job: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Run a job in the writer's thread."""
-        write = self._writer.submit(job, *arguments)
-        write.add_done_callback(_log_failure)
-        return write
+    def _save(self, keys: Sequence[bytes], entries: Tensor, event: torch.cuda.Event | None) -> None:
+        try:
+            if event is not None:
+                event.synchronize()
+            rows = [memoryview(row) for row in entries.numpy()]
+            self.store.put(self._names(keys)[::-1], rows[::-1])  # a store counts the first key as used last
+        except Exception:
+            logger.exception("KV blocks could not be saved")
 
     # ---------------------------------------------------------------- both
 
@@ -164,13 +150,9 @@ class OffloadingWorker(KVConnectorWorker):
         """What the GPU has been given so far; None on a CPU."""
         return torch.cuda.current_stream().record_event() if self._stream is not None else None
 
-    def _borrow(self) -> Tensor:
-        """Host memory for a piece; preferably used before, so that the kernel has allocated its pages."""
-        try:
-            return self._spare.pop()
-        except IndexError:
-            shape = (self._piece_length, self.entry_bytes)
-            return torch.empty(shape, dtype=torch.uint8, pin_memory=self._stream is not None)
+    def _new_entries(self, count: int) -> Tensor:
+        """Host memory for some blocks."""
+        return torch.empty(count, self.entry_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def _names(self, keys: Sequence[bytes]) -> list[bytes]:
         return [share_key(self.share, key) for key in keys]
@@ -193,8 +175,3 @@ class OffloadingWorker(KVConnectorWorker):
         self._reader.shutdown()
         self._writer.shutdown()
         self.store.close()
-
-
-def _log_failure(write: Future[None]) -> None:
-    if error := write.exception():
-        logger.error("KV blocks could not be saved", exc_info=error)

@@ -16,7 +16,7 @@ BUFFER_BYTES = 32 << 20  # passes at a time
 
 # Mooncake's return codes which say that the master does not answer.
 _NO_MASTER = range(-999, -899)
-_DEFAULTS: dict[str, Any] = {  # in the order of the arguments of Mooncake's `setup`, except for the last one
+_DEFAULTS: dict[str, Any] = {  # in the order of the arguments of Mooncake's `setup`, except for the last two
     "local_hostname": "127.0.0.1",
     "metadata_server": "P2PHANDSHAKE",
     "global_segment_size": 1 << 30,
@@ -25,6 +25,7 @@ _DEFAULTS: dict[str, Any] = {  # in the order of the arguments of Mooncake's `se
     "device_name": "",
     "master_server_address": "127.0.0.1:50051",
     "listen_on_all_interfaces": False,
+    "store": "mooncake",
 }
 
 
@@ -115,8 +116,7 @@ class MooncakeStore(SealedStore):
 
     def __init__(self, entry_bytes: int, kv_transfer: KVTransferConfig, only_to_look: bool = False) -> None:
         super().__init__()
-        kv_transfer.check_extra("store", *_DEFAULTS)
-        settings = {name: kv_transfer.extra(name, default) for name, default in _DEFAULTS.items()}
+        settings = kv_transfer.extras(**_DEFAULTS)
         if not settings["listen_on_all_interfaces"]:
             raise ValueError(
                 "Mooncake's client listens on all interfaces, and any program that reaches it may read and write what it keeps: "
@@ -125,15 +125,6 @@ class MooncakeStore(SealedStore):
         if only_to_look:
             settings["global_segment_size"] = 0
         self.place = f"Mooncake's master at {settings['master_server_address']}"
-        self._store = self._connect(settings)
-        # Mooncake reads and writes memory that was registered with it; there, each entry follows its header.
-        slot_bytes = HEADER_BYTES + entry_bytes
-        self.batch = max(1, BUFFER_BYTES // slot_bytes)
-        self._slots = np.zeros((self.batch, slot_bytes), np.uint8)
-        self._store.register_buffer(self._slots.ctypes.data, self._slots.nbytes)
-        self._lock = threading.Lock()  # of the slots
-
-    def _connect(self, settings: dict[str, Any]) -> Any:
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
         os.environ.setdefault("MC_STORE_CLIENT_METRIC", "0")
         os.environ.setdefault("MC_RPC_CONNECT_TIMEOUT_MS", "500")
@@ -143,13 +134,18 @@ class MooncakeStore(SealedStore):
             raise ValueError(
                 f"the pool 'mooncake' needs a package, pip install 'nanovllm[mooncake]', and the system's libibverbs1: {error}"
             ) from error
-        store = MooncakeDistributedStore()
-        if (code := store.setup(*list(settings.values())[:-1])) != 0:
+        self._store: Any = MooncakeDistributedStore()
+        if (code := self._store.setup(*list(settings.values())[:-2])) != 0:
             raise ValueError(
                 f"{self.place} cannot be used (error {code}): start it with mooncake_master --rpc_address=127.0.0.1 "
                 f"--metrics_host=127.0.0.1, or name another master_server_address"
             )
-        return store
+        # Mooncake reads and writes memory that was registered with it; there, each entry follows its header.
+        slot_bytes = HEADER_BYTES + entry_bytes
+        self.batch = max(1, BUFFER_BYTES // slot_bytes)
+        self._slots = np.zeros((self.batch, slot_bytes), np.uint8)
+        self._store.register_buffer(self._slots.ctypes.data, self._slots.nbytes)
+        self._lock = threading.Lock()  # of the slots
 
     def _find(self, keys: Sequence[bytes]) -> list[bool]:
         return [code == 1 for code in self._call(self._store.batch_is_exist, keys)]  # a look-up counts as a use
