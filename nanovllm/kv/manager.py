@@ -181,23 +181,17 @@ class KVCacheManager:
         orphans = (self.tables.keys() | self.host_tables.keys()) - live.keys()
         if orphans:
             raise InvariantError(f"tables without a request: {sorted(orphans)}")
-        writers: dict[int, str] = {}
         for request_id, table in self.tables.items():
             computed = live[request_id].num_computed_tokens
             if len(table) * self.block_size < computed:
                 raise InvariantError(f"{request_id} computed {computed} tokens, its table has {len(table)} blocks")
-            self._check_names(live[request_id], table)
+            hashes = self.block_hashes(live[request_id])[: computed // self.block_size]
+            for i, block_id in enumerate(table):
+                if self.pool.block_hashes[block_id] not in (None, *hashes[i : i + 1]):
+                    raise InvariantError(
+                        f"block {block_id} is found under a name that does not fit the tokens of {request_id}"
+                    )
             # From the first block that is not full on, a request writes; full blocks are read only.
             for block_id in table[computed // self.block_size :]:
-                other = writers.setdefault(block_id, request_id)
-                if other != request_id or self.pool.ref_counts[block_id] != 1:
+                if self.pool.ref_counts[block_id] != 1:
                     raise InvariantError(f"block {block_id} would be written by {request_id} and is shared")
-
-    def _check_names(self, request: Request, table: list[int]) -> None:
-        names = self.block_hashes(request)[: request.num_computed_tokens // self.block_size]
-        for i, block_id in enumerate(table):
-            name = self.pool.block_hashes[block_id]
-            if name is not None and name not in names[i : i + 1]:
-                raise InvariantError(
-                    f"block {block_id} is found under a name that does not fit the tokens of {request.request_id}"
-                )

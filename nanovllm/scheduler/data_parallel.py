@@ -22,12 +22,9 @@ def engine_grid(config: EngineConfig) -> tuple[Grid, int]:
 
     Engines in lock-step form one grid. Every other engine has a grid of its own.
     """
-    ranks = Grid(1, config.pipeline_parallel_size, config.tensor_parallel_size)
-    if not config.in_lock_step:
-        return ranks, 0
-    assert config.data_parallel_rank is not None
-    first = config.data_parallel_rank * ranks.world_size
-    return dataclasses.replace(ranks, data=config.data_parallel_size), first
+    data, rank = (config.data_parallel_size, config.data_parallel_rank or 0) if config.in_lock_step else (1, 0)
+    grid = Grid(data, config.pipeline_parallel_size, config.tensor_parallel_size)
+    return grid, rank * grid.pipeline * grid.tensor
 
 
 def rank_config(config: EngineConfig, rank: int, address: str) -> EngineConfig:

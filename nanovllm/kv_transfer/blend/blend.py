@@ -209,15 +209,6 @@ class _Prompt:
         return kv_cache[slots // kv_cache.shape[3], :, :, slots % kv_cache.shape[3]]
 
 
-def _offsets(num_tokens: int, chunks: Sequence[tuple[int, Chunk]], device: torch.device) -> Tensor:
-    """Each prompt token's offset in its chunk, or -1 if it is in none; `[num_tokens]` int64."""
-    offsets = torch.full((num_tokens,), -1)
-    for start, chunk in chunks:
-        offsets[start : start + len(chunk)] = torch.arange(len(chunk))
-    offsets[-1] = -1  # the last token's logits are needed
-    return offsets.to(device)
-
-
 def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
     """How many tokens at the beginning have exact keys and values."""
     is_prefix = chunks and chunks[0][0] == chunks[0][1].start == 0
@@ -253,9 +244,12 @@ def blend(
         max_rows: tokens per forward pass of a layer, which bounds the memory for activations; None: all.
     """
     device = block_table.device
-    offsets = _offsets(len(token_ids), chunks, device)
+    offsets = torch.full((len(token_ids),), -1)  # of each token in its chunk; -1: it is in none
     for start, chunk in chunks:
         place_chunk(chunk, start, kv_caches, block_table, model.model.cos_sin, num_computed_tokens)
+        offsets[start : start + len(chunk)] = torch.arange(len(chunk))
+    offsets[-1] = -1  # the last token's logits are needed
+    offsets = offsets.to(device)
     first = min(max(num_computed_tokens, _num_exact(chunks)), len(token_ids) - 1)
     positions = torch.arange(first, len(token_ids), device=device)
     positions = positions[offsets[positions] < 0] if recompute_ratio == 0 else positions

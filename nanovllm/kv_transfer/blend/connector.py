@@ -27,14 +27,6 @@ from nanovllm.kv.manager import hash_block, hash_salt
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
 from nanovllm.text.tokenizer import Tokenizer
 
-_DEFAULTS = {
-    "blend_special_str": "<file_sep>",
-    "blend_recompute_ratio": 0.15,
-    "blend_check_layer": 1,
-    "blend_min_tokens": 64,
-    "blend_gib": 1.0,
-}
-
 
 @dataclass
 class Part:
@@ -48,13 +40,13 @@ class Part:
 
 @dataclass
 class BlendJob:
-    """Fill a request's blocks with the keys and values of `token_ids`, of which the first `num_computed_tokens` are there."""
+    """Fill a request's blocks with the keys and values of `token_ids`; the options are those of `blend`."""
 
     request_id: str
     token_ids: list[int]
     block_ids: list[int]
-    num_computed_tokens: int
     parts: list[Part]
+    options: dict[str, Any]
 
 
 @dataclass
@@ -88,12 +80,19 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
             raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
-        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
+        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(
+            blend_special_str="<file_sep>",
+            blend_recompute_ratio=0.15,
+            blend_check_layer=1,
+            blend_min_tokens=64,
+            blend_gib=1.0,
+        ).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             raise ValueError(
                 f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
                 f"{identity['num_layers']} layers, counted from 0; got {ratio} and {check}"
             )
+        self._options = {"recompute_ratio": ratio, "check_layer": check, "max_rows": config.token_budget}
         self.min_tokens, self.max_kept_tokens = max(1, min_tokens), int(gib * 2**30) // max(ranks)
         folder = resolve_model(config.tokenizer) if config.tokenizer else resolve_model(config.model, config.revision)
         self.separator = Tokenizer.from_pretrained(folder).encode(separator, add_special_tokens=False)
@@ -138,7 +137,8 @@ class BlendScheduler(KVConnectorScheduler):
             part.may_be_saved = False
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]
-        self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), before, reused)
+        options = self._options | {"num_computed_tokens": before}
+        self._jobs[request.request_id] = BlendJob(request.request_id, token_ids, list(block_ids), reused, options)
         self._in_flight.add(request.request_id)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -195,25 +195,15 @@ class BlendWorker(KVConnectorWorker):
 
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
-        metadata, settings = self.metadata, self.kv_transfer.extras(**_DEFAULTS)
+        metadata = self.metadata
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
         for part, block_ids in metadata.saves:
             chunk = save_chunk(caches, as_table(block_ids), part.start, part.end)
             self.chunks[part.key] = replace(chunk, kv=chunk.kv.cpu())
         if (job := metadata.blend) is not None:
-            blend(
-                self.model,
-                self.backend,
-                caches,
-                as_table(job.block_ids),
-                job.token_ids,
-                [(part.start, self.chunks[part.key]) for part in job.parts],
-                settings["blend_recompute_ratio"],
-                job.num_computed_tokens,
-                settings["blend_check_layer"],
-                max_rows=self.config.token_budget,
-            )
+            chunks = [(part.start, self.chunks[part.key]) for part in job.parts]
+            blend(self.model, self.backend, caches, as_table(job.block_ids), job.token_ids, chunks, **job.options)
         for key in metadata.drops:
             del self.chunks[key]
 
