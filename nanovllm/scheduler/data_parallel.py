@@ -122,8 +122,7 @@ class Router:
 
     def forget(self) -> None:
         """Forget everything: the engines' caches are empty."""
-        for sent in self._sent:
-            sent.clear()
+        self._sent = [OrderedDict() for _ in self._sent]
 
     def _names(self, request: EngineRequest) -> list[bytes]:
         """Hashes of the prompt's first full blocks, without the last token, which is always computed."""

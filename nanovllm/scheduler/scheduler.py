@@ -160,18 +160,19 @@ class Scheduler:
         """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last."""
         while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
             admit = self._admit_swapped if queue is self.swapped else self._admit_waiting
-            plan.blocked_by = self._why_not(plan) or admit(queue[0], plan)
+            plan.blocked_by = self._why_not(queue[0], plan) or admit(queue[0], plan)
             if plan.blocked_by:
                 return
 
-    def _why_not(self, plan: SchedulerOutput) -> str:
+    def _why_not(self, request: Request, plan: SchedulerOutput) -> str:
         if plan.preempted:
             return "preemption"  # a request admitted now would be preempted next
         if len(self.running) + len(self.receiving) >= self.config.max_num_seqs:
             return "max_num_seqs"
         if plan.num_tokens >= self.config.token_budget:
             return "max_num_batched_tokens"
-        if self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
+        is_pending = self._in_stages and request.num_pending_tokens  # it was preempted while its token was pending
+        if is_pending or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
             return "pipeline_parallel_size"  # the other steps in flight need requests, too
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
@@ -189,7 +190,7 @@ class Scheduler:
         blocks = self.manager.allocate_slots(request, request.num_computed_tokens + share, computed) if share else None
         if blocks is None:
             request.num_computed_tokens = 0
-            return "kv blocks" if share else self._why_no_share(request)
+            return "kv blocks" if share else "max_num_batched_tokens"
         self.num_queried_tokens += request.num_tokens
         self.num_hit_tokens += request.num_computed_tokens
         if num_external:
@@ -208,10 +209,6 @@ class Scheduler:
     def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
         """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
-
-    def _why_no_share(self, request: Request) -> str:
-        was_preempted = request.num_pending_tokens  # while its token was pending
-        return "pipeline_parallel_size" if self._in_stages and was_preempted else "max_num_batched_tokens"
 
     def _start(self, request: Request, share: int, plan: SchedulerOutput) -> None:
         self.move(request, RequestStatus.RUNNING)
@@ -290,10 +287,8 @@ class Scheduler:
         """True if the request has reached its limit, once `num_pending` more tokens are known."""
         max_tokens = request.sampling_params.max_tokens
         assert max_tokens is not None, "the front end fills max_tokens in"
-        return (
-            request.num_output_tokens + num_pending >= max_tokens
-            or request.num_tokens + num_pending >= self.config.max_request_tokens
-        )
+        limit = min(request.num_prompt_tokens + max_tokens, self.config.max_request_tokens)
+        return request.num_tokens + num_pending >= limit
 
     # ---------------------------------------------------------------- one step ahead
 
@@ -327,7 +322,7 @@ class Scheduler:
     def _admit_swapped(self, request: Request, plan: SchedulerOutput) -> str:
         share = self._share(request, plan)
         if share == 0:
-            return self._why_no_share(request)
+            return "max_num_batched_tokens"
         copies = self.manager.swap_in(request, request.num_computed_tokens + share)
         if copies is None:
             return "kv blocks"

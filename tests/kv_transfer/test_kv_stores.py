@@ -540,7 +540,10 @@ def test_redis_makes_room(tmp_path: pathlib.Path) -> None:
         assert store.stats.failed > 0, "and the engine lives"
 
 
-def test_redis_goes_and_comes_back(redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_goes_and_comes_back(
+    redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.kv_transfer.stores.store.RETRY_SECONDS", 1.0)
     server, store = redis_pool
     put(store, 1)
     server.kill()
@@ -557,7 +560,7 @@ def test_redis_goes_and_comes_back(redis_pool: tuple[Any, RedisStore], caplog: p
     wait_until(stores, 30, "the store finds the server again")
 
 
-def test_a_redis_server_that_hangs_is_asked_less_and_less(redis_pool: tuple[Any, RedisStore]) -> None:
+def test_a_redis_server_that_hangs_is_rarely_asked(redis_pool: tuple[Any, RedisStore]) -> None:
     server, store = redis_pool
     put(store, 1)
     clock = 1000.0
@@ -575,7 +578,7 @@ def test_a_redis_server_that_hangs_is_asked_less_and_less(redis_pool: tuple[Any,
         for _ in range(100):
             assert contains(store, 1) == 0
             clock += 1
-        assert unanswered == [0, 1, 3, 7, 15, 31, 63]
+        assert unanswered == list(range(0, 100, 10))
         server.processes[0].send_signal(signal.SIGCONT)
         clock += 60
         assert contains(store, 1) == 1 and get(store, 1) == [True]

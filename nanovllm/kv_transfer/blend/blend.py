@@ -77,14 +77,14 @@ class Chunk:
 
 
 def save_chunk(kv_caches: list[Tensor], block_table: Tensor, start: int, end: int) -> Chunk:
-    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks.
+    """Copy the keys and values of the positions `start` to `end - 1` out of a sequence's blocks, to host memory.
 
     Args:
         kv_caches: by layer, `[num_blocks, 2, num_kv_heads, block_size, head_dim]`.
         block_table: `[max_blocks]` int32, the sequence's.
     """
     layers = [torch.stack(gather_kv(cache, block_table, end))[:, :, start:].transpose(1, 2) for cache in kv_caches]
-    return Chunk(start, torch.stack(layers))
+    return Chunk(start, torch.stack(layers).cpu())
 
 
 def slots_of(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -183,8 +183,6 @@ class BlendScheduler(KVConnectorScheduler):
 class BlendWorker(KVConnectorWorker):
     """Keeps the parts' keys and values of this rank's heads in host memory, and blends."""
 
-    metadata: BlendMetadata
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.chunks: dict[bytes, Chunk] = {}
@@ -195,12 +193,11 @@ class BlendWorker(KVConnectorWorker):
 
     def wait_for_save(self) -> None:
         """Save, blend and drop when the step's own tokens are computed, since a blend may attend to them."""
-        metadata = self.metadata
+        metadata: BlendMetadata = self.metadata
         caches = list(self.kv_caches.values())
         as_table = functools.partial(torch.tensor, dtype=torch.int32, device=caches[0].device)
         for part, block_ids in metadata.saves:
-            chunk = save_chunk(caches, as_table(block_ids), part.start, part.end)
-            self.chunks[part.key] = replace(chunk, kv=chunk.kv.cpu())
+            self.chunks[part.key] = save_chunk(caches, as_table(block_ids), part.start, part.end)
         if (job := metadata.blend) is not None:
             chunks = [(part.start, self.chunks[part.key]) for part in job.parts]
             blend(self.model, self.backend, caches, as_table(job.block_ids), job.token_ids, chunks, **job.options)

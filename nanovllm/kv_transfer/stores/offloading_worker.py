@@ -82,19 +82,14 @@ class OffloadingWorker(KVConnectorWorker):
                 if event is not None:
                     event.wait()
                 for keys, block_ids in self._pieces(blocks):
-                    invalid -= self._load_piece(keys, block_ids)
+                    entries = self._new_entries(len(keys))
+                    found = self.store.get(self._names(keys), [memoryview(row) for row in entries.numpy()])
+                    if filled := list(compress(block_ids, found)):
+                        self._scatter(entries if all(found) else entries[torch.tensor(found)], filled)
+                    invalid -= set(filled)
         except Exception:
             logger.exception("KV blocks could not be loaded, and are computed")
         return invalid
-
-    def _load_piece(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
-        """Fill some blocks; returns the ids of those that were filled."""
-        entries = self._new_entries(len(keys))
-        found = self.store.get(self._names(keys), [memoryview(row) for row in entries.numpy()])
-        filled = list(compress(block_ids, found))
-        if filled:
-            self._scatter(entries if all(found) else entries[torch.tensor(found)], filled)
-        return set(filled)
 
     def _scatter(self, entries: Tensor, block_ids: Sequence[int]) -> None:
         """Write entries `[len(block_ids), entry_bytes]` into the caches of all layers."""

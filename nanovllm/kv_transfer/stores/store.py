@@ -26,7 +26,7 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 32
-COMPLAINT_SECONDS = 60.0
+COMPLAINT_SECONDS, RETRY_SECONDS = 60.0, 10.0
 
 # The header of an entry outside of this process: magic and version, key, length; then a checksum.
 _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQ")
@@ -108,7 +108,7 @@ class SealedStore(KVStore):
     """Entries outside of this process, each behind a header (`seal`). A subclass says how they get there and back.
 
     A store that fails counts as empty: it logs a warning, at most one per minute, and the engine computes the blocks. One that does
-    not answer is asked less and less often: after one second, and twice as long after every further try, up to a minute.
+    not answer is asked again after some seconds.
 
     Attributes:
         place: what warnings call it.
@@ -124,7 +124,7 @@ class SealedStore(KVStore):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ask_again, self._pause, self._quiet_until = 0.0, 1.0, 0.0
+        self._ask_again, self._quiet_until = 0.0, 0.0
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
         """True for the keys that are there; they count as used, in this order."""
@@ -184,15 +184,12 @@ class SealedStore(KVStore):
         if not items or time.monotonic() < self._ask_again:
             return None
         try:
-            answer = question(items)
+            return question(items)
         except self.errors as error:
             self._complain(f"{self.place} keeps no KV blocks: {error}")
             if not isinstance(error, self.refusals):
-                self._ask_again = time.monotonic() + self._pause
-                self._pause = min(2 * self._pause, COMPLAINT_SECONDS)
+                self._ask_again = time.monotonic() + RETRY_SECONDS
             return None
-        self._pause = 1.0
-        return answer
 
     def _complain(self, text: str) -> None:
         """Log a warning, unless there was one within the last minute."""
