@@ -9,12 +9,6 @@ from nanovllm.scheduler.scheduler import Scheduler
 
 def trace_settings(scheduler: Scheduler) -> dict[str, Any]:
     """The sizes and policies that a reader needs."""
-    config, manager = scheduler.config, scheduler.manager
-    return {
-        "block_size": manager.block_size,
-        "num_blocks": manager.pool.num_blocks,
-        "token_budget": config.token_budget,
-        "max_num_seqs": config.max_num_seqs,
-        "batching_policy": config.batching_policy,
-        "enable_prefix_caching": manager.enable_prefix_caching,
-    }
+    sizes = {"block_size": scheduler.manager.block_size, "num_blocks": scheduler.manager.pool.num_blocks}
+    names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
+    return sizes | {name: getattr(scheduler.config, name) for name in names}

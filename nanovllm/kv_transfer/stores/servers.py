@@ -48,15 +48,11 @@ class RedisStore(SealedStore):
         super().__init__()
         try:
             import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
         except ImportError as error:
             raise ValueError("the pool 'redis' needs a package: pip install 'nanovllm[redis]'") from error
         self.errors, self.refusals = (redis.RedisError,), (redis.ResponseError,)
-        retry = Retry(NoBackoff(), 0)  # a block is not worth a second try
-        self._client: Any = redis.Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=retry
-        )
+        # No `retry`, so there is none: a block is not worth a second try.
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
         options = self._client.get_connection_kwargs()
         address = options.get("path") or f"{options.get('host')}:{options.get('port')}"  # without the password
         self.place = f"the Redis server at {address}"
@@ -64,8 +60,7 @@ class RedisStore(SealedStore):
         memory = self._ask(lambda section: self._client.info(section), "memory")
         if memory and not (memory.get("maxmemory") and str(memory.get("maxmemory_policy")).startswith("allkeys")):
             self._complain(
-                f"{self.place} will not make room for new KV blocks: give it --maxmemory and "
-                f"--maxmemory-policy allkeys-lru"
+                f"{self.place} makes no room for KV blocks: give it --maxmemory and --maxmemory-policy allkeys-lru"
             )
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
