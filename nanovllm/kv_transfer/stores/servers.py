@@ -57,16 +57,14 @@ class RedisStore(SealedStore):
         address = options.get("path") or f"{options.get('host')}:{options.get('port')}"  # without the password
         self.place = f"the Redis server at {address}"
         self._namespace = namespace.encode()
-        memory = self._ask(lambda section: self._client.info(section), "memory")
+        memory = self._ask(self._client.info, "memory")
         if memory and not (memory.get("maxmemory") and str(memory.get("maxmemory_policy")).startswith("allkeys")):
-            self._complain(
-                f"{self.place} makes no room for KV blocks: give it --maxmemory and --maxmemory-policy allkeys-lru"
-            )
+            self._complain(f"{self.place} cannot make room: give it --maxmemory and --maxmemory-policy allkeys-lru")
 
     def _find(self, keys: Sequence[bytes]) -> list[Any]:
         with self._client.pipeline(transaction=False) as pipeline:
-            for name in self._names(keys):
-                pipeline.touch(name)  # counts as a use, unlike EXISTS
+            for key in keys:
+                pipeline.touch(self._namespace + key)  # counts as a use, unlike EXISTS
             return pipeline.execute()
 
     def _send(self, pairs: Sequence[Pair]) -> int:
@@ -74,18 +72,15 @@ class RedisStore(SealedStore):
         return len(pairs)
 
     def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
-        values = self._client.mget(self._names([key for key, _ in pairs]))
+        values = self._client.mget([self._namespace + key for key, _ in pairs])
         return [value and unpack(memoryview(value), buffer) for value, (_, buffer) in zip(values, pairs, strict=True)]
 
     def _delete(self, keys: Sequence[bytes]) -> None:
-        self._client.delete(*self._names(keys))
+        self._client.delete(*[self._namespace + key for key in keys])
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def _names(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [self._namespace + key for key in keys]
 
 
 class MooncakeStore(SealedStore):
