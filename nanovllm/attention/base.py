@@ -93,7 +93,7 @@ class ForwardContext:
 
     Attributes:
         kv_caches: by the layer's number in the model, for the layers of this rank.
-        connector: if KV is shared with other engines (lecture 31), loads a layer before its attention, and saves it after.
+        connector: if KV is shared with other engines (lecture 31), may save a layer after its attention.
     """
 
     backend: AttentionBackend
@@ -138,15 +138,13 @@ def attend(
 ) -> Tensor:
     """Attention as a model calls it: the model names its layer, and the forward context supplies cache and metadata.
     Shapes and options as in `AttentionBackend.forward`. With `rotary`, q and k are not rotated yet, and may be overwritten. A
-    connector loads the layer before, and saves it after."""
+    connector may save the layer then."""
     context = get_forward_context()
     if getattr(context.backend, "fuses_rotary", False):
         options["rotary"] = rotary
     elif rotary is not None:
         q, k = ops.apply_rope(q, k, rotary.positions, rotary.cos_sin)
     kv_cache, connector = context.kv_caches[layer], context.connector
-    if connector is not None:
-        connector.wait_for_layer_load(layer)
     out = context.backend.forward(q, k, v, kv_cache, context.metadata, scale, **options)
     if connector is not None:
         connector.save_kv_layer(layer, kv_cache)

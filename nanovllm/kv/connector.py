@@ -245,17 +245,12 @@ class KVConnectorWorker:
     @contextmanager
     def around_all_layers(self) -> Iterator[None]:
         """Around a CUDA graph, which calls no Python code between its layers."""
-        for layer in self.kv_caches:
-            self.wait_for_layer_load(layer)
         yield
         for layer, kv_cache in self.kv_caches.items():
             self.save_kv_layer(layer, kv_cache)
 
     def start_load_kv(self) -> None:
         """Before the forward pass, or in place of one: begin to fetch what the metadata name."""
-
-    def wait_for_layer_load(self, layer: int) -> None:
-        """Before attention of this layer: what this very step needs has to be there."""
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
         """After attention of this layer: its keys and values of this step are written."""
@@ -280,7 +275,7 @@ class KVConnectorWorker:
 
 @contextmanager
 def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
-    """Around a rank's forward pass: the one place that calls a connector, except for the two calls of each layer.
+    """Around a rank's forward pass: the one place that calls a connector, except for the call after each layer's attention.
 
     Args:
         metadata: what the scheduler's half has to say for this step.
