@@ -66,7 +66,12 @@ class KVConnectorScheduler:
         config: the engine's settings.
         identity: what the KV is made of: engines share KV only if all of this is equal.
         ranks: what each rank's `get_handshake_metadata` returns: how other engines reach it.
+
+    Attributes:
+        sources: file descriptors on which something may come while the engine sleeps.
     """
+
+    sources: Sequence[int] = ()
 
     def __init__(
         self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
@@ -187,11 +192,6 @@ class KVConnectorScheduler:
     def has_news(self) -> bool:
         """True if the scheduler has something to act on at once, without which nothing more would happen."""
         return bool(self._output)
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """File descriptors on which something may come while the engine sleeps."""
-        return ()
 
     @property
     def idle_seconds(self) -> float | None:

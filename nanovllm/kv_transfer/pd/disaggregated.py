@@ -103,11 +103,6 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         return super().has_news or not self.mailbox.is_empty or self.leases.next_end <= time.monotonic()
 
     @property
-    def sources(self) -> Sequence[int]:
-        """See `KVConnectorScheduler.sources`."""
-        return [self.mailbox.fileno()]
-
-    @property
     def idle_seconds(self) -> float | None:
         """Until the next lease ends."""
         end = self.leases.next_end

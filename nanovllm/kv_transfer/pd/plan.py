@@ -112,6 +112,7 @@ class Side(KVConnectorScheduler):
         self.address: tuple[str, int] | None = None
         self.credentials = credentials(self.identity, self.ranks)
         self.mailbox, self.metadata = Mailbox(), TransferMetadata()
+        self.sources = [self.mailbox.fileno()]
 
     def forget_requests(self) -> None:
         """See `KVConnectorScheduler.forget_requests`."""
