@@ -199,7 +199,8 @@ class Scheduler:
             self.move(request, RequestStatus.WAITING_FOR_REMOTE_KVS)
             self.connector.update_state_after_alloc(request, blocks, num_external)
         else:
-            self._start(request, share, plan)
+            self.move(request, RequestStatus.RUNNING)
+            self._schedule(request, share, [], plan)
         return ""
 
     @property
@@ -209,10 +210,6 @@ class Scheduler:
     def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
         """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
-
-    def _start(self, request: Request, share: int, plan: SchedulerOutput) -> None:
-        self.move(request, RequestStatus.RUNNING)
-        self._schedule(request, share, [], plan)
 
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         first = request.num_sent_tokens == 0
@@ -328,7 +325,8 @@ class Scheduler:
             return "kv blocks"
         plan.swap_in += copies
         plan.resumed.append(request.request_id)
-        self._start(request, share, plan)
+        self.move(request, RequestStatus.RUNNING)
+        self._schedule(request, share, [], plan)
         return ""
 
     # ---------------------------------------------------------------- is everything in order?

@@ -121,10 +121,9 @@ class OffloadingScheduler(KVConnectorScheduler):
         blocks; a shared store is asked only once."""
         if request.request_id not in self._saved or not self._is_shared:
             self._saved[request.request_id] = request, self._host.contains(self._keys(request.block_hashes))
-        if not self.kv_transfer.is_consumer:
-            return 0, True
         size, (_, num_saved) = self.config.block_size, self._saved[request.request_id]
-        usable = min(num_saved, (request.num_tokens - 1) // size)  # the last token's logits are needed
+        # The last token's logits are needed.
+        usable = min(num_saved, (request.num_tokens - 1) // size) if self.kv_transfer.is_consumer else 0
         return max(0, usable * size - num_computed_tokens), True
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:

@@ -161,19 +161,17 @@ class SealedStore(KVStore):
         found: list[bool] = []
         for batch in self._batches(keys, buffers):
             headers = self._ask(self._fetch, batch) or [None] * len(batch)
-            found += [
-                header is not None and self._check(header, *pair) for header, pair in zip(headers, batch, strict=True)
-            ]
+            found += [self._check(header, *pair) for header, pair in zip(headers, batch, strict=True)]
         return self._count_found(found)
 
     def _batches(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Iterator[list[Pair]]:
         pairs = self._last_first(keys, buffers)
         return (pairs[i : i + self.batch] for i in range(0, len(pairs), self.batch))
 
-    def _check(self, header: bytes, key: bytes, payload: memoryview) -> bool:
-        """Whether an entry is intact. If not, it is removed."""
-        if is_intact(header, key, payload):
-            return True
+    def _check(self, header: bytes | None, key: bytes, payload: memoryview) -> bool:
+        """Whether there is an entry, and it is intact. If it is damaged, it is removed."""
+        if header is None or is_intact(header, key, payload):
+            return header is not None
         self.stats.damaged += 1
         self._complain(f"the KV block {key.hex()} of {self.place} is damaged, and removed")
         self._ask(self._delete, [key])
@@ -181,15 +179,14 @@ class SealedStore(KVStore):
 
     def _ask(self, question: Callable[[Any], Any], items: Sequence[Any]) -> Any:
         """The store's answer; None if it gives none, or gave none a moment ago, or if there is nothing to ask."""
-        if not items or time.monotonic() < self._ask_again:
-            return None
-        try:
-            return question(items)
-        except self.errors as error:
-            self._complain(f"{self.place} keeps no KV blocks: {error}")
-            if not isinstance(error, self.refusals):
-                self._ask_again = time.monotonic() + RETRY_SECONDS
-            return None
+        if items and time.monotonic() >= self._ask_again:
+            try:
+                return question(items)
+            except self.errors as error:
+                self._complain(f"{self.place} keeps no KV blocks: {error}")
+                if not isinstance(error, self.refusals):
+                    self._ask_again = time.monotonic() + RETRY_SECONDS
+        return None
 
     def _complain(self, text: str) -> None:
         """Log a warning, unless there was one within the last minute."""
