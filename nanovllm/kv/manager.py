@@ -78,8 +78,7 @@ class KVCacheManager:
             return []
         found = []
         for block_hash in self.block_hashes(request)[: (request.num_tokens - 1) // self.block_size]:
-            block_id = self.pool.get_cached_block(block_hash)
-            if block_id is None:
+            if (block_id := self.pool.get_cached_block(block_hash)) is None:
                 break
             found.append(block_id)
         return found

@@ -334,6 +334,9 @@ class Moody(KVStore):
                 buffer[:] = bytes(len(buffer))
         return found
 
+    def evict(self, keys: Sequence[bytes]) -> None:
+        self.store.evict(keys)
+
     def close(self) -> None:
         self.store.close()
 
@@ -363,7 +366,7 @@ def test_a_lost_block_is_kept_again(tiny_model: pathlib.Path, expected: list[lis
             llm.engine.core.reset_prefix_cache()
             if len(found) == 1:
                 key = block_key(scheduler.identity, names_of(llm, prompt)[5])
-                worker._host.evict([share_key(worker.share, key)])  # type: ignore[union-attr]
+                worker.store.evict([share_key(worker.share, key)])
         assert found == [0, 5 * BLOCK, whole(prompt)]
 
 
@@ -507,10 +510,6 @@ def test_a_slow_store_is_no_hang(
     """The engine's thread says that it may wait when it looks a prompt up, and when it waits for reads to end."""
     waits: list[bool] = []
 
-    class Read:
-        def result(self) -> None:
-            waits.append(waiting_for_others().depth > 0)
-
     def contains(keys: Sequence[bytes]) -> int:
         waits.append(waiting_for_others().depth > 0)
         return 0
@@ -519,8 +518,9 @@ def test_a_slow_store_is_no_hang(
         scheduler, worker = halves(llm)
         monkeypatch.setattr(scheduler._below.shared, "contains", contains)
         greedy(llm, [some_prompts()[0]], 1)
-        monkeypatch.setattr(worker, "_reads", {"request": Read()})
+        monkeypatch.setattr(offloading_worker, "wait", lambda reads: waits.append(waiting_for_others().depth > 0))
         worker.forget_requests()
+        monkeypatch.undo()
     assert waits == [True, True]
 
 

@@ -204,9 +204,8 @@ class _Prompt:
 
     def kv(self, layer: int, positions: Tensor) -> Tensor:
         """Keys and values in a layer's cache, `[num_positions, 2, num_kv_heads, head_dim]`."""
-        kv_cache = self.kv_caches[layer]
-        slots = slots_of(positions, self.block_table, kv_cache.shape[3])
-        return kv_cache[slots // kv_cache.shape[3], :, :, slots % kv_cache.shape[3]]
+        kv_cache, block_size = self.kv_caches[layer], self.kv_caches[layer].shape[3]
+        return kv_cache[self.block_table[positions // block_size].long(), :, :, positions % block_size]
 
 
 def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:

@@ -9,7 +9,6 @@ that another engine provides, and the next step computes the question as usual.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -98,7 +97,7 @@ class BlendScheduler(KVConnectorScheduler):
         self.separator = Tokenizer.from_pretrained(folder).encode(separator, add_special_tokens=False)
         if not self.separator:
             raise ValueError("blend_special_str separates the parts of a prompt; it must not be empty")
-        self._kept: OrderedDict[bytes, int] = OrderedDict()  # key -> tokens; least recently used first
+        self._kept: dict[bytes, int] = {}  # key -> tokens; least recently used first
         self._prompts: dict[str, list[Part]] = {}  # by request id
         self._jobs: dict[str, BlendJob] = {}  # by request id, in order
 
@@ -133,7 +132,7 @@ class BlendScheduler(KVConnectorScheduler):
         before = request.num_computed_tokens
         reused = self._reusable(request, before)
         for part in reused:
-            self._kept.move_to_end(part.key)
+            self._kept[part.key] = self._kept.pop(part.key)  # at the end
             part.may_be_saved = False
         request.num_exact_tokens = max(before, reused[0].start)
         token_ids = request.token_ids[: before + num_external_tokens]

@@ -18,7 +18,7 @@ from nanovllm.kv.connector import KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, share_key
-from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.kv_transfer.stores.store import KVStore
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class OffloadingWorker(KVConnectorWorker):
         # Ranks that have the same layers and heads have the same bytes.
         self.share = f"layers {layout.layers} heads {layout.heads}"
         self.store = open_store(config, self.entry_bytes) or KVStore()
-        self._host = self.store if isinstance(self.store, HostStore) else None
         self._writer = ThreadPoolExecutor(1, "kv-writer")
         self._reader = ThreadPoolExecutor(1, "kv-reader")
         self._writes: dict[bytes, Future[None]] = {}  # by key
@@ -55,8 +54,7 @@ class OffloadingWorker(KVConnectorWorker):
 
     def get_handshake_metadata(self) -> dict[str, Any]:
         """What the scheduler's half must know of this rank."""
-        num_slots = self._host.num_slots if self._host is not None else 0
-        return {"share": self.share, "entry_bytes": self.entry_bytes, "num_slots": num_slots}
+        return {"share": self.share, "entry_bytes": self.entry_bytes, "num_slots": self.store.num_slots}
 
     # ---------------------------------------------------------------- in
 
@@ -64,8 +62,8 @@ class OffloadingWorker(KVConnectorWorker):
         """See `KVConnectorWorker.start_load_kv`."""
         metadata: OffloadingMetadata = self.metadata
         self._writes = {key: write for key, write in self._writes.items() if not write.done()}
-        if metadata.evict and self._host is not None:
-            self._writer.submit(self._host.evict, self._names(metadata.evict))
+        if metadata.evict:
+            self._writer.submit(self.store.evict, self._names(metadata.evict))
         for request_id, blocks in metadata.loads.items():
             before = [self._writes[key] for key in blocks if key in self._writes]
             # A step that the GPU has not finished may still write to these blocks, for a request that has ended.
@@ -161,8 +159,7 @@ class OffloadingWorker(KVConnectorWorker):
     def forget_requests(self) -> None:
         """See `KVConnectorWorker.forget_requests`."""
         with waiting_for_others():  # a disk or a server
-            for read in self._reads.values():
-                read.result()
+            wait(self._reads.values())
         self._reads.clear()
 
     def close(self) -> None:

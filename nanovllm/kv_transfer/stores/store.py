@@ -67,9 +67,12 @@ class KVStore:
     counts as used last: the end of a chain is evicted before its beginning.
 
     Attributes:
+        num_slots: for entries in host memory.
         stats: counts of entries, as seen from this process: `hits` and `misses` of those that were requested; `stored`; `evicted` to
             make room; found `damaged`, which are removed, and count as misses too; `failed` to be stored.
     """
+
+    num_slots = 0
 
     def __init__(self) -> None:
         self.stats = SimpleNamespace(hits=0, misses=0, stored=0, evicted=0, damaged=0, failed=0)
@@ -89,6 +92,9 @@ class KVStore:
             and has been removed.
         """
         return [False] * len(keys)
+
+    def evict(self, keys: Sequence[bytes]) -> None:
+        """Evict entries from host memory now, if they are there."""
 
     def close(self) -> None:
         """Close files and connections. Entries that other processes share stay."""
@@ -140,7 +146,6 @@ class SealedStore(KVStore):
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         """Remove entries, if they are there."""
-        raise NotImplementedError
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See `KVStore.contains`."""
@@ -217,8 +222,7 @@ class HostStore(KVStore):
     def __init__(self, num_bytes: int, entry_bytes: int, pinned: bool = False, lower: KVStore | None = None) -> None:
         super().__init__()
         self.num_slots, self.lower = num_bytes // entry_bytes, lower or KVStore()
-        memory = torch.empty(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self._memory = memory.zero_().numpy()
+        self._memory = torch.zeros(self.num_slots, entry_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._free = list(range(self.num_slots))
         self.is_in_use: Callable[[bytes], bool] = lambda key: False
@@ -279,7 +283,7 @@ class HostStore(KVStore):
         return bool(self._free)
 
     def evict(self, keys: Sequence[bytes]) -> None:
-        """Evict entries now, if they are here."""
+        """See `KVStore.evict`."""
         with self._writing:
             for key in filter(self.__contains__, keys):
                 # The store below may be slow: until it has the entry, the entry can still be read here.
