@@ -61,8 +61,7 @@ class KVCacheManager:
 
     def block_hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full blocks; each is computed once, since tokens are only ever appended."""
-        hashes = request.block_hashes
-        size = self.block_size
+        hashes, size = request.block_hashes, self.block_size
         for i in range(len(hashes), request.num_tokens // size):
             parent = hashes[-1] if hashes else hash_salt(request.cache_salt)
             hashes.append(hash_block(parent, request.token_ids[i * size : (i + 1) * size]))

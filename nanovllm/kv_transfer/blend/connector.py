@@ -26,6 +26,10 @@ from nanovllm.kv.manager import hash_block, hash_salt
 from nanovllm.kv_transfer.blend.blend import Chunk, blend, save_chunk
 from nanovllm.text.tokenizer import Tokenizer
 
+_DEFAULTS: dict[str, Any] = dict(
+    blend_special_str="<file_sep>", blend_recompute_ratio=0.15, blend_check_layer=1, blend_min_tokens=64, blend_gib=1.0
+)
+
 
 @dataclass
 class Part:
@@ -79,13 +83,7 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
         if identity["num_kv_heads"] == 0:
             raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
-        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(
-            blend_special_str="<file_sep>",
-            blend_recompute_ratio=0.15,
-            blend_check_layer=1,
-            blend_min_tokens=64,
-            blend_gib=1.0,
-        ).values()
+        separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             raise ValueError(
                 f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
