@@ -262,7 +262,8 @@ class Scheduler:
             )
             if sampled is not None:
                 request.token_ids.append(sampled.token_id)
-                self._cache_pending(request)
+                if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
+                    self.manager.cache_blocks(request, request.num_tokens - 1)  # this token may complete a block
                 output.new_token_ids = [sampled.token_id]
                 output.logprobs = [sampled.logprobs] if sampled.logprobs else None
                 self._check_stop(request, sampled.token_id)
@@ -293,11 +294,6 @@ class Scheduler:
     def waits_for_tokens(self) -> bool:
         """True if the next step has to wait for pending tokens: a penalty depends on which tokens were sampled before."""
         return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
-
-    def _cache_pending(self, request: Request) -> None:
-        """The pending token is now known; if its block is full, cache it."""
-        if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
-            self.manager.cache_blocks(request, request.num_tokens - 1)
 
     # ---------------------------------------------------------------- when blocks run out
 
