@@ -242,18 +242,16 @@ class KVConnectorWorker:
 
     # ---------------------------------------------------------------- around a forward pass
 
-    @contextmanager
-    def around_all_layers(self) -> Iterator[None]:
-        """Around a CUDA graph, which calls no Python code between its layers."""
-        yield
-        for layer, kv_cache in self.kv_caches.items():
-            self.save_kv_layer(layer, kv_cache)
-
     def start_load_kv(self) -> None:
         """Before the forward pass, or in place of one: begin to fetch what the metadata name."""
 
     def save_kv_layer(self, layer: int, kv_cache: Tensor) -> None:
         """After attention of this layer: its keys and values of this step are written."""
+
+    def save_kv_layers(self) -> None:
+        """After a CUDA graph, which calls no Python code between its layers."""
+        for layer, kv_cache in self.kv_caches.items():
+            self.save_kv_layer(layer, kv_cache)
 
     def wait_for_save(self) -> None:
         """After the forward pass: what is saved may be overwritten by the next step."""
