@@ -90,13 +90,9 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
     except TooManyTokensError as error:
         raise APIError(400, str(error), prompt, "context_length_exceeded") from error
     except ValueError as error:
-        raise APIError(400, str(error), field_named_in(str(error))) from error
-
-
-def field_named_in(message: str) -> str | None:
-    """ "top_p must be ...", "top_p: ..." -> "top_p"; "prompt token ids must be ..." -> "prompt"."""
-    found = re.match(r"(\w+)(?: token ids)?(?: must |: )", message)
-    return found and found[1]
+        # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names prompt.
+        field = re.match(r"(\w+)(?: token ids)?(?: must |: )", str(error))
+        raise APIError(400, str(error), field and field[1]) from error
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:

@@ -100,8 +100,7 @@ class Guard:
         headers = Headers(scope=scope)
         host, origin, site = headers.get("host", ""), headers.get("origin"), headers.get("sec-fetch-site", "none")
         # Without any host, as HTTP/1.0 allows, the request is a simple health check: browsers always send one.
-        names_none = not {"host", "origin", "sec-fetch-site"} & set(headers.keys())
-        if not names_none and not self.access.knows_host(host):
+        if {"host", "origin", "sec-fetch-site"} & set(headers.keys()) and not self.access.knows_host(host):
             name = host_name(host) or "NAME"
             message = f"""the Host header {host!r} does not name this server: see --allowed-hosts '["{name}"]'"""
             return APIError(403, message, code="host_not_allowed")
