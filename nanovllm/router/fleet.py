@@ -16,7 +16,6 @@ import pathlib
 import re
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -163,21 +162,19 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
         raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
-    routing = RouterConfig.from_arguments(arguments)
-    routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
-    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
-    fleet, name = processes(config, arguments), config.served_model_name or config.model
     try:
-        asyncio.run(_run(fleet, routing, listener, access, name))
+        asyncio.run(_run(config, arguments))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(
-    fleet: list[ServerProcess], routing: RouterConfig, listener: socket.socket, access: Access, name: str
-) -> None:
+async def _run(config: EngineConfig, arguments: argparse.Namespace) -> None:
     """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
+    routing = RouterConfig.from_arguments(arguments)
+    routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
+    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
+    fleet = processes(config, arguments)
 
     def kill() -> None:
         for process in fleet:
@@ -192,7 +189,7 @@ async def _run(
         backends = backends_of(urls, routing, next(iter(access.api_keys), None))
         for process, backend in zip(fleet, backends, strict=True):
             backend.on_silence = process.end_silent
-        router = RouterServer(backends, listener, access, name)
+        router = RouterServer(backends, listener, access, config.served_model_name or config.model)
         await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -41,33 +41,25 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens; return the text that has become final, which may be empty."""
+        kept = [index for index in token_ids if index not in self._skipped]
         if self._utf8 is not None:
-            kept = (index for index in token_ids if index not in self._skipped)
             return self._utf8.decode(b"".join(map(self._tokenizer.token_bytes, kept)))
-        return self._append_characters(token_ids)
+        end = 0  # SentencePiece: in self._pending, the end of the last token that is not a byte token
+        for index in kept:
+            if (token := self._tokenizer.backend.id_to_token(index)) is not None:
+                self._pending.append(index)
+                if not BYTE_TOKEN.fullmatch(token):
+                    end = len(self._pending)
+        final, self._pending = self._pending[:end], self._pending[end:]
+        piece = self._decode_in_context(final)
+        self._context = final[-1:] or self._context
+        return piece
 
     def flush(self) -> str:
         """Return the text that is held back; to be called once, after the last token."""
         if self._utf8 is not None:
             return self._utf8.decode(b"", final=True)
         return self._decode_in_context(self._pending)
-
-    def _append_characters(self, token_ids: Sequence[int]) -> str:
-        """`append` for SentencePiece: decode up to the last token that is not a byte token."""
-        end = 0  # of what is final, in self._pending
-        for index in token_ids:
-            token = self._tokenizer.backend.id_to_token(index)
-            if token is None or index in self._skipped:
-                continue
-            self._pending.append(index)
-            if not BYTE_TOKEN.fullmatch(token):
-                end = len(self._pending)
-        if not end:
-            return ""
-        final, self._pending = self._pending[:end], self._pending[end:]
-        piece = self._decode_in_context(final)
-        self._context = final[-1:]
-        return piece
 
     def _decode_in_context(self, token_ids: list[int]) -> str:
         """The text of tokens that come after `self._context`, the last token before them (none at the beginning).

@@ -201,9 +201,8 @@ def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
     They are usually in tokenizer.json too. Otherwise, they would be tokenized letter by letter in chats.
     """
     known = backend.get_added_tokens_decoder()
-    for index, fields in sorted(config.get("added_tokens_decoder", {}).items()):
-        if index not in known:
-            backend.add_tokens([AddedToken(**fields)])
+    added = sorted(config.get("added_tokens_decoder", {}).items())
+    backend.add_tokens([AddedToken(**fields) for index, fields in added if index not in known])
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     tokens = [*named_tokens, *extra]
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
