@@ -187,6 +187,7 @@ class RouterApp:
         return status, response
 
     async def _ask(self, call: Call, server: Backend, helper: Backend | None) -> Response:
+        """A decode server's answer, or the beginning of its stream. With decode first, `helper` is busy with it, too."""
         async with contextlib.AsyncExitStack() as stack:
             if helper and self.is_decode_first:
                 stack.enter_context(helper.at_work())
