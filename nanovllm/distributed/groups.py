@@ -48,7 +48,6 @@ class GroupCoordinator:
         name: "tp", "pp", ...
         ranks: the global ranks of the group.
         rank: the global rank of this process.
-        local_rank: its number on this machine, which is that of its device.
 
     Attributes:
         is_first, is_last: whether this rank is the first or the last one of the group (as a stage of a pipeline).
@@ -56,8 +55,8 @@ class GroupCoordinator:
         calls, bytes_sent: for each collective, the number of calls and the bytes of this rank's tensors.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int] = (0,), rank: int = 0, local_rank: int = 0) -> None:
-        self.name, self.ranks, self.rank, self.local_rank = name, list(ranks), rank, local_rank
+    def __init__(self, name: str, ranks: Sequence[int] = (0,), rank: int = 0) -> None:
+        self.name, self.ranks, self.rank = name, list(ranks), rank
         self.world_size, self.rank_in_group = len(ranks), ranks.index(rank)
         self.is_first, self.is_last = rank == ranks[0], rank == ranks[-1]
         self.shared: Any = None

@@ -84,14 +84,12 @@ def is_debugged_or_dumps_core(pid: int) -> bool:
 
 
 def has_children_since(seconds: float) -> bool:
-    """Whether this process has a living child that it has started in the last `seconds`. (psutil goes by the wall clock, which
-    can be set; /proc counts ticks since the machine was started.)"""
-    # A child may end meanwhile, and some systems hide the processes of other users.
-    with contextlib.suppress(OSError, psutil.Error):
+    """Whether this process has a living child that it has started in the last `seconds`."""
+    # By psutil's clock, which is the wall clock in whole seconds plus the ticks since the machine was started.
+    start = psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME) - seconds - 0.1
+    with contextlib.suppress(psutil.Error):  # a child may end meanwhile
         for child in psutil.Process().children():
-            fields = pathlib.Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
-            if fields[0] != "Z" and age < seconds + 0.1:
+            if child.create_time() > start and child.status() != psutil.STATUS_ZOMBIE:
                 return True
     return False
 

@@ -44,10 +44,8 @@ class ProcessGroupCoordinator(GroupCoordinator):
 
     shared: SharedCollectives | None
 
-    def __init__(
-        self, name: str, ranks: list[int], rank: int, local_rank: int, device_group: Any, cpu_group: Any
-    ) -> None:
-        super().__init__(name, ranks, rank, local_rank)
+    def __init__(self, name: str, ranks: list[int], rank: int, device_group: Any, cpu_group: Any) -> None:
+        super().__init__(name, ranks, rank)
         self.device_group, self.cpu_group = device_group, cpu_group
         self._counter = CallCounter(name, ranks)
 
@@ -156,7 +154,6 @@ class ProcessGroupCoordinator(GroupCoordinator):
 def initialize_groups(
     grid: Grid,
     rank: int,
-    local_rank: int = 0,
     init_method: str = "env://",
     device: torch.device | str = "cpu",
     timeout: float = 300.0,
@@ -165,7 +162,7 @@ def initialize_groups(
     """Join the other ranks of the grid. Every rank calls this; it returns when all have.
 
     Args:
-        rank, local_rank: of this process, in the grid and on this machine.
+        rank: of this process, in the grid.
         init_method: where the ranks meet: a `tcp://` address, `env://` (torchrun), or `file://`: then all are on this machine, and
             gloo and NCCL listen on the loopback interface only, unless `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name another.
         device: this rank computes on it.
@@ -187,11 +184,11 @@ def initialize_groups(
         groups = grid.groups(kind)
         ranks = next(ranks for ranks in groups if rank in ranks)
         if len(ranks) == 1:
-            _groups[kind] = GroupCoordinator(kind, ranks, rank, local_rank)
+            _groups[kind] = GroupCoordinator(kind, ranks, rank)
             continue
         # Every rank takes part in making every group, and gets its own.
         own = [dist.new_subgroups_by_enumeration(groups, limit, backend)[0] for backend in backends]
-        group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, local_rank, own[-1], own[0])
+        group = _groups[kind] = ProcessGroupCoordinator(kind, ranks, rank, own[-1], own[0])
         if device.type == "cpu" and not disable_custom_all_reduce:
             group.share_memory(timeout)
 

@@ -21,37 +21,33 @@ from nanovllm.distributed.standstill import CollectiveError
 # In the order of SUMS in shared_memory.cpp.
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.int64, torch.float16)
 _OPERATIONS = ("all_reduce", "all_gather")
-# Tensors are processed in parts of this size.
+# Tensors are processed in parts of this size, a multiple of 64.
 PART_BYTES = 1 << 17
 
 
-def open_segment(handle: SegmentHandle | None, member: int, num_members: int, part_bytes: int = PART_BYTES) -> Segment:
+def open_segment(handle: SegmentHandle | None, member: int, num_members: int) -> Segment:
     """Create the segment of a group, or map the one that the group's first rank has created.
 
     Raises:
         OSError: this rank cannot use shared memory.
     """
     load_shared_memory_library()
-    return Segment(handle, member) if handle else Segment.create(num_members, 2 * num_members * part_bytes)
+    return Segment(handle, member) if handle else Segment.create(num_members, 2 * num_members * PART_BYTES)
 
 
 class SharedCollectives:
     """Collectives of a group in a segment that all its ranks have mapped.
 
     Args:
-        segment: has a line for each rank, and room for two halves of `part_bytes` for each.
+        segment: has a line for each rank, and room for two halves of `PART_BYTES` for each.
         ranks: the global ranks of the group, for messages.
         name: of the group, for messages.
         timeout: seconds to wait for a rank.
-        part_bytes: tensors are processed in parts of this size, a multiple of 64.
     """
 
-    def __init__(
-        self, segment: Segment, ranks: list[int], name: str, timeout: float, part_bytes: int = PART_BYTES
-    ) -> None:
+    def __init__(self, segment: Segment, ranks: list[int], name: str, timeout: float) -> None:
         library = load_shared_memory_library()
-        self.segment, self.ranks, self.name = segment, ranks, name
-        self.timeout, self.part_bytes = timeout, part_bytes
+        self.segment, self.ranks, self.name, self.timeout = segment, ranks, name, timeout
         self._kinds = segment.data[: segment.payload].cast("Q")
         self._broken = ""
         self._collective = library.collective
@@ -80,7 +76,7 @@ class SharedCollectives:
         segment, done, published, deadline = self.segment, 0, False, 0.0
         while True:
             done = self._collective(
-                *(segment.address, segment.payload, self.part_bytes, segment.member, len(self.ranks)),
+                *(segment.address, segment.payload, PART_BYTES, segment.member, len(self.ranks)),
                 *(x.data_ptr(), out.data_ptr(), x.nbytes, row, sum_index, kind, max(done, 0), published),
             )
             if done == x.nbytes:

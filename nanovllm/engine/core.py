@@ -122,7 +122,7 @@ class EngineCore:
                 "or use data_parallel_size 1"
             )
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
-        return create(self.config, self.model_config, folder, self.executor.handshake_metadata())
+        return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
         """Create empty queues and an empty block pool."""

@@ -55,10 +55,6 @@ class Executor:
         """Have every rank allocate its caches and buffers; the settings are complete now."""
         self.collective_rpc("allocate", self.config, num_blocks, num_host_blocks)
 
-    def handshake_metadata(self) -> list[Any]:
-        """How ranks of other engines reach each rank of this one; see `kv_transfer`."""
-        return self.collective_rpc("handshake_metadata")
-
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step; returns a function that waits for its result. Steps run in the order of the calls, and their results
         must be fetched in that order.

@@ -56,5 +56,3 @@ class MultiprocessExecutor(RemoteExecutor):
 
     def _kill(self) -> None:
         end_processes([rank.process for rank in self.ranks], self._folder)
-        if self._orders is not None:
-            self._orders.close()

@@ -157,10 +157,9 @@ class RayExecutor(RemoteExecutor):
         group = find_room(size, device == "cuda")
         # Its actors end with it. If Ray has ended already, there is nothing to give back.
         self._lease.callback(lambda: remove_placement_group(group) if ray.is_initialized() else None)
-        actor_class: Any = ray.remote(RankActor)
-        resources = {"num_cpus": 1, "num_gpus": int(device == "cuda")}
+        actor_class: Any = ray.remote(num_cpus=1, num_gpus=int(device == "cuda"))(RankActor)
         places = [PlacementGroupSchedulingStrategy(group, rank) for rank in range(size)]
-        actors = [actor_class.options(**resources, scheduling_strategy=place).remote() for place in places]
+        actors = [actor_class.options(scheduling_strategy=place).remote() for place in places]
         reception = Reception(ray.util.get_node_ip_address())
         try:
             setup.init_method = ray.get(actors[0].open_meeting_place.remote())

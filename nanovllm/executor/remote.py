@@ -245,9 +245,8 @@ class RemoteRank(Peer):
         super().take(message)
         if message == TRANSFER_ENDED:
             self.transfer_has_ended = True
-        elif isinstance(message, tuple):
-            order, answer = message
-            self.answers[order] = answer
+        elif isinstance(message, tuple):  # the number of an order, and the answer
+            self.answers.update([message])
 
 
 class RemoteExecutor(WatchedProcesses, Executor):

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -35,8 +35,7 @@ from nanovllm.executor.worker import run_worker
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """What torchrun's environment variables say about this process."""
 
     rank: int

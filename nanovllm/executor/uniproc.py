@@ -58,14 +58,10 @@ class Worker:
             torch.set_num_threads(setup.threads)
         if setup.init_method:
             grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
-            load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")(
-                grid,
-                setup.rank,
-                setup.local_rank,
-                setup.init_method,
-                "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}",
-                disable_custom_all_reduce=config.disable_custom_all_reduce,
-            )
+            device = "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
+            initialize = load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")
+            with_gloo = config.disable_custom_all_reduce
+            initialize(grid, setup.rank, setup.init_method, device, disable_custom_all_reduce=with_gloo)
         self.runner = ModelRunner(config, setup.model_config, setup.folder)
 
     def memory(self) -> tuple[int, int, bool]:

@@ -136,7 +136,7 @@ def _run_rank(
     torch.set_num_threads(threads)
     try:
         own_device = f"cuda:{rank}" if device == "cuda" else device
-        initialize_groups(rank=rank, local_rank=rank, device=own_device, **settings)
+        initialize_groups(rank=rank, device=own_device, **settings)
         message = pickle.dumps(("", function(*arguments)))
         destroy_groups()
     except BaseException:

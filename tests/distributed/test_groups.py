@@ -8,6 +8,7 @@ import pathlib
 import threading
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -236,7 +237,7 @@ def test_shared_collectives_of_any_size_in_any_order(data):
     results: list[list[torch.Tensor]] = [[] for _ in range(world)]
 
     def run(rank: int) -> None:
-        shared = SharedCollectives(segments[rank], list(range(world)), "test", 20, part_bytes)
+        shared = SharedCollectives(segments[rank], list(range(world)), "test", 20)
         for (name, *_), x in zip(operations, inputs[rank], strict=True):
             if name == "all_reduce":
                 x = x.clone()
@@ -246,10 +247,11 @@ def test_shared_collectives_of_any_size_in_any_order(data):
                 results[rank].append(shared.all_gather(x, int(name.split()[1])))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with mock.patch.object(shared_collectives, "PART_BYTES", part_bytes):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     for number, (name, *_) in enumerate(operations):
         every = [inputs[rank][number] for rank in range(world)]
         want = sum(every[1:], every[0]) if name == "all_reduce" else torch.cat(every, int(name.split()[1]))
@@ -257,7 +259,8 @@ def test_shared_collectives_of_any_size_in_any_order(data):
 
 
 @needs_library
-def test_sums_keep_infinities_and_nans():
+def test_sums_keep_infinities_and_nans(monkeypatch):
+    monkeypatch.setattr(shared_collectives, "PART_BYTES", 64)
     special = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.0e38, 1e-45, -0.0])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         first = Segment.create(2, 4 * 64)
@@ -265,7 +268,7 @@ def test_sums_keep_infinities_and_nans():
         outputs = [x.clone() for x in inputs]
 
         def run(segment: Segment, x: torch.Tensor) -> None:
-            SharedCollectives(segment, [0, 1], "test", 20, 64).all_reduce(x)
+            SharedCollectives(segment, [0, 1], "test", 20).all_reduce(x)
 
         thread = threading.Thread(target=run, args=(Segment(first.handle, 1), outputs[1]))
         thread.start()
@@ -389,10 +392,8 @@ def test_without_a_compiler_sums_go_over_gloo(monkeypatch):
 
 def share_only_on_rank_0() -> tuple[bool, float]:
     """One rank cannot map the segment: then nobody uses it."""
-    from unittest import mock
-
     tp = groups.get_tp_group()
-    group = ProcessGroupCoordinator("half", [0, 1], tp.rank, 0, *[tp.cpu_group] * 2)
+    group = ProcessGroupCoordinator("half", [0, 1], tp.rank, *[tp.cpu_group] * 2)
 
     def load() -> None:
         if group.rank == 1:

@@ -26,7 +26,7 @@ def time_collectives(sizes: tuple[int, ...], device_type: str, rounds: int) -> d
     """On each rank: seconds of a call on tensors of so many bytes, by operation; calls are queued one after another, as the
     engine queues them."""
     group = get_tp_group()
-    device = torch.device(device_type, group.local_rank) if device_type == "cuda" else torch.device("cpu")
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     operations: dict[str, Callable[[torch.Tensor], object]] = {
         "all-reduce": group.all_reduce,
         "all-gather": lambda x: group.all_gather(x, dim=0),
