@@ -63,9 +63,6 @@ class GroupCoordinator:
         self.calls: Counter[str] = Counter()
         self.bytes_sent: Counter[str] = Counter()
 
-    def __repr__(self) -> str:
-        return f"<group {self.name} of ranks {self.ranks}: rank {self.rank} is {self.rank_in_group}>"
-
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace x by its sum over the group. All ranks get the same bits."""
         return x

@@ -177,9 +177,7 @@ def initialize_groups(
                 os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group(
-            backends[-1], init_method=init_method, rank=rank, world_size=grid.world_size, timeout=limit
-        )
+        dist.init_process_group(backends[-1], init_method, limit, grid.world_size, rank)
     for kind in KINDS:
         groups = grid.groups(kind)
         ranks = next(ranks for ranks in groups if rank in ranks)
