@@ -88,9 +88,8 @@ def has_children_since(seconds: float) -> bool:
     # By psutil's clock, which is the wall clock in whole seconds plus the ticks since the machine was started.
     start = psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME) - seconds - 0.1
     with contextlib.suppress(psutil.Error):  # a child may end meanwhile
-        for child in psutil.Process().children():
-            if child.create_time() > start and child.status() != psutil.STATUS_ZOMBIE:
-                return True
+        children = psutil.Process().children()
+        return any(each.create_time() > start and each.status() != psutil.STATUS_ZOMBIE for each in children)
     return False
 
 
@@ -182,10 +181,6 @@ class Mouth(threading.Thread):
     def answer(self, order: int, wait: Callable[[], Any]) -> None:
         """Queue the answer to an order; `wait` waits for it and returns it."""
         self.say(lambda: (order, wait()))
-
-    def complain(self, complaint: Complaint) -> None:
-        """Queue the last message."""
-        self.say(lambda: complaint)
 
     def close(self) -> None:
         """Send what is queued, then end."""

@@ -100,9 +100,8 @@ def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
         for slot, expert in enumerate(slots):
             if old.slots[target][slot] == expert:
                 continue
-            source, source_slot = min(
-                (divmod(physical, old.num_slots) for physical in replicas[expert]), key=lambda place: sent[place[0]]
-            )
+            places = (divmod(physical, old.num_slots) for physical in replicas[expert])
+            source, source_slot = min(places, key=lambda place: sent[place[0]])
             sent[source] += 1
             moves.append(Move(source, source_slot, target, slot))
     return moves
@@ -122,11 +121,8 @@ def move_experts(weights: Sequence[Tensor], moves: list[Move], group: GroupCoord
     flat = [weight.flatten(1) for weight in weights]
     rows = torch.cat([part[[move.source_slot for move in leaving]] for part in flat], dim=1)
     ranks = range(group.world_size)
-    received = group.all_to_all(
-        rows,
-        [sum(move.target == other for move in leaving) for other in ranks],
-        [sum(move.source == other for move in coming) for other in ranks],
-    )
+    sent = [sum(move.target == other for move in leaving) for other in ranks]
+    received = group.all_to_all(rows, sent, [sum(move.source == other for move in coming) for other in ranks])
     slots = [move.target_slot for move in coming]
     for part, new in zip(flat, received.split([part.shape[1] for part in flat], dim=1), strict=True):
         part[slots] = new

@@ -42,8 +42,6 @@ class ProcessGroupCoordinator(GroupCoordinator):
         cpu_group: torch's group for tensors and objects in host memory (gloo).
     """
 
-    shared: SharedCollectives | None
-
     def __init__(self, name: str, ranks: list[int], rank: int, device_group: Any, cpu_group: Any) -> None:
         super().__init__(name, ranks, rank)
         self.device_group, self.cpu_group = device_group, cpu_group

@@ -29,10 +29,8 @@ class StageLink(SingleStage):
         rank, number, ranks = group.rank, group.rank_in_group, group.ranks
         self._connections = getattr(group, "device_group", None)
         self._previous, self._next = ranks[number - 1], ranks[(number + 1) % len(ranks)]
-        self._received, self._sent = (
-            CallCounter(f"{group.name} from rank {source} to rank {target}", (source, target))
-            for source, target in ((self._previous, rank), (rank, self._next))
-        )
+        self._received = CallCounter(f"{group.name} from rank {self._previous} to rank {rank}", (self._previous, rank))
+        self._sent = CallCounter(f"{group.name} from rank {rank} to rank {self._next}", (rank, self._next))
         self._in_flight: deque[tuple[dist.Work | None, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor | None:

@@ -93,8 +93,7 @@ def start_ray(num_cpus: int, folder: str) -> None:
     Raises:
         ExecutorError: Ray does not start.
     """
-    for name, value in OWN_RAY.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(OWN_RAY | os.environ)
     # The same as the variable says, which this process has read already when it imported Ray.
     ray_constants.ENABLE_RAY_CLUSTER = False
     options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}

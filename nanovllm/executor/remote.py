@@ -4,7 +4,6 @@ and when something fails, the executor finds out which rank is to blame."""
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import pathlib
@@ -140,7 +139,7 @@ class Reception:
                 with contextlib.suppress(OSError, EOFError):  # it may be a stranger
                     connection = _connection(self._listener.accept()[0])
                     key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
-                    if hmac.compare_digest(key, self._key.encode()):
+                    if secrets.compare_digest(key, self._key.encode()):
                         card = {"connection": connection} | connection.recv()
                         found[card["rank"]] = card
         return [found[rank] for rank in ranks]

@@ -17,7 +17,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import NamedTuple, NoReturn
 
@@ -127,12 +126,10 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     check_grid(config, read_model_config(config, folder))
     launch = Launch.from_environment()
     launch.join_network()
-    store = open_store()
-    store.wait(["executor"], timedelta(seconds=remote.START_SECONDS))
+    invitation = json.loads(open_store().get("executor"))  # waits for rank 0
     # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    invitation = json.loads(store.get("executor"))
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
     connection = remote.connect(
         invitation, socket.gethostname(), rank=launch.rank, local_rank=launch.local_rank, pid=pid
@@ -144,5 +141,4 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
         while not was_shut_down:
             connection.recv_bytes()
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0 if was_shut_down else 1)

@@ -56,7 +56,7 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
         # Until the first step, the user can mend what the message names, but not the loss of another rank.
         is_users = is_starting and isinstance(error, ValueError | OSError) and not isinstance(error, ConnectionError)
         complaint = Complaint(True, str(error)) if is_users else Complaint.of_error()
-        mouth.complain(complaint)
+        mouth.say(lambda: complaint)
         if setup.init_method == "env://":  # torchrun may end rank 0 before it reports this
             logger.error("rank %d: %s", setup.rank, complaint.text)
         return False
