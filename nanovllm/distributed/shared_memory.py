@@ -178,7 +178,8 @@ class MessageQueue:
     A message may be longer than the ring. When the ring is full, the writer waits for the slowest reader. A waiting process spins for
     some microseconds, then yields its core, then sleeps in the kernel.
 
-    The writer calls `create`, each reader calls `attach`. One thread at a time may use an end.
+    The writer calls `create`, each reader calls `attach`. One thread at a time may use an end. When an end is gone, the others can read
+    what has been written; then they get `PeerLost`.
 
     Attributes:
         handle: with which readers attach; it can be pickled.
@@ -245,7 +246,3 @@ class MessageQueue:
                 continue
             self._segment.check("the writer has not sent a message", lost, deadline)
             lost = self._segment.why_lost(0)  # after its last message, so look once more
-
-    def close(self) -> None:
-        """Leave: the others can read what has been written, then they get `PeerLost`."""
-        self._segment.close()

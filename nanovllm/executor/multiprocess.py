@@ -11,7 +11,6 @@ import weakref
 import torch
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.distributed.shared_memory import MessageQueue
 from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, end_processes
 from nanovllm.executor.uniproc import WorkerSetup
@@ -49,9 +48,8 @@ class MultiprocessExecutor(RemoteExecutor):
             return super()._send(order)
         try:
             self._orders.put(order, ORDER_SECONDS)
-        except PeerLost:
-            pass  # `_listen` finds out which
-        except TimeoutError as error:
+        except OSError as error:  # a rank is gone or takes nothing
+            self._hear(0)  # finds out which
             self._fail(str(error))
 
     def _kill(self) -> None:

@@ -60,8 +60,9 @@ class RankActor:
             )
         return f"tcp://{address}:{port}"
 
-    def run(self, rank: int, invitation: tuple[str, int, str]) -> None:
+    def run(self, rank: int, invitation: tuple[str, int, str], threads: int) -> None:
         """Connect to the executor, and run the rank from beginning to end."""
+        torch.set_num_threads(threads or torch.get_num_threads())
         address = ray.util.get_node_ip_address()
         use_network_of(address)
         with connect(invitation, address, rank=rank) as connection:  # Ray shows each actor one GPU, as its first
@@ -141,14 +142,17 @@ class RayExecutor(RemoteExecutor):
     cluster."""
 
     ranks: list[RayRank]
-    folder = ""  # of a Ray that this program has started
+    folder, threads = (
+        "",
+        0,
+    )  # of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size
         self._lease = contextlib.ExitStack()  # what this program uses of Ray and has to give back
         weakref.finalize(self, self._lease.close)
         if not ray.is_initialized():
-            self._join_cluster(setup)
+            self._join_cluster()
         device = self.config.device
         if device == "auto":
             device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
@@ -165,18 +169,18 @@ class RayExecutor(RemoteExecutor):
             ray.get([actor.__ray_ready__.remote() for actor in actors])
         except ray.exceptions.RayError as error:
             raise ExecutorError(f"Ray could not start the ranks: {error}") from error
-        runs = [actor.run.remote(rank, reception.invitation) for rank, actor in enumerate(actors)]
+        runs = [actor.run.remote(rank, reception.invitation, self.threads) for rank, actor in enumerate(actors)]
         for run, card in zip(runs, reception.wait_for(range(size), CONNECT_SECONDS), strict=True):
             self.ranks.append(RayRank(grid=self.grid, **card))
             self.ranks[-1].run = run
 
-    def _join_cluster(self, setup: WorkerSetup) -> None:
+    def _join_cluster(self) -> None:
         """Join the cluster that RAY_ADDRESS names; without one, start Ray for this program alone."""
         if os.environ.get("RAY_ADDRESS"):
             self._lease.callback(ray.shutdown)
             ray.init(address="auto", log_to_driver=False, configure_logging=False)
             return
-        setup.threads = max(1, torch.get_num_threads() // self.grid.world_size)
+        self.threads = max(1, torch.get_num_threads() // self.grid.world_size)
         short = None if len(tempfile.gettempdir()) < 20 else "/tmp"  # Ray adds long names of sockets
         self.folder = tempfile.mkdtemp(prefix="nanovllm-", dir=short)
         self._lease.callback(shutil.rmtree, self.folder, ignore_errors=True)

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -29,7 +27,6 @@ class WorkerSetup:
         folder: the checkpoint.
         rank, local_rank: in the grid, and on this machine.
         init_method: where the ranks meet; see `initialize_groups`. "": this is the only rank.
-        threads: of torch on a CPU; 0 leaves them as they are.
         orders: the handle of the shared memory that carries orders; None if they come through the connection.
         log_level: of this process's loggers.
     """
@@ -40,7 +37,6 @@ class WorkerSetup:
     rank: int = 0
     local_rank: int = 0
     init_method: str = ""
-    threads: int = 0
     orders: Any = None
     log_level: int = logging.WARNING
 
@@ -54,14 +50,13 @@ class Worker:
 
     def __init__(self, setup: WorkerSetup) -> None:
         config = setup.config
-        if setup.threads:
-            torch.set_num_threads(setup.threads)
         if setup.init_method:
             grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
             device = "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
-            initialize = load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")
-            with_gloo = config.disable_custom_all_reduce
-            initialize(grid, setup.rank, setup.init_method, device, disable_custom_all_reduce=with_gloo)
+            join = load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")
+            join(
+                grid, setup.rank, setup.init_method, device, disable_custom_all_reduce=config.disable_custom_all_reduce
+            )
         self.runner = ModelRunner(config, setup.model_config, setup.folder)
 
     def memory(self) -> tuple[int, int, bool]:

@@ -127,7 +127,7 @@ def test_who_leaves_is_missed_only_when_all_is_read():
     queue = MessageQueue.create(2, 64)
     reader, other = (MessageQueue.attach(queue.handle, i) for i in range(2))
     queue.put(b"last")
-    queue.close()
+    queue._segment.close()
     assert reader.get(1) == b"last"
     for end in (reader, other):
         with pytest.raises(PeerLost, match="the writer has not sent a message: it has left"):
@@ -138,8 +138,8 @@ def test_who_leaves_is_missed_only_when_all_is_read():
 def test_a_reader_that_has_left_makes_no_room():
     queue = MessageQueue.create(1, 32)
     reader = MessageQueue.attach(queue.handle, 0)
-    reader.close()
-    reader.close()
+    reader._segment.close()
+    reader._segment.close()
     queue.put(b"1")
     queue.put(b"2")
     with pytest.raises(PeerLost, match="reader 0 of 1 has not made room in the queue: it has left"):
@@ -207,7 +207,7 @@ def test_a_segment_as_where_there_is_no_memfd(monkeypatch, tmp_path):
     reader = MessageQueue.attach(queue.handle, 0)
     queue.put(b"hello")
     assert reader.get(1) == b"hello"
-    queue.close()
+    queue._segment.close()
     assert not list(tmp_path.iterdir())
     with pytest.raises(OSError):
         MessageQueue.create(1, 1 << 60)
