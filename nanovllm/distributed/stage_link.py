@@ -6,6 +6,7 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ class StageLink(SingleStage):
         self._previous, self._next = ranks[number - 1], ranks[(number + 1) % len(ranks)]
         self._received = CallCounter(f"{group.name} from rank {self._previous} to rank {rank}", (self._previous, rank))
         self._sent = CallCounter(f"{group.name} from rank {rank} to rank {self._next}", (rank, self._next))
-        self._in_flight: deque[tuple[dist.Work | None, Tensor]] = deque()
+        self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor | None:
         """See `SingleStage`."""
@@ -48,20 +49,17 @@ class StageLink(SingleStage):
         # (gloo marks a send as completed only in `wait`.)
         with waiting_for_others(), self._sent.call("send"):
             if len(self._in_flight) >= self.group.world_size:
-                self._wait_for_oldest()
+                self._in_flight.popleft()[0].wait()
             # NCCL connects two ranks when they first talk.
             work = dist.isend(hidden, self._next, group=self._connections)
         self.group.calls["send"] += 1
         self.group.bytes_sent["send"] += hidden.nbytes
         self._in_flight.append((work, hidden))
 
-    def _wait_for_oldest(self) -> None:
-        self._in_flight.popleft()[0].wait()  # type: ignore[union-attr]
-
     def flush(self) -> None:
         """See `SingleStage`."""
         while self._in_flight:
-            self._wait_for_oldest()
+            self._in_flight.popleft()[0].wait()
 
     def blank(self, num_tokens: int) -> Tensor | None:
         """See `SingleStage`."""

@@ -131,9 +131,8 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
-    connection = remote.connect(
-        invitation, socket.gethostname(), rank=launch.rank, local_rank=launch.local_rank, pid=pid
-    )
+    card = {"rank": launch.rank, "local_rank": launch.local_rank, "pid": pid}
+    connection = remote.connect(invitation, socket.gethostname(), **card)
     was_shut_down = False
     with contextlib.suppress(EOFError, OSError):  # rank 0 tells the user why; torchrun ends it once this process ends
         setup = dataclasses.replace(connection.recv(), folder=folder)  # where this machine has the checkpoint
