@@ -96,8 +96,9 @@ class TorchrunExecutor(RemoteExecutor):
         if store.add("engines", 1) > 1:
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         store.set("executor", json.dumps(reception.invitation))
+        cards = reception.wait_for(range(1, launch.world_size))
         self._start_rank(0, {}, launch.local_rank)
-        self.ranks += [RemoteRank(grid=self.grid, **card) for card in reception.wait_for(range(1, launch.world_size))]
+        self.ranks += [RemoteRank(grid=self.grid, **card) for card in cards]
         self._neighbours = [psutil.Process(rank.pid) for rank in self.ranks if rank.pid is not None]
         weakref.finalize(self, _shut_down, [rank.connection for rank in self.ranks])
 
