@@ -68,8 +68,8 @@ class Complaint:
         return cls(False, f"failed:\n{traceback.format_exc()}")
 
 
-# The message with which a rank notifies the executor that one of its KV transfers has ended.
-TRANSFER_ENDED = "a KV transfer has ended"
+# A rank's notification that one of its KV transfers has ended is an answer with this number, which no order has.
+TRANSFER_ENDED = sys.maxsize
 
 
 # ---------------------------------------------------------------- what the system tells about processes

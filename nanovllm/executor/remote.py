@@ -224,11 +224,8 @@ class RemoteRank(Peer):
 
     Attributes:
         local_rank: its number on its machine.
-        answers: by the number of the order.
-        transfer_has_ended: a KV transfer has ended on the rank, and no step has taken that in yet.
+        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no step has taken in yet.
     """
-
-    transfer_has_ended = False
 
     def __init__(self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any) -> None:
         stage, tensor = divmod(rank, grid.tensor)
@@ -240,9 +237,7 @@ class RemoteRank(Peer):
     def take(self, message: Any) -> None:
         """Take in a message, which may be an answer."""
         super().take(message)
-        if message == TRANSFER_ENDED:
-            self.transfer_has_ended = True
-        elif isinstance(message, tuple):  # the number of an order, and the answer
+        if isinstance(message, tuple):  # the number of an order, and the answer
             self.answers.update([message])
 
 
@@ -353,12 +348,12 @@ class RemoteExecutor(WatchedProcesses, Executor):
     @property
     def transfer_has_ended(self) -> bool:  # type: ignore[override]
         """See `Executor`."""
-        return any(rank.transfer_has_ended for rank in self.ranks)
+        return any(TRANSFER_ENDED in rank.answers for rank in self.ranks)
 
     def forget_ends(self) -> None:
         """See `Executor`."""
         for rank in self.ranks:
-            rank.transfer_has_ended = False
+            rank.answers.pop(TRANSFER_ENDED, None)
 
     def forget_requests(self) -> None:
         """Drop the state of all requests on every rank; see `Executor`."""

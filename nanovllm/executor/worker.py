@@ -46,7 +46,7 @@ def run_worker(setup: WorkerSetup, connection: Connection) -> bool:
                 continue
             value = getattr(worker, name)(*arguments)
             if name == "allocate":
-                worker.runner.connector.notify = lambda: mouth.say(lambda: TRANSFER_ENDED)
+                worker.runner.connector.notify = lambda: mouth.answer(TRANSFER_ENDED, lambda: None)
             mouth.answer(number, lambda value=value: value)  # type: ignore[misc]
         worker.close()
         return True

@@ -172,7 +172,7 @@ class TalkingRanks(RemoteExecutor):
 
     def _listen(self, timeout: float) -> None:
         answer = ModelRunnerOutput(connector_output=KVConnectorOutput(finished_sending={"r"}))
-        self.ranks[0].take(TRANSFER_ENDED)
+        self.ranks[0].take((TRANSFER_ENDED, None))
         self.ranks[0].take((self._num_orders, answer))
 
 
