@@ -101,7 +101,7 @@ class SingleStage:
 
     def blank(self, num_tokens: int) -> Tensor | None:
         """A substitute for received hidden states, for steps that a stage runs alone to measure or to record them."""
-        return None
+        return None if get_pp_group().is_first else self.blank_output(num_tokens)
 
     def blank_output(self, num_tokens: int) -> Tensor:
         """A buffer for this stage's output."""

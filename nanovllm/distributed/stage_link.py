@@ -60,7 +60,3 @@ class StageLink(SingleStage):
         """See `SingleStage`."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()
-
-    def blank(self, num_tokens: int) -> Tensor | None:
-        """See `SingleStage`."""
-        return None if self.group.is_first else self.blank_output(num_tokens)
