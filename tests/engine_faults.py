@@ -1,4 +1,4 @@
-"""Engine processes that go wrong, to be started in place of `run_engine`."""
+"""Engine processes that go wrong: `FAULTY` and `SLOW` take the place of `EngineClient.program`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import ctypes
 import threading
 from typing import Any
 
-from nanovllm.engine.process import run_engine
+from nanovllm.engine import client
 
 REFUSED_PROMPT = [5, 5, 5]
 FATAL_PROMPT = [6, 6, 6]
 HANGING_PROMPT = [7, 7, 7]
 LOAD_SECONDS = 3
+FAULTY, SLOW = (
+    f"from tests import engine_faults; from nanovllm.engine import client; engine_faults.{change}(); client.main()"
+    for change in ("make_faulty", "make_slow")
+)
 
 
-def run_faulty_engine(*arguments: Any) -> None:
-    """An engine that refuses one prompt, that another one breaks, and that a third one hangs."""
+def make_faulty() -> None:
+    """Let the engine of this process refuse one prompt, break with another one, and hang with a third one."""
     from nanovllm.engine.core import EngineCore
 
     add_request, step = EngineCore.add_request, EngineCore.step
@@ -34,10 +38,14 @@ def run_faulty_engine(*arguments: Any) -> None:
         return step(core)
 
     EngineCore.add_request, EngineCore.step = faulty_add, faulty_step  # type: ignore[method-assign]
-    run_engine(*arguments)
 
 
-def run_slow_engine(*arguments: Any) -> None:
-    """An engine that keeps the interpreter to itself while it loads: no other thread of its process runs meanwhile."""
-    ctypes.PyDLL(None).sleep(LOAD_SECONDS)
-    run_engine(*arguments)
+def make_slow() -> None:
+    """Let the engine of this process keep the interpreter to itself while it loads: no other thread runs meanwhile."""
+    run_engine = client.run_engine
+
+    def run_slowly(*arguments: Any) -> None:
+        ctypes.PyDLL(None).sleep(LOAD_SECONDS)
+        run_engine(*arguments)
+
+    client.run_engine = run_slowly

@@ -45,7 +45,6 @@ PARTS: dict[str, list[str]] = {
         *(f"executor/{name}.py" for name in ("multiprocess", "remote", "ray", "torchrun", "worker")),
         "engine/group.py",
         "engine/data_rank.py",
-        "engine/pulse.py",
         "scheduler/data_parallel.py",
         *(f"distributed/{name}.py" for name in ("process_groups", "stage_link", "shared_collectives")),
         *(f"distributed/{name}.py" for name in ("life_signs", "standstill")),

@@ -97,7 +97,7 @@ def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
 
 
 # What runs as one of several engines.
-DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.engine.data_rank import main; main()"
+DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.engine.client import main; main()"
 
 if __name__ == "__main__":
     from tests import rank_faults

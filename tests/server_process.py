@@ -106,7 +106,7 @@ class ServerProcess:
 
     def _engine_process(self) -> psutil.Process:
         children = psutil.Process(self.process.pid).children()
-        (engine,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+        (engine,) = [child for child in children if "nanovllm.engine.client" in " ".join(child.cmdline())]
         return engine
 
     def get(self, path: str, **options: Any) -> httpx.Response:

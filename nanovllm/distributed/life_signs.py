@@ -15,7 +15,6 @@ import itertools
 import os
 import pathlib
 import queue
-import signal
 import sys
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import psutil
 
 from nanovllm.distributed.activity import LOOK_SECONDS, here
+from nanovllm.distributed.processes import how_it_ended
 from nanovllm.distributed.standstill import Activity, explain_standstill, latest_calls
 
 # Time between two heartbeats.
@@ -282,9 +282,7 @@ class Peer:
         """How it ended, in words; "" while it seems to live."""
         if self.process is None:
             return "has ended, or cannot be reached" if self.is_gone else ""
-        if (code := self.process.poll()) is None:
-            return ""
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return how_it_ended(self.process)
 
     def failure(self) -> Complaint | None:
         """Its complaint, or how it ended without one, as when it was killed: complaints of others may result from that."""

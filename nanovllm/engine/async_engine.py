@@ -10,16 +10,10 @@ import contextlib
 import dataclasses
 import logging
 import pathlib
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Literal
-
-import msgspec
-import zmq
-import zmq.asyncio
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
@@ -27,7 +21,9 @@ from nanovllm.data.outputs import EngineStats, RequestOutput
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.process import Command, Report, run_engine
+from nanovllm.distributed.activity import LOOK_SECONDS
+from nanovllm.engine.client import EngineClient
+from nanovllm.engine.process import Command, Report
 from nanovllm.engine.request_stream import (
     EngineDeadError,
     EngineObserver,
@@ -37,7 +33,6 @@ from nanovllm.engine.request_stream import (
     RequestStream,
     RequestTimes,
 )
-from nanovllm.engine.watch import EngineProcess
 from nanovllm.text.long_texts import LongTexts
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
@@ -50,8 +45,8 @@ logger = logging.getLogger("nanovllm")
 
 # Longer prompts (characters or token ids) are prepared in a thread, so that they do not block the event loop.
 LONG_PROMPT = 4096
-# The last report of an engine process may still be in flight when the front end notices that the process has ended.
-LAST_WORDS_SECONDS = 0.1
+# The time that an engine gets to end by itself.
+END_SECONDS = 5.0
 WATCHING = "watching the engine"
 
 
@@ -61,7 +56,6 @@ class AsyncEngine:
     Attributes:
         name: of the model, for clients.
         limits: the longest request, the vocabulary, and what else a request has to fit.
-        stats: the statistics after its latest step.
         error: why the engine ended; None while it lives.
         died: set when it has ended without an order to end.
         num_preparing: sequences that have been accepted, and are still prepared for the engine.
@@ -77,31 +71,22 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, folder: pathlib.Path) -> None:
         self.config = config
-        self.stats, self.observer, self.died = EngineStats(), EngineObserver(), asyncio.Event()
+        self.observer, self.died = EngineObserver(), asyncio.Event()
         self.error: str | None = None
         self.broadcasts: list[StepBroadcast] = []
         self._streams: dict[str, RequestStream] = {}
         self._texts: RequestTexts | None = None
-        self._num_sent = self._num_taken = self.num_preparing = 0
-        self._closing = self._ready = False
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")  # for this user alone
-        self._context = zmq.Context()
-        self._commands = self._context.socket(zmq.PUSH)
-        self._reports = zmq.asyncio.Socket(self._context, zmq.PULL)
-        # Without a limit on the queues, neither side ever waits for the other. The requests bound the commands in flight, and this
-        # side's speed of reading bounds the reports.
-        addresses = [f"ipc://{self._folder}/{name}" for name in ("commands", "reports")]
-        for socket, address in zip((self._commands, self._reports), addresses, strict=True):
-            socket.set_hwm(0)
-            socket.bind(address)
+        self.num_preparing, self._closing = 0, False
+        self._reader: asyncio.Task[None] | None = None
         self.name = config.served_model_name or config.model
-        settings = dataclasses.replace(config, model=str(folder), served_model_name=self.name)
-        process_class = EngineProcess
+        create = EngineClient
         with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
-            process_class = load("nanovllm.engine.pulse:WatchedEngineProcess", "several processes")
-        self._process = process_class(run_engine, settings, *addresses)
-        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_exit)
-        self._tasks = [asyncio.create_task(self._process.watch(on_hang=self._die))]
+            create = load("nanovllm.engine.data_rank:DataRank", "several processes")
+        self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=self.name), {})
+        self._arrival = asyncio.Event()  # of a report or heartbeat, or the end of the process
+        self._sources = [self._client.reports.fileno(), self._client.connection.fileno()]
+        for source in self._sources:
+            asyncio.get_running_loop().add_reader(source, self._arrival.set)
 
     # ---------------------------------------------------------------- start
 
@@ -128,12 +113,11 @@ class AsyncEngine:
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
             except ValueError as error:
                 raise EngineStartError(str(error)) from error
-            ready = await engine._wait_until_ready()
+            ready, *_ = await engine._next_reports()
         except BaseException:
             await engine.shutdown()
             raise
-        assert ready.limits is not None, "the first report has the limits"
-        engine.limits = ready.limits
+        engine.limits = engine._client.limits
         if show_text:
             engine._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(engine.tokenizer)
         with contextlib.suppress(MissingPartError):
@@ -145,23 +129,15 @@ class AsyncEngine:
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._long_texts = LongTexts(engine.tokenizer)
-        engine._tasks.append(asyncio.create_task(engine._read_reports()))
+        engine._reader = asyncio.create_task(engine._read_reports())
         return engine
 
-    async def _wait_until_ready(self) -> Report:
-        while not await self._reports.poll(20):
-            if self.error is not None:
-                raise EngineDeadError(self.error)
-        report = msgspec.msgpack.decode(await self._reports.recv(), type=Report)
-        if report.fatal:
-            raise (EngineStartError if report.user_error else EngineDeadError)(report.fatal)
-        # Both sides are connected, so the sockets' names can go. Then nothing is left behind even if this process is killed.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._ready, self.stats = True, report.stats
-        self._process.expect_heartbeats()
-        return report
-
     # ---------------------------------------------------------------- requests
+
+    @property
+    def stats(self) -> EngineStats:
+        """The statistics after the engine's latest step."""
+        return self._client.stats
 
     @property
     def is_alive(self) -> bool:
@@ -183,7 +159,7 @@ class AsyncEngine:
         limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
         if not self._streams and not self.num_preparing:
             return True
-        on_their_way = self._num_sent - self._num_taken + self.num_preparing
+        on_their_way = self._client.num_in_flight + self.num_preparing
         waiting = self.stats.num_waiting + self.stats.num_swapped
         # While sequences wait, new ones have to wait behind them.
         places = self.config.max_num_seqs * self.config.data_parallel_size
@@ -216,17 +192,16 @@ class AsyncEngine:
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
         self.check_alive()
-        try:
-            command = msgspec.msgpack.encode(Command(add=requests))
-        except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits; half of a surrogate pair
-            raise ValueError(f"the request cannot be sent to the engine: {error}") from error
         self.output_processor.add(request_id, text, requests)
+        try:
+            self._client.send(Command(add=requests))
+        except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits; half of a surrogate pair
+            self.output_processor.remove(request_id)
+            raise ValueError(f"the request cannot be sent to the engine: {error}") from error
         if self._texts is not None:
             self._texts.expect(request_id, text, requests)
         times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
         stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
-        self._num_sent += len(requests)
-        self._send(command)
         return stream
 
     async def generate(
@@ -247,17 +222,17 @@ class AsyncEngine:
         if state is None:
             return
         unfinished = [key for key, completion in state.completions.items() if not completion.finished]
-        self._send(Command(abort=dict.fromkeys(unfinished, "abort")))
+        self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
     def release_kv(self, sequence_id: str) -> None:
         """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode server is reading it."""
         if self.output_processor.owner(sequence_id) is None:
-            self._send(Command(abort={sequence_id: "abort"}))
+            self._client.send(Command(abort={sequence_id: "abort"}))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; later requests find none."""
-        self._send(Command(order="reset_prefix_cache"))
+        self._client.send(Command(order="reset_prefix_cache"))
 
     def watch(self, engine: int = 0) -> StepStream:
         """Stream the lines of the trace of one engine, in whole, as they come. The engine records its steps only while it has
@@ -274,39 +249,49 @@ class AsyncEngine:
         return self.broadcasts[engine].watch()
 
     def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
-        self._send(Command(order=order, engine=engine))
+        self._client.send(Command(order=order, engine=engine))
 
     def _forget(self, request_id: str) -> None:
         self.abort(request_id)
         self._streams.pop(request_id, None)
 
-    def _send(self, command: Command | bytes) -> None:
-        if self.error is not None:
-            return
-        encoded = command if isinstance(command, bytes) else msgspec.msgpack.encode(command)
-        with contextlib.suppress(zmq.Again):  # the other end is closed: see `_on_exit`
-            self._commands.send(encoded, zmq.NOBLOCK)
-
     # ---------------------------------------------------------------- reports
 
+    async def _next_reports(self) -> list[Report]:
+        """Wait for the engine's next reports.
+
+        Raises:
+            EngineStartError: it refuses the settings.
+            EngineDeadError: it has ended, or hangs.
+        """
+        while True:
+            self._arrival.clear()
+            trouble = self._client.trouble()
+            if reports := self._client.take_reports():
+                return reports
+            if trouble:
+                last = self._client.last_words
+                raise (EngineStartError if last is not None and last.user_error else EngineDeadError)(trouble)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await self._arrival.wait()
+
     async def _read_reports(self) -> None:
-        decoder = msgspec.msgpack.Decoder(Report)
         try:
             while True:
-                report = decoder.decode(await self._reports.recv())
-                if report.fatal:
-                    return self._die(report.fatal)
-                for output in early_portions(report.outputs):
-                    self._deliver([output], report.time)
-                    await asyncio.sleep(0)
-                self._take(report)
-                await asyncio.sleep(0)  # many reports at once must not delay the readers
+                for report in await self._next_reports():
+                    for output in early_portions(report.outputs):
+                        self._deliver([output], report.time)
+                        await asyncio.sleep(0)
+                    self._take(report)
+                    await asyncio.sleep(0)  # many reports at once must not delay the readers
+        except EngineDeadError as error:
+            self._die(str(error))
         except Exception as error:  # a bug on this side, after which no reader may wait for ever
             logger.exception("the engine's reports cannot be read")
             self._die(f"{type(error).__name__}: {error}")
 
     def _take(self, report: Report) -> None:
-        self.stats, self._num_taken = report.stats, report.num_taken
         for sequence_id, reason in report.refused.items():
             stream = self._streams.get(self.output_processor.owner(sequence_id) or "")
             if stream is not None:
@@ -318,7 +303,7 @@ class AsyncEngine:
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
         new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:
-            self._send(Command(abort=dict.fromkeys(stopped, "stop")))
+            self._client.send(Command(abort=dict.fromkeys(stopped, "stop")))
         for output in new_outputs:
             if self._texts is not None:
                 self._texts.add(output)
@@ -342,14 +327,6 @@ class AsyncEngine:
 
     # ---------------------------------------------------------------- the end
 
-    def _on_exit(self) -> None:
-        """Called when the process has ended, by an order or not."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._process.sentinel)
-        self._process.join(1)
-        reason = f"the engine process has ended with exit code {self._process.exitcode}"
-        loop.call_later(LAST_WORDS_SECONDS, self._die, reason)
-
     def _die(self, reason: str) -> None:
         if self.error is not None or self._closing:
             return
@@ -357,7 +334,13 @@ class AsyncEngine:
         logger.error(self.error)
         self._end_broadcasts()
         self._fail_all(self.error)
+        self._client.kill()
+        self._stop_listening()
         self.died.set()
+
+    def _stop_listening(self) -> None:
+        for source in self._sources:
+            asyncio.get_running_loop().remove_reader(source)
 
     def _fail_all(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -381,19 +364,13 @@ class AsyncEngine:
         if self._closing:
             return
         self._closing = True
-        if self._ready:
+        if self._reader is not None:
             await self.drain(drain_timeout)
             self._fail_all("the engine was shut down")
             self._long_texts.close()
-            self._send(Command(order="shutdown"))
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
-        await self._process.end(was_told=self._ready)
-        self.error = self.error or "the engine was shut down"
-        for task in self._tasks:
-            task.cancel()
+            self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await task
-        for socket in (self._commands, self._reports):
-            socket.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+                await self._reader
+        self._stop_listening()
+        self.error = self.error or "the engine was shut down"
+        await asyncio.to_thread(self._client.shutdown, END_SECONDS if self._client.is_ready else 0)

@@ -200,11 +200,6 @@ class EngineCore:
         return self.has_unfinished or self.connector.has_work
 
     @property
-    def is_in_process(self) -> bool:
-        """True if all ranks are in this process."""
-        return self.executor.is_in_process
-
-    @property
     def sources(self) -> Sequence[Any]:
         """Sockets that become readable when `step` has something to take in."""
         return [*self.connector.sources, *self.executor.sources]
@@ -274,8 +269,7 @@ class EngineCore:
 
     def unwatch(self, sink: RecordSink) -> None:
         """Pass no more records to `sink`."""
-        self._recorder.unwatch(sink)
-        if not self._recorder.has_readers:
+        if not self._recorder.unwatch(sink):
             self._recorder = NoRecorder()
             for step in self._in_flight:
                 step.record = None
@@ -307,7 +301,8 @@ class EngineCore:
         start, outputs = self._now(), self._take_transfers()
         waits = self._in_flight and self.scheduler.waits_for_tokens
         plan = self.scheduler.schedule() if not waits else SchedulerOutput()
-        waits_for_transfers = plan.empty and self._waits_for_transfers
+        # Transfers hold blocks, which will become free when they end.
+        waits_for_transfers = self.scheduler.receiving or self.manager.held or self.connector.has_news
         self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._in_flight else 0
         if plan.empty and self.has_unfinished and not self._in_flight and not waits_for_transfers:
             raise InvariantError(f"requests wait, yet none could be scheduled: {plan.blocked_by}")
@@ -331,11 +326,6 @@ class EngineCore:
         while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
             outputs += self._take_results()
         return outputs
-
-    @property
-    def _waits_for_transfers(self) -> bool:
-        """True if transfers hold blocks, which will become free when they end."""
-        return bool(self.scheduler.receiving or self.manager.held or self.connector.has_news)
 
     def _take_transfers(self) -> list[EngineOutput]:
         """Act on what the connector has received: requests of other engines, and ends of transfers."""

@@ -21,11 +21,12 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.activity import LOOK_SECONDS
+from nanovllm.distributed.processes import end_processes
 from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
-from nanovllm.executor.remote import START_SECONDS, WatchedProcesses, end_processes, uninterrupted
+from nanovllm.executor.remote import START_SECONDS, WatchedProcesses, uninterrupted
 from nanovllm.models.config import ModelConfig
-from nanovllm.scheduler.data_parallel import Router, Waves, rank_config
+from nanovllm.scheduler.data_parallel import Router, Waves, load_score, rank_config
 from nanovllm.text.processor import EngineLimits
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class DataParallelCore(WatchedProcesses):
 
     has_work, is_idle = False, True  # it only reacts
     idle_seconds = None
-    is_in_process = False
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> None:
         WatchedProcesses.__init__(self)
@@ -122,19 +122,14 @@ class DataParallelCore(WatchedProcesses):
         return [rank.reports for rank in self.ranks]
 
     def add_request(self, source: EngineRequest) -> None:
-        """Hand a sequence to one of the engines.
+        """Hand a sequence to one of the engines. If the engine refuses it, `step` returns its error.
 
         Raises:
-            ValueError: no engine could ever run it, or its id is in use.
             ExecutorError: an engine has died.
         """
         self._check()
-        limit = self.limits.max_request_tokens
-        if source.request_id in self._rank_of:
-            raise ValueError(f"request id {source.request_id!r} is in use")
-        if not 0 < len(source.prompt_token_ids) < limit:
-            raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {len(source.prompt_token_ids)}")
-        rank = self.ranks[self.router.choose(source, [rank.load for rank in self.ranks])]
+        loads = [load_score(rank.num_waiting + rank.stats.num_swapped, rank.stats.num_running) for rank in self.ranks]
+        rank = self.ranks[self.router.choose(source, loads)]
         with uninterrupted():
             self._rank_of[source.request_id] = rank
             rank.send(Command(add=[source]))
@@ -224,8 +219,6 @@ class DataParallelCore(WatchedProcesses):
                 rank.send(Command(order="shutdown"))
             self._listen_until(lambda: all(rank.end() for rank in self.ranks))
             self._end("the engines have been shut down")
-        if self.trace is not None:
-            self.trace.close()
 
     def _all_pause(self) -> bool:
         """True if every engine that is in lock-step has seen the end of the last wave that was ordered."""

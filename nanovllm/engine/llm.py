@@ -200,14 +200,9 @@ class LLM:
             chat_template_kwargs: further variables for the template, such as `enable_thinking`.
 
         Raises:
-            ValueError: see `generate` and `Tokenizer.apply_chat_template`; or a variable that is an argument here.
+            ValueError: see `generate` and `Tokenizer.apply_chat_template`.
+            TypeError: a variable that is an argument here.
         """
-        variables = chat_template_kwargs or {}
-        arguments = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
-        if taken := sorted(arguments & variables.keys()):
-            raise ValueError(
-                f"chat_template_kwargs must not contain {taken[0]!r}; pass it to `chat` as an argument of its own"
-            )
         several = not (messages and isinstance(messages[0], dict))
         conversations = cast(list[list[Message]], messages if several else [messages])
         tokenizer = self.engine.tokenizer
@@ -218,7 +213,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
-                **variables,
+                **(chat_template_kwargs or {}),
             )
             # The template writes the special tokens itself.
             prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import multiprocessing
+import math
 import signal
 import sys
 import time
@@ -124,7 +124,9 @@ class EngineLoop:
     def _take_commands(self, wait: bool) -> bool:
         """Obey the commands that have arrived; with `wait`, sleep until something has. False means stop."""
         with at_rest():
-            events = dict(self._poller.poll(self._patience() if wait else 0))
+            # Without steps, ranks in other processes are looked at now and then.
+            seconds = [s for s in (LOOK_SECONDS, self.core.idle_seconds) if s is not None] if wait else [0.0]
+            events = dict(self._poller.poll(math.ceil(1000 * min(seconds))))
         if wait:  # without steps, this notices ranks in other processes that die, and sends them heartbeats
             self.core.check_health()
         if self._parent_sentinel in events:
@@ -132,16 +134,9 @@ class EngineLoop:
         while self.commands.poll(0):
             self._has_news = True
             with in_step():  # an abort may wait for the results of a step
-                goes_on = self._obey(self._decoder.decode(self.commands.recv()))
-            if not goes_on:
-                return False
+                if not self._obey(self._decoder.decode(self.commands.recv())):
+                    return False
         return True
-
-    def _patience(self) -> int | None:
-        """The longest time to sleep, in milliseconds."""
-        pulse = None if self.core.is_in_process else LOOK_SECONDS
-        seconds = [s for s in (pulse, self.core.idle_seconds) if s is not None]
-        return int(min(seconds) * 1000) + 1 if seconds else None
 
     def _obey(self, command: Command) -> bool:
         for request in command.add:
@@ -167,14 +162,8 @@ class EngineLoop:
         self._report.steps.setdefault(engine, []).append(msgspec.Raw(msgspec.msgpack.encode(record)))
 
 
-def run_engine(
-    config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int | None = None
-) -> None:
-    """Run the engine's process from beginning to end. It ends with its parent, however the parent ends.
-
-    Args:
-        parent_sentinel: see `EngineLoop`; default: the one of `multiprocessing`.
-    """
+def run_engine(config: EngineConfig, command_address: str, report_address: str, parent_sentinel: int) -> None:
+    """Run the engine's process from beginning to end. It ends with its parent, however the parent ends; see `EngineLoop`."""
     # A terminal sends Ctrl-C to all its processes, and the end of a service (systemd, torchrun) signals all of the service's; but
     # only the parent decides when the engine ends.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -192,9 +181,6 @@ def run_engine(
 
         core = create_core(config, blocking=False)
         gc.freeze()  # the garbage collector need not visit the model between steps
-        parent = multiprocessing.parent_process()
-        if parent_sentinel is None and parent is not None:
-            parent_sentinel = parent.sentinel
         EngineLoop(core, commands, reports, parent_sentinel).run()
     except Exception as error:
         # Before this process ends, it reports every error to its parent. An error that the user can mend needs no traceback.

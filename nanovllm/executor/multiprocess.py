@@ -11,8 +11,9 @@ import weakref
 import torch
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.processes import end_processes
 from nanovllm.distributed.shared_memory import MessageQueue
-from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor, end_processes
+from nanovllm.executor.remote import ORDER_SECONDS, RemoteExecutor
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.models.config import ModelConfig
 

@@ -9,16 +9,13 @@ import os
 import pathlib
 import pickle
 import secrets
-import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import psutil
 
@@ -27,6 +24,7 @@ from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
+from nanovllm.distributed.processes import start_process
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv.connector import OutputAggregator
@@ -62,42 +60,6 @@ def uninterrupted() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
         if caught:
             handler(*caught[0])
-
-
-# ---------------------------------------------------------------- processes of this machine
-
-
-def start_process(
-    words: Sequence[str], environment: Mapping[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
-) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Start Python with these arguments, and a connection to it. The number of its socket is the last argument.
-
-    Args:
-        environment: variables that differ from those of this process.
-        wrapper: a command that the process's own is appended to.
-        log: gets what the process prints; by default, this process's output does.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [*wrapper, sys.executable, *words, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            process_group=0,  # Ctrl-C in a terminal is for the parent alone
-        )
-    return process, Connection(ours.detach())
-
-
-def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
-    """Kill processes and remove a folder."""
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- connections between machines

@@ -24,7 +24,7 @@ from typing import Any
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import ServerError, UsageError
-from nanovllm.engine.watch import is_stopped, kill_tree
+from nanovllm.distributed.processes import is_stopped, kill_tree
 from nanovllm.router.backends import Role
 from nanovllm.router.config import RouterConfig
 from nanovllm.router.run import RouterServer, backends_of

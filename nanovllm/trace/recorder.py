@@ -43,13 +43,9 @@ class StepRecorder:
         self._sinks.setdefault(sink, False)
         self._snapshot_due = True
 
-    def unwatch(self, sink: RecordSink) -> None:
-        """Pass no more records to a sink. Nothing happens if it does not watch."""
+    def unwatch(self, sink: RecordSink) -> bool:
+        """Pass no more records to a sink. Nothing happens if it does not watch. Returns whether another one watches."""
         self._sinks.pop(sink, None)
-
-    @property
-    def has_readers(self) -> bool:
-        """False if records would go nowhere."""
         return bool(self._sinks)
 
     def ask_for_snapshot(self) -> None:

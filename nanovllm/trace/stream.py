@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -12,7 +12,7 @@ import msgspec
 from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.request import EngineRequest
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.trace.format import TraceEncoder, header_line, write
+from nanovllm.trace.format import TraceEncoder, header_line
 from nanovllm.trace.record import StepRecord, decode_record
 
 # A page redraws at most twenty times per second; more and smaller chunks would only take time.
@@ -30,9 +30,9 @@ class StepStream:
     A reader that leaves before the end must `close` it. A slow reader misses steps, and continues at a new snapshot.
     """
 
-    def __init__(self, header: bytes, on_close: Callable[[StepStream], None]) -> None:
+    def __init__(self, settings: dict[str, Any], hide_tokens: bool, on_close: Callable[[StepStream], None]) -> None:
         self._on_close = on_close
-        self._header = header
+        self._header, self._encoder = header_line(settings), TraceEncoder(settings, hide_tokens)
         self._lines: list[bytes] = []
         self._size = 0  # bytes of these lines, without the first one, which has the snapshot
         self._has_start = False
@@ -41,12 +41,12 @@ class StepStream:
         self._news.set()  # the header
         self._next_chunk = 0.0  # not before this time of the event loop
 
-    def put(self, line: bytes, start: bytes | None) -> bool:
-        """Add a line.
+    def put(self, record: StepRecord, start: StepRecord | None) -> bool:
+        """Add a record's line.
 
         Args:
-            line: for readers that have read the previous lines.
-            start: for readers that start here; None if there is no snapshot.
+            record: as readers see it that have read the previous lines.
+            start: as readers see it that start here; None if there is no snapshot.
 
         Returns:
             False if this reader is too far behind, and needs a new snapshot.
@@ -54,14 +54,14 @@ class StepStream:
         if not self._has_start and start is None:
             return True
         if self._has_start:
-            self._lines.append(line)
-            self._size += len(line)
+            self._lines.append(self._encoder.encode(record))
+            self._size += len(self._lines[-1])
             self._has_start = self._size <= MAX_BACKLOG_BYTES
         if not self._has_start:
             self._lines, self._size = [], 0
             if start is None:
                 return False
-            self._lines, self._has_start = [start], True
+            self._lines, self._has_start = [self._encoder.encode(start)], True
         self._news.set()
         return True
 
@@ -100,6 +100,9 @@ class StepBroadcast:
         settings: those of the trace's header; `data_rank` says which of several engines this is.
         order: sends the engine "watch" (or, if it records already, has it take a new snapshot) and "unwatch".
         texts: the requests' texts, if readers may see them.
+
+    Attributes:
+        streams: of the readers.
     """
 
     def __init__(
@@ -109,68 +112,51 @@ class StepBroadcast:
         texts: RequestTexts | None = None,
     ) -> None:
         self.settings, self.texts = settings, texts
-        self._encoder = TraceEncoder(settings, hide_tokens=texts is None)
         self._engine: int = settings.get("data_rank", 0)
         self._order = order
-        self._streams: list[StepStream] = []
+        self.streams: list[StepStream] = []
         self._ended = False
-
-    @property
-    def num_watching(self) -> int:
-        """The number of readers."""
-        return len(self._streams)
 
     def watch(self) -> StepStream:
         """A new reader's stream."""
-        stream = StepStream(header_line(self.settings), self._leave)
+        stream = StepStream(self.settings, self.texts is None, self._leave)
         if self._ended:
             stream.end()
         else:
-            self._streams.append(stream)
+            self.streams.append(stream)
             self._order("watch")
         return stream
 
     def _leave(self, stream: StepStream) -> None:
-        if stream in self._streams:
-            self._streams.remove(stream)
-            if not self._streams:
+        if stream in self.streams:
+            self.streams.remove(stream)
+            if not self.streams:
                 self._order("unwatch")
 
     def put(self, records: Sequence[msgspec.Raw]) -> None:
         """Pass on the records of the engine's report."""
         behind = False
-        for i, encoded in enumerate(records if self._streams else ()):
-            line, start = self._lines(decode_record(encoded), is_last=i == len(records) - 1)
-            for stream in self._streams:
-                behind |= not stream.put(line, start)
-        if self.texts is not None and (records or not self._streams):
+        for i, encoded in enumerate(records if self.streams else ()):
+            record = decode_record(encoded)
+            start = record if record.snapshot is not None else None
+            if self.texts is not None:
+                if start is not None:
+                    start = self.texts.so_far(record)
+                # The last record gets all new text: no record after it is available yet.
+                record = self.texts.new(record, self._engine if i == len(records) - 1 else None)
+            for stream in self.streams:
+                behind |= not stream.put(record, start)
+        if self.texts is not None and (records or not self.streams):
             self.texts.forget(self._engine)
         if behind:
             self._order("watch")
 
-    def _lines(self, record: StepRecord, is_last: bool) -> tuple[bytes, bytes | None]:
-        """The lines for readers that continue, and for readers that start here; None if there is no snapshot.
-
-        Args:
-            is_last: the line gets all new text; no line after it is available yet.
-        """
-        line = self._encoder.line(record)
-        if self.texts is not None:
-            texts = self.texts.new(record, self._engine if is_last else None)
-            line.prompts, line.text = map(self._encoder.pairs, texts)
-        continued = write(line)
-        if record.snapshot is None:
-            return continued, None
-        if self.texts is not None:
-            line.prompts, line.text = map(self._encoder.pairs, self.texts.so_far(record))
-        return continued, write(line)
-
     def end(self) -> None:
         """End all streams, now and in the future."""
         self._ended = True
-        for stream in self._streams:
+        for stream in self.streams:
             stream.end()
-        self._streams = []
+        self.streams = []
 
 
 @dataclass
@@ -212,18 +198,18 @@ class RequestTexts:
             if piece.finish_reason == "abort" and not sequence.text:
                 del self._sequences[key]  # its engine may be unknown, and there is no text to show
 
-    def new(self, record: StepRecord, engine: int | None) -> tuple[dict[str, str], dict[str, str]]:
-        """What a record shows to readers that continue: the prompts of requests that begin to run, since thousands may wait, and the
-        new text of an engine's requests."""
+    def new(self, record: StepRecord, engine: int | None) -> StepRecord:
+        """A record as readers see it that continue: with the prompts of requests that begin to run, since thousands may wait, and
+        the new text of an engine's requests."""
         text = {s.sequence_id: s.new for s in self._sequences.values() if s.new and s.engine == engine}
-        return self._prompts({*record.admitted, *record.resumed}), text
+        return replace(record, prompts=self._prompts({*record.admitted, *record.resumed}), text=text)
 
-    def so_far(self, record: StepRecord) -> tuple[dict[str, str], dict[str, str]]:
-        """What a record with a snapshot shows to readers that start there: the prompts of all running requests, and all text."""
+    def so_far(self, record: StepRecord) -> StepRecord:
+        """A record with a snapshot as readers see it that start there: with the prompts of all running requests, and all text."""
         assert record.snapshot is not None
         known, running = record.snapshot.prompt_lens, {*record.admitted, *record.resumed, *record.snapshot.tables}
         text = {s.sequence_id: s.text for s in self._sequences.values() if s.text and s.sequence_id in known}
-        return self._prompts(running), text
+        return replace(record, prompts=self._prompts(running), text=text)
 
     def _prompts(self, sequence_ids: set[str]) -> dict[str, str]:
         return {s.sequence_id: self._prompt(s) for s in self._sequences.values() if s.sequence_id in sequence_ids}

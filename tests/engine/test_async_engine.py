@@ -25,8 +25,8 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.distributed import life_signs
-from nanovllm.engine import async_engine
 from nanovllm.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from nanovllm.engine.client import EngineClient
 from nanovllm.engine.request_stream import RequestRefusedError
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
@@ -215,14 +215,13 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
     try:
         stream = await engine.add_request("running", "abc", LONG)
         await anext(stream)
-        assert engine._process is not None and engine._process.pid is not None
-        os.kill(engine._process.pid, signal.SIGKILL)
+        os.kill(engine._client.process.pid, signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(EngineDeadError, match="exit code -9"):
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
             async for _ in stream:
                 pass
         assert time.monotonic() - start < 5
-        assert not engine.is_alive and "-9" in (engine.error or "")
+        assert not engine.is_alive and "SIGKILL" in (engine.error or "")
         with pytest.raises(EngineDeadError):
             await engine.add_request("later", "abc", SHORT)
     finally:
@@ -233,10 +232,9 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
 async def test_a_stopped_or_hanging_engine_is_named_and_killed(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(async_engine, "run_engine", engine_faults.run_faulty_engine)
+    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
     engine = await AsyncEngine.start(config(tiny_model))
-    process = engine._process
-    assert process is not None and process.pid is not None
+    process = engine._client.process
     try:
         stream = await engine.add_request("running", "abc", LONG)
         await anext(stream)
@@ -251,7 +249,7 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
                 async for _ in stream:
                     pass
         assert not engine.is_alive and engine.died.is_set()
-        await until(lambda: not process.is_alive())
+        await until(lambda: process.poll() is not None)
     finally:
         await asyncio.wait_for(engine.shutdown(), 10)
 
@@ -260,16 +258,15 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(life_signs, "SILENCE_SECONDS", engine_faults.LOAD_SECONDS - 0.5)
-    monkeypatch.setattr(async_engine, "run_engine", engine_faults.run_slow_engine)
+    monkeypatch.setattr(EngineClient, "program", engine_faults.SLOW)
     engine = await AsyncEngine.start(config(tiny_model))
     try:
-        assert engine._process is not None and engine._process.pid is not None
         stream = await engine.add_request("running", "abc", LONG)
         await anext(stream)
         # As Ctrl-Z and fg do to both processes.
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        os.kill(engine._client.process.pid, signal.SIGSTOP)
         time.sleep(engine_faults.LOAD_SECONDS)  # on purpose: the event loop must not run meanwhile
-        os.kill(engine._process.pid, signal.SIGCONT)
+        os.kill(engine._client.process.pid, signal.SIGCONT)
         outputs = [output async for output in stream]
         assert outputs[-1].finished and engine.is_alive
     finally:
@@ -279,7 +276,7 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
 async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "run_engine", engine_faults.run_faulty_engine)
+    monkeypatch.setattr(EngineClient, "program", engine_faults.FAULTY)
     engine = await AsyncEngine.start(config(tiny_model))
     try:
         running = asyncio.create_task(collect(engine, "abc", LONG, "running"))
@@ -322,12 +319,11 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
     drained = asyncio.create_task(collect(engine, "abc", SHORT, "drained"))
     cut = asyncio.create_task(collect(engine, "abc", LONG, "cut"))
     await until(lambda: engine.stats.num_running >= 1)
-    process = engine._process
-    assert process is not None
+    process = engine._client.process
     await drained
     await engine.shutdown(drain_timeout=0.0)
     assert (await cut).outputs[0].finish_reason == "abort"
-    assert process.exitcode == 0
+    assert process.returncode == 0
     steps = Trace.load(trace_file).steps
     assert steps[0].arrived == {"traced": 3} and len(steps) > 4
     assert list(folder.iterdir()) == []
@@ -375,20 +371,18 @@ async def test_the_course_model_answers(tmp_path: pathlib.Path) -> None:
 
 
 async def test_control_c_does_not_reach_the_engine(engine: AsyncEngine) -> None:
-    assert engine._process is not None and engine._process.pid is not None
     for _ in range(3):
-        os.kill(engine._process.pid, signal.SIGINT)
+        os.kill(engine._client.process.pid, signal.SIGINT)
     assert (await collect(engine, "still there", SHORT, "still there")).outputs[0].finish_reason == "length"
 
 
 async def test_a_death_that_was_not_noticed_yet(tiny_model: pathlib.Path) -> None:
     """The terminal's loop stands still between two questions: the next one finds the engine gone."""
     engine = await AsyncEngine.start(config(tiny_model))
-    process = engine._process
-    assert process is not None
+    process = engine._client.process
     process.kill()
-    process.join()
+    process.wait()
     time.sleep(0.2)  # on purpose: the event loop must not run in between
-    with pytest.raises(EngineDeadError, match="exit code -9"):
+    with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
         await collect(engine, "abc", SHORT, "too late")
     await asyncio.wait_for(engine.shutdown(), 10)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
 import pathlib
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
+import zmq
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import life_signs
 from nanovllm.distributed.activity import in_step
 from nanovllm.distributed.life_signs import is_debugged_or_dumps_core
-from nanovllm.engine.pulse import WatchedEngineProcess
+from nanovllm.engine.data_rank import DataRank
+from tests.server_process import wait_until
 
 SILENCE = 2.0
 
@@ -40,7 +41,10 @@ for thread in threads:
 """
 
 
-def compute_for_long() -> None:
+PROGRAM = "from nanovllm.engine import client; from tests.engine.test_engine_watch import {0}; client.run_engine = {0}; client.main()"
+
+
+def compute_for_long(*arguments: Any) -> None:
     """An engine with a step that takes longer than a hang."""
     life_signs.SILENCE_SECONDS = SILENCE / 4
     end = time.thread_time() + SILENCE
@@ -49,54 +53,52 @@ def compute_for_long() -> None:
             pass
 
 
-def rest_until_told(connection: Connection) -> None:
+def rest_until_told(config: EngineConfig, command_address: str, *arguments: Any) -> None:
     """An engine without requests."""
-    connection.recv()
+    commands = zmq.Context.instance().socket(zmq.PULL)
+    commands.connect(command_address)
+    commands.recv()
 
 
-async def test_a_step_of_an_engine_may_compute_for_any_time() -> None:
-    process, hangs = WatchedEngineProcess(compute_for_long), list[str]()
-    process.expect_heartbeats()
-    async with asyncio.timeout(60):
-        await process.watch(hangs.append)
-        await process.end(was_told=True)
-    assert hangs == [] and process.exitcode == 0
+def started(monkeypatch: pytest.MonkeyPatch, engine: Callable[..., None]) -> DataRank:
+    monkeypatch.setattr(DataRank, "program", PROGRAM.format(engine.__name__))
+    return DataRank(EngineConfig(), {})
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
-async def test_an_engine_that_a_debugger_holds_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
-    ours, theirs = multiprocessing.Pipe()
-    process, hangs = WatchedEngineProcess(rest_until_told, theirs), list[str]()
-    watch = asyncio.create_task(process.watch(hangs.append))
-    born = process._peer.heard
+def test_a_step_of_an_engine_may_compute_for_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = started(monkeypatch, compute_for_long)
+    client.expect_heartbeats()
     try:
-        await until(lambda: process._peer.heard > born)  # its heart beats
-        process.expect_heartbeats()
-        command = [sys.executable, "-c", DEBUGGER, str(process.pid)]
+        troubles: list[str] = []
+        wait_until(lambda: troubles.append(client.trouble()) or troubles[-1])
+        assert troubles[-1].endswith("ended with exit code 0")
+    finally:
+        client.close()
+
+
+def test_an_engine_that_a_debugger_holds_goes_on_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life_signs, "SILENCE_SECONDS", SILENCE)
+    client = started(monkeypatch, rest_until_told)
+    born = client.heard
+    try:
+        wait_until(lambda: client.trouble() or client.heard > born)  # its heart beats
+        client.expect_heartbeats()
+        command = [sys.executable, "-c", DEBUGGER, str(client.pid)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as debugger:
             assert debugger.stdout is not None
-            if await asyncio.to_thread(debugger.stdout.readline) != "held\n":
+            if debugger.stdout.readline() != "held\n":
                 pytest.skip("a process may not trace another one here")
             held = time.monotonic()
             # Nothing is sent now. What was sent before has been taken in a second later.
-            await until(lambda: hangs or process._peer.heard > held + 1)
+            wait_until(lambda: client.trouble() or client.heard > held + 1)
             debugger.communicate("\n")
-        resumed = process._peer.heard
-        await until(lambda: hangs or process._peer.heard > resumed)
-        assert hangs == [] and process.is_alive()
-        ours.send("end")
-        await process.end(was_told=True)
-        await watch
-        assert hangs == [] and process.exitcode == 0
+        resumed = client.heard
+        wait_until(lambda: client.trouble() or client.heard > resumed)
+        assert not client.trouble()
+        client.shutdown(30)
+        assert client.process.returncode == 0
     finally:
-        process.kill()
-        await watch
+        client.close()
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ class Job:
         self.client = httpx.Client(base_url=self._url, timeout=60)
         self.processes = psutil.Process(self.process.pid).children(recursive=True)
         self.ranks = [self._rank(number) for number in "01"]
-        self.engine = next(p for p in self.ranks[0].children() if "spawn_main" in " ".join(words_of(p)))
+        self.engine = next(p for p in self.ranks[0].children() if "nanovllm.engine.client" in " ".join(words_of(p)))
         return self
 
     @property

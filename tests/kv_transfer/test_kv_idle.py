@@ -41,7 +41,7 @@ def test_waiting_for_kv(
     way: str, backend: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """The producer has the order and does not begin: some steps per second, where there were a thousand. Then it computes, and the
-    consumer is woken by what comes: it looks by itself only once a minute."""
+    consumer is woken by what comes: it looks by itself only four times per second."""
     checkpoint = str(make_checkpoint(tmp_path))
     context, counts = zmq.Context(), Counter[str]()
     producer = make_engine(checkpoint, "kv_producer")

@@ -178,7 +178,7 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
 @pytest.mark.parametrize(("name", "is_engine"), [("decode 1", False), ("prefill 0", True)])
 def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_engine: bool) -> None:
     server = fleet.server(name)
-    (engine,) = [child for child in server.children() if "spawn_main" in " ".join(child.cmdline())]
+    (engine,) = [child for child in server.children() if "nanovllm.engine.client" in " ".join(child.cmdline())]
     served = f"[{name}] tiny is served at"
     times = fleet.text.count(served)
     with ThreadPoolExecutor(4) as pool:

@@ -150,7 +150,7 @@ async def test_nothing_is_recorded_unless_somebody_looks(engine: AsyncEngine, mo
     await viewers[1].read_until(ends("still"))
     assert not any(map(ends("still"), viewers[0].trace.steps))
     viewers[1].stream.close()
-    assert engine.broadcasts[0].num_watching == 0
+    assert not engine.broadcasts[0].streams
     await answer(engine, "unseen", "last")  # the order to stop is carried out before this one is taken
     await answer(engine, "unseen", "very last")
     del reports[:]
@@ -315,10 +315,9 @@ def test_texts_come_with_the_lines_of_their_engine() -> None:
     def shown(engine: int, name: str) -> tuple[dict[str, str], ...]:
         record = StepRecord(1, 0.0, 0.1, 64, [], running=[name])
         record.snapshot = Snapshot({name: [1]}, {name: 1}, [], {name: 1})
-        _, new = texts.new(record, engine)
-        prompts, text = texts.so_far(record)
+        new, start = texts.new(record, engine), texts.so_far(record)
         texts.forget(engine)
-        return prompts, text, new
+        return start.prompts, start.text, new.text
 
     def say(engine: int, name: str, text: str, reason: str | None = None) -> None:
         piece = CompletionOutput(0, text, finish_reason=reason, engine=engine)
@@ -417,14 +416,15 @@ def test_who_comes_gets_the_texts_of_what_runs_and_no_more_than_can_be_shown() -
         texts.add(RequestOutput("r0", None, [], [CompletionOutput(0, piece)], False))
     record = StepRecord(1, 0.0, 0.1, 64, [], running=ids[:2], waiting=ids[2:])
     record.snapshot = Snapshot({"r0": [1], "r1": [2]}, {"r0": 9, "r1": 9}, [], dict.fromkeys(ids, 9_000))
-    assert texts.new(record, None) == ({}, {}), "who reads on knows them"
-    prompts, text = texts.so_far(record)
+    assert texts.new(record, None) == record, "who reads on knows them"
+    start = texts.so_far(record)
+    prompts, text = start.prompts, start.text
     assert words.num_decoded <= MAX_PROMPT_TOKENS
     assert list(prompts) == ["r0", "r1"] and prompts["r1"].startswith("a text a text")
     assert all(len(prompt) == MAX_CHARACTERS + 2 and prompt.endswith(" …") for prompt in prompts.values())
     assert len(text["r0"]) == MAX_CHARACTERS and re.match(r"… .*so on the end$", text["r0"])
     begins = StepRecord(2, 0.1, 0.1, 64, [], admitted={"r2": 0}, resumed=["r3"], running=ids[:4], waiting=ids[4:])
-    assert list(texts.new(begins, 0)[0]) == ["r2", "r3"]
+    assert list(texts.new(begins, 0).prompts) == ["r2", "r3"]
 
 
 # ---------------------------------------------------------------- over HTTP

@@ -16,9 +16,10 @@ import zmq
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, EngineRequest
-from nanovllm.engine.data_rank import DataRank, main
+from nanovllm.distributed.processes import end_processes
+from nanovllm.engine.client import main
+from nanovllm.engine.data_rank import DataRank
 from nanovllm.engine.process import Command
-from nanovllm.executor.remote import end_processes
 from nanovllm.trace.record import StepRecord
 from nanovllm.trace.trace import Trace
 

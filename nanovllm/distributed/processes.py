@@ -1,0 +1,73 @@
+"""Processes of this machine: how to start one with a connection to it, and how to end it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+import psutil
+
+
+def start_process(
+    words: Sequence[str], environment: Mapping[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start Python with these arguments, and a connection to it. The number of its socket is the last argument.
+
+    Args:
+        environment: variables that differ from those of this process.
+        wrapper: a command that the process's own is appended to.
+        log: gets what the process prints; by default, this process's output does.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [*wrapper, sys.executable, *words, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=os.environ | dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            process_group=0,  # Ctrl-C in a terminal is for the parent alone
+        )
+    return process, Connection(ours.detach())
+
+
+def how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """How a process ended, in words; "" while it lives."""
+    code = process.poll()
+    if code is None:
+        return ""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def end_processes(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
+    """Kill processes and remove a folder."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process of this machine, such as SIGSTOP or Ctrl-Z. A debugger's stop does not count."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants. SIGKILL also ends processes that are stopped or hang."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                each.kill()
