@@ -27,10 +27,9 @@ class LatentTiles(Tiles):
 
 def choose_latent_tiles(num_heads: int, width: int, dtype: torch.dtype, hardware: Hardware) -> LatentTiles:
     """Choose tiles with up to 32 heads of a token: sums of 64 heads and 512 channels would not leave enough registers."""
+    tiles = LatentTiles(16, 32, 4, 5) if num_heads <= 16 else LatentTiles(32, 32, 8, 5)
     if dtype == torch.float32:  # no exact matrix instruction: everything goes through registers
         tiles = LatentTiles(16, 16, 8, 3)
-    else:
-        tiles = LatentTiles(16, 32, 4, 5) if num_heads <= 16 else LatentTiles(32, 32, 8, 5)
     if hardware.warp_size == 64:  # AMD: a wave has twice the threads, and loads do not pass through shared memory
         return tiles._replace(rows=16, num_warps=4, num_stages=2)
     while tiles.shared_memory(width, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:

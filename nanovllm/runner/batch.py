@@ -63,11 +63,9 @@ class RequestRows:
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
         row = self.row_of[request_id]
         start, first = int(self.num_known[row]), int(self.num_blocks[row])
-        known = start + len(new_tokens)
-        if scheduled.start + scheduled.num_tokens > known + scheduled.last_is_pending:
-            raise InvariantError(
-                f"{request_id} shall compute up to token {scheduled.start + scheduled.num_tokens}, {known} are known"
-            )
+        known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
+        if end > known + scheduled.last_is_pending:
+            raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
         self.token_ids[row, start:known] = new_tokens
         self.block_tables[row, first : first + len(blocks)] = blocks
         self.num_known[row] = known

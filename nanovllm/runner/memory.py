@@ -44,10 +44,8 @@ def num_blocks_that_fit(runner: ModelRunner) -> int:
         # By default, no more memory than all running requests fill at their longest.
         count = min(free // size, config.max_num_seqs * -(-longest_request(runner) // config.block_size))
     if count < 1:
-        raise ValueError(
-            f"no KV block of {size} bytes fits into {max(0, free)} bytes: "
-            f"raise kv_cache_memory or gpu_memory_utilization, or lower block_size"
-        )
+        found = f"no KV block of {size} bytes fits into {max(0, free)} bytes"
+        raise ValueError(f"{found}: raise kv_cache_memory or gpu_memory_utilization, or lower block_size")
     return count
 
 
