@@ -191,8 +191,9 @@ class LlamaForCausalLM(nn.Module):
         """Where each of the checkpoint's tensors belongs that this rank keeps, by name. A rank that holds no part of a tensor
         that its layers share has an empty place."""
         found: dict[str, list[Place]] = {}
+        embedding = getattr(self.model.embed_tokens, "weight", None)
         for path, module in self.named_modules():
-            if isinstance(module, Layer) and not (path == "lm_head" and self.config.tie_word_embeddings):
+            if isinstance(module, Layer) and not (path == "lm_head" and module.weight is embedding):  # tied
                 for name, place in module.places(path):
                     found.setdefault(name, []).append(place)
         return found
