@@ -68,7 +68,7 @@ PARTS: dict[str, list[str]] = {
 }
 
 # Code lines at most. A budget only ever gets smaller.
-BUDGETS = {"the engine": 14_960, "the workshop": 7_000, "the core that remains": 6_500}
+BUDGETS = {"the engine": 14_000, "the workshop": 7_000, "the core that remains": 6_500}
 MODULE_LINES = 425
 
 # The core in an afternoon.
