@@ -36,6 +36,7 @@ BY_ID = (
     "num_tokens",
 )  # a dict in a record, pairs in a line
 HIDDEN_TOKEN = -1
+FIELDS = tuple(StepRecord.__dataclass_fields__)
 MIN_KNOWN = 64  # requests that an encoder remembers at least
 SIZES = ("block_size", "num_blocks", "token_budget")  # of the settings
 EXAMPLE = f'{{"nanovllm_trace": {FORMAT_VERSION}, ...}}'
@@ -115,7 +116,8 @@ class TraceEncoder:
             self._known, self._before, introduced = {}, {}, record.snapshot.prompt_lens | introduced
         for request_id, length in introduced.items():
             self._name(request_id, length)  # with a new number, even if an earlier request had this id
-        line = {name: self._written(name, value) for name, value in vars(record).items() if self._is_new(name, value)}
+        values = ((name, getattr(record, name)) for name in FIELDS)  # in one order, whether the record was read or made
+        line = {name: self._written(name, value) for name, value in values if self._is_new(name, value)}
         if self._named:
             line["named"] = self._named
         queued = [*record.waiting, *record.running, *record.swapped]
