@@ -8,6 +8,7 @@ Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nan
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
@@ -109,8 +110,9 @@ class EngineLoop:
         self._report.trace_settings = [engine.trace_settings for engine in self.core.engines]
         self._send_report()
         while self._take_commands(wait=self.core.is_idle):
-            # Without requests this step computes nothing, and its report has the blocks that an abort has freed.
-            with in_step():
+            # Without requests this step computes nothing, and its report has the blocks that an abort has freed. It counts as rest: an
+            # engine for which others wait in vain must look the same in all its heartbeats.
+            with in_step() if self.core.has_work else contextlib.nullcontext():
                 self._report.outputs = self.core.step()
             if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
                 self._send_report()
