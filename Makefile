@@ -48,8 +48,8 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
-# One thread per worker, since two workers run at a time.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations=30
+# Three workers for two cores, as tests wait for processes a third of their time; one thread each.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=30
 QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
