@@ -19,6 +19,10 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: the server's front end needs no torch, and torch takes seconds to import.
     if name == "LLM":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -102,7 +103,7 @@ class ForwardContext:
     connector: Any = None
 
 
-_current: ForwardContext | None = None
+_current: ContextVar[ForwardContext | None] = ContextVar("forward_context", default=None)
 
 
 @contextmanager
@@ -110,16 +111,15 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
     """Make the context visible to the attention layers, for the duration of one forward pass.
 
     Raises:
-        RuntimeError: a context is already set; two forward passes would write to each other's slots.
+        RuntimeError: a context is already set in this thread; two forward passes would write to each other's slots.
     """
-    global _current
-    if _current is not None:
+    if _current.get() is not None:
         raise RuntimeError("a forward pass is running already; forward contexts do not nest")
-    _current = context
+    _current.set(context)
     try:
         yield
     finally:
-        _current = None
+        _current.set(None)
 
 
 def get_forward_context() -> ForwardContext:
@@ -128,9 +128,9 @@ def get_forward_context() -> ForwardContext:
     Raises:
         RuntimeError: no forward pass is running.
     """
-    if _current is None:
+    if (context := _current.get()) is None:
         raise RuntimeError("attention was called outside of `with forward_context(...)`")
-    return _current
+    return context
 
 
 def attend(

@@ -48,8 +48,8 @@ def expand(rows: Tensor, up: Tensor, nope: int) -> tuple[Tensor, Tensor]:
     """Compute keys and values from rows of the cache: keys `[num_heads, seq_len, nope + rope]` and values `[num_heads, seq_len, v]`.
 
     Args:
-        rows: `[seq_len, rank + rope]`.
-        up: `[num_heads, nope + v, rank]`, which maps a latent to each head's key and value.
+        rows: `[seq_len, rank + rope]`, a latent and the rotated part of the key, which all heads share.
+        up: `[num_heads, nope + v, rank]`, which maps a latent to each head's key (its first `nope` channels) and value.
     """
     rank, width = up.shape[2], up.shape[1]
     heads = F.linear(rows[:, :rank], up.flatten(0, 1)).view(len(rows), -1, width).transpose(0, 1)
@@ -66,6 +66,7 @@ def absorb(q: Tensor, up: Tensor, rope: int) -> Tensor:
 
     Args:
         q: `[num_tokens, num_heads, nope + rope]`.
+        up: `[num_heads, nope + v, rank]`, of which the first `nope` rows of a head are its W.
     """
     nope = q.shape[2] - rope
     q_latent = q[:, :, :nope].transpose(0, 1) @ up[:, :nope]  # [num_heads, num_tokens, rank]
@@ -160,15 +161,17 @@ def attend_expanded(q: Tensor, rows: Tensor, up: Tensor, scale: float) -> Tensor
 def decode_absorbed(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float
 ) -> Tensor:
-    """Attend with one absorbed query per sequence, for many sequences in two batched products.
+    """Attend with one absorbed query per sequence, for many sequences in two batched products: softmax(scale * q . rows) times the rows'
+    latents, in float32 at least.
 
     Args:
         q: `[num_seqs, num_heads, rank + rope]`.
-        block_tables: `[num_seqs, max_blocks]` int32.
+        kv_cache: `[num_blocks, block_size, rank + rope]`; it may hold NaN where no token was written.
+        block_tables: `[num_seqs, max_blocks]` int32; what follows a sequence's last block need not be the number of a block.
         seq_lens: `[num_seqs]` int32, at least 1.
 
     Returns:
-        `[num_seqs, num_heads, rank]`: each head's average of its sequence's latents.
+        `[num_seqs, num_heads, rank]` in q's dtype: each head's average of its sequence's latents.
     """
     exact, block_size = torch.promote_types(q.dtype, torch.float32), kv_cache.shape[1]
     longest = int(seq_lens.max())

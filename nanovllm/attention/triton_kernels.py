@@ -129,7 +129,11 @@ def _attend(
 
 @triton.jit
 def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first position that a decode reads, positions per part): whole tiles, as even as possible."""
+    """(first position that a decode reads, positions per part): whole tiles, as even as possible.
+
+    A decode reads positions 0 to seq_len - 1. WINDOWED, it reads the last `window` of them, and what is before these in the same tile.
+    All parts have the same number of tiles of TILE_KEYS positions, the least with which NUM_SPLITS parts have all positions.
+    """
     first = 0
     if WINDOWED:
         first = tl.maximum(seq_len - window, 0) // TILE_KEYS * TILE_KEYS
@@ -197,7 +201,14 @@ def combine_kernel(
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of one decode and one head: averages over keys, weighted with their sums of 2^score. Grid
-    (num_seqs, num_heads)."""
+    (num_seqs, num_heads).
+
+    `partial[num_seqs, NUM_SPLITS, NUM_HEADS, HEAD_DIM]` has the averages, and `log_weight[num_seqs, NUM_SPLITS, NUM_HEADS]` log2 of the
+    sums, -inf for a part in which no key was visible. The parts that begin at the end of the sequence or later (`_parts`) were never
+    written: they may be NaN and must not be loaded. The sums themselves may be too large or too small for float32; only their ratios
+    matter. If no key was visible, the result is 0. It goes to the sequence's row of `out[num_tokens, NUM_HEADS, HEAD_DIM]`,
+    `query_start[seq]`. Sequences with more new tokens than one are left alone. Only HEAD_DIM of HEAD_P2 channels exist.
+    """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.load(query_start_ptr + seq).to(tl.int64)

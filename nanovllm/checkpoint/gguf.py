@@ -56,10 +56,8 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
     """
     kind = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
     if kind != ("gpt2", "smollm"):
-        raise ValueError(
-            f"cannot convert the GGUF tokenizer {kind[0]!r} with pre-tokenizer {kind[1]!r}: "
-            "only 'gpt2' with 'smollm' is supported"
-        )
+        mistake = f"cannot convert the GGUF tokenizer {kind[0]!r} with pre-tokenizer {kind[1]!r}"
+        raise ValueError(f"{mistake}: only 'gpt2' with 'smollm' is supported")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]

@@ -9,7 +9,7 @@ from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.parts import load
 
 # Weights that the loader cannot read: Mistral's own layout, and fine-tuned adapters.
-_IGNORED_HUB_FILES = ["*/*", "consolidated*.safetensors", "adapter_model.safetensors"]
+_IGNORED_FILES = ["*/*", "consolidated*.safetensors", "adapter_model.safetensors"]
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "*.txt"]
 
 
@@ -51,14 +51,12 @@ def _download_from_hub(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_HUB_FILES
-        )
+        folder = snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_IGNORED_FILES)
     except (HFValidationError, OSError) as error:  # no such model or revision, no access, no network, a full disk
         raise ModelNotFoundError(
-            f"the model {name!r} could not be downloaded: {error}; check the name (https://huggingface.co/models), the network "
-            f"and HF_HUB_OFFLINE, or use {COURSE_MODEL!r} or a local folder. A model with restricted access needs its licence "
-            "to be accepted there, and `hf auth login`"
+            f"the model {name!r} could not be downloaded: {str(error).rstrip('.')}; check the name "
+            f"(https://huggingface.co/models), the network and HF_HUB_OFFLINE, or use {COURSE_MODEL!r} or a local folder. A model "
+            "with restricted access needs its licence to be accepted there, and `hf auth login`"
         ) from error
     return _checked_folder(Path(folder))
 

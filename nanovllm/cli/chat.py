@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import json
+import re
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from nanovllm.data.checks import Amount, Positive
+from nanovllm.data.checks import Amount, Positive, did_you_mean
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import Flags, ServerError, UsageError
 from nanovllm.data.parts import load
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 # Streams the answer to a chat, in pieces of text.
 Answer = Callable[[list[Message]], AsyncIterator[str]]
+URL = r"https?://(\[[^\s/]+\]|[^\s/:]+)(:\d{1,5})?(/\S*)?"
+COMMANDS = {"/help": "lists the commands", "/reset": "forgets the conversation", "/exit": "ends the chat"}
 
 
 @dataclass
@@ -64,12 +68,26 @@ async def engine_answer(engine: AsyncEngine, options: dict[str, Any], chat: list
         yield output.outputs[0].text
 
 
-async def server_answer(client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
-    """Answer through a server that speaks OpenAI's API. Without a model's name, its first model answers."""
+@contextlib.contextmanager
+def reaching(client: httpx.AsyncClient) -> Iterator[None]:
+    """Turn the client's errors into a ServerError that names the server."""
     try:
-        if "model" not in options:
-            options["model"] = _checked(await client.get("/v1/models"))["data"][0]["id"]
-        body = {"messages": chat, "stream": True, **options}
+        yield
+    except (httpx.HTTPError, ExceptionGroup) as error:  # a group: a port above 65535
+        reason = str(error) or type(error).__name__
+        raise ServerError(f"the server at {client.base_url} cannot be reached: {reason}; check --url") from error
+
+
+async def choose_model(client: httpx.AsyncClient, options: dict[str, Any]) -> None:
+    """Check that the server can be reached; without a model's name, its first model answers."""
+    with reaching(client):
+        options.setdefault("model", _checked(await client.get("/v1/models"))["data"][0]["id"])
+
+
+async def server_answer(client: httpx.AsyncClient, options: dict[str, Any], chat: list[Message]) -> AsyncIterator[str]:
+    """Answer through a server that speaks OpenAI's API."""
+    body = {"messages": chat, "stream": True, **options}
+    with reaching(client):
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
                 await response.aread()
@@ -81,9 +99,6 @@ async def server_answer(client: httpx.AsyncClient, options: dict[str, Any], chat
                         raise ServerError(chunk["error"]["message"])
                     for choice in chunk["choices"]:
                         yield choice["delta"].get("content") or ""
-    except httpx.HTTPError as error:
-        reason = str(error) or type(error).__name__
-        raise ServerError(f"the server at {client.base_url} cannot be reached: {reason}") from error
 
 
 def _checked(response: Any) -> Any:
@@ -111,6 +126,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError("--api-key has no effect without --url, which names the server it is for")
     if url is not None and idle:
         raise UsageError(f"{idle[0]} has no effect with --url: it is a setting of the server's engine; leave it out")
+    if url is not None and not re.fullmatch(URL, url):
+        raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
     options: dict[str, Any] = {"temperature": flags.temperature, "max_tokens": flags.max_tokens}
     options = {name: value for name, value in options.items() if value is not None}
     start = [{"role": "system", "content": prompt}] if prompt else []
@@ -122,6 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
             headers = [("Authorization", f"Bearer {key}") for key in api_keys([key])[:1]]
             base, timeout = url.rstrip("/").removesuffix("/v1"), httpx.Timeout(10, read=None)
             client = httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
+            runner.run(choose_model(client, options))
             return converse(runner, partial(server_answer, client, options), start)
         engine = runner.run(load("nanovllm.engine.async_engine:AsyncEngine", "chat").start(config))
         try:
@@ -135,7 +153,7 @@ def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> No
     interactive, messages = sys.stdin.isatty(), list(start)
     if interactive:
         importlib.import_module("readline")  # lines can be edited and recalled
-        print("Ctrl-C stops an answer, /reset starts again, /exit or Ctrl-D ends.")
+        print("Ctrl-C stops an answer, Ctrl-D ends, /help lists the commands.")
     while True:
         try:
             line = input("\n> " if interactive else "").strip()
@@ -143,6 +161,10 @@ def converse(runner: asyncio.Runner, answer: Answer, start: list[Message]) -> No
                 return
             if line == "/reset":
                 messages = list(start)
+            elif line == "/help":
+                print(*(f"{command:7} {what}" for command, what in COMMANDS.items()), sep="\n")
+            elif interactive and re.fullmatch(r"/\w+", line):
+                raise ValueError(f"there is no command {line}{did_you_mean(line, COMMANDS) or '; /help lists them'}")
             elif line:
                 reply(runner, answer, messages, line)
         except EOFError:

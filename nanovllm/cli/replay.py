@@ -23,16 +23,16 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: a file that cannot be used.
     """
+    listener, access = Access.from_arguments(arguments).listen()
     with mistakes(arguments.trace):
         settings, lines, records = read_trace(arguments.trace, arguments.partial)
         require_sizes(settings, arguments.trace)
-        for _ in records:  # every line is checked, but no record is kept in memory
-            pass
-    listener, access = Access.from_arguments(arguments).listen()
+        steps = [record.step for record in records]  # every line is checked, but no record is kept in memory
     from nanovllm.server.page import create_replay
     from nanovllm.server.signalled import SignalledServer
 
     app = create_replay(header_line(settings | {"live": False}), lines, access)
-    banner = f"{arguments.trace}: watch its {len(lines):,} records at {url_of(listener)}/ (Ctrl-C ends this)"
+    what = f"steps {steps[0]:,} to {steps[-1]:,}" if steps else "a record without steps"
+    banner = f"{arguments.trace}: watch {what} at {url_of(listener)}/ (Ctrl-C ends this)"
     server = SignalledServer(app, banner, log_level="warning", timeout_graceful_shutdown=1)
     asyncio.run(server.serve([listener]))

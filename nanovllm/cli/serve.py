@@ -38,15 +38,19 @@ class ServeFlags(Flags):
             /, /web/, /docs, /openapi.json, /health, /metrics and /version. Of several keys, each has its share of the waiting
             places: --max-num-waiting divided by the number of keys
         show_text: let all readers of GET / and /trace see the prompts and answers of all requests
+        strict: refuse requests with unknown fields (default: ignore the fields, and warn)
         exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
             when the engine is dead (else the server answers 503 until it is ended)
+        demo: let the page send bursts of requests as soon as it is opened
         prefill: start several servers on this machine and a router: so many that prefill
         decode: and so many that decode
     """
 
     api_key: Sequence[str] = ()
     show_text: bool = False
+    strict: bool = False
     exit_with_stdin: bool = False
+    demo: bool = False
     prefill: Count = 0
     decode: Count = 0
 
@@ -97,6 +101,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
     if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
+    print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
     # that renders templates starts.
     server, _, engine = await asyncio.gather(
@@ -107,7 +112,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     if flags.exit_with_stdin:
         # The process that has started this server starts another one in its place; this one would answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(engine, listener, access)
+    await server.run_server(engine, listener, access, flags.demo, flags.strict)
 
 
 async def _end_with(engine: AsyncEngine) -> None:

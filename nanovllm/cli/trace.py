@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 
 from nanovllm.data.flags import UsageError
 from nanovllm.data.parts import load
@@ -45,11 +46,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
     add_file_arguments(parser)
     parser.add_argument("--perfetto", type=pathlib.Path, metavar="FILE", help="write it for https://ui.perfetto.dev")
-    parser.add_argument("--gif", type=pathlib.Path, metavar="FILE", help="write an animation")
+    parser.add_argument("--gif", type=gif_file, metavar="FILE.gif", help="write an animation")
     views = f"what the animation shows: {', '.join(VIEWS)} (default: {VIEWS[0]})"
     parser.add_argument("--view", choices=VIEWS, help=views)
     steps = "which steps it shows: from A to B - 1 (default: the first 60)"
     parser.add_argument("--steps", type=step_range, metavar="A:B", help=steps)
+
+
+def gif_file(text: str) -> pathlib.Path:
+    """The file of an animation.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no GIF file, or its folder does not exist.
+    """
+    path = pathlib.Path(text)
+    if path.suffix.lower() != ".gif":
+        raise argparse.ArgumentTypeError(f"must end in .gif, the only format of animations, got {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def step_range(text: str) -> range:
@@ -96,9 +111,13 @@ def animation(trace: Trace, view: str, steps: range | None) -> bytes:
     Raises:
         UsageError: a package or Chromium is missing, or there are no such steps.
     """
+    from rich.console import Console
+    from rich.progress import track
+
     chosen = None if steps is None else [record.step for record in trace if record.step in steps]
+    progress = partial(track, description="Filming", console=Console(stderr=True), transient=True)
     try:
-        return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen)
+        return load("nanovllm.lab.viz.film:animate", "an animation")(trace, view, chosen, progress=progress)
     except ModuleNotFoundError as error:
         raise UsageError(f"pictures need {error.name}: pip install 'nanovllm[course]' playwright") from error
     except (ValueError, RuntimeError) as error:
@@ -122,14 +141,14 @@ def summary(trace: Trace) -> dict[str, str]:
     begin = trace.steps[0].start if trace.steps else 0.0
     duration = max((record.start + record.duration for record in trace), default=0.0) - begin
     num_outputs, ttft, queried, hit = _count(trace)
-    peak = max((1 - record.num_free_blocks / record.num_blocks for record in steps if record.num_blocks), default=0.0)
+    held, pool = max(((r.num_blocks - r.num_free_blocks, r.num_blocks) for r in steps), default=(0, 0))
     ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
     speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
     times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
     return {
         "model": str(trace.settings.get("model", "?")),
-        "steps": f"{len(steps):,}",
+        "steps": f"{_range_of(trace)} ({len(steps):,} compute)",
         "requests": f"{len(num_outputs):,}",
         "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
         "duration": f"{duration:,.3f} {unit}",
@@ -140,8 +159,13 @@ def summary(trace: Trace) -> dict[str, str]:
         "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"
         + (f" ({hit / queried:.0%})" if queried else ""),
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
-        "KV blocks held at most": f"{peak:.0%} of {trace.settings.get('num_blocks', '?')}",
+        "KV blocks held at most": f"{held:,} of {pool:,}" + (f" ({held / pool:.0%})" if pool else ""),
     }
+
+
+def _range_of(trace: Trace) -> str:
+    """The numbers of the first and last step, as the page and its slider show them."""
+    return f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
 
 
 def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:

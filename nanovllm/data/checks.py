@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import reprlib
 import sys
 import typing
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
@@ -43,6 +45,51 @@ def check_fields(settings: Any) -> None:
         if "[" in place or "key" in place:
             expected = f"valid: each entry {expected}"
         raise ValueError(f"{name} must be {expected}, got {reprlib.repr(getattr(settings, name))}") from None
+
+
+def did_you_mean(word: str, known: Iterable[str], written: Mapping[str, str] | None = None) -> str:
+    """The end of a message about an unknown word: "; did you mean port?", or "" if no known word resembles it.
+
+    Args:
+        written: how a known word is to be written, unless as it is.
+    """
+    found = difflib.get_close_matches(word[:100], known, 1)
+    return f"; did you mean {(written or {}).get(found[0], found[0])}?" if found else ""
+
+
+def check_keywords(name: str, options: Iterable[str], cls: Any, written: Mapping[str, str] | None = None) -> None:
+    """Refuse keyword arguments of `name` that are no fields of the dataclass `cls`.
+
+    Args:
+        written: words that belong elsewhere, and how they are written there.
+
+    Raises:
+        TypeError: names the first one, and a similar one.
+    """
+    fields = cls.__dataclass_fields__
+    for option in options:
+        if option not in fields:
+            hint = did_you_mean(option, [*fields, *(written or ())], written)
+            raise TypeError(f"{name}() has no argument {option!r}{hint}")
+
+
+class Keywords:
+    """Base of dataclasses that users create with keywords. Raises a TypeError for an unknown one, see `check_keywords`."""
+
+    def __new__(cls, *args: Any, **options: Any) -> typing.Self:
+        check_keywords(cls.__name__, options, cls)
+        return super().__new__(cls)
+
+
+def check_pipeline_parallel(num_layers: int, stages: int) -> None:
+    """Check that a model can be divided into so many stages, before anything is loaded.
+
+    Raises:
+        ValueError: it cannot; the message names the numbers that fit.
+    """
+    if not 1 <= stages <= num_layers:
+        mistake = f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one"
+        raise ValueError(f"{mistake}; pipeline_parallel_size may be 1 to {num_layers}")
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from msgspec import Meta
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
 from nanovllm.data.flags import Flags, Tokens
 from nanovllm.data.parts import load
+from nanovllm.data.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
@@ -36,6 +38,8 @@ class EngineConfig(Flags):
         dtype: data type of weights and KV cache (auto: bfloat16 where the hardware computes it, else float32)
         device: where to run (auto: a GPU if there is one)
         load_format: dummy: random weights, to measure speed without a checkpoint
+        generation_config: sampling parameters of requests that set none. auto: those that the model's generation_config.json
+            recommends; vllm: vLLM's own
         seed: seeds requests that have no seed of their own, and dummy weights
         max_model_len: longest prompt plus output, in tokens, as in 8192 or 8k (default: the model's)
         block_size: tokens per KV block
@@ -88,6 +92,7 @@ class EngineConfig(Flags):
     dtype: Literal["auto", "bfloat16", "half", "float16", "float", "float32", "float64"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0
     max_model_len: Tokens = None
     block_size: Positive = 16
@@ -178,26 +183,52 @@ class EngineConfig(Flags):
             kv_transfer.kv_port += self.data_parallel_rank if kv_transfer.kv_port else 0
         return kv_transfer
 
+    def check_limits(self, model_max_len: int, num_kv_blocks: int | None) -> None:
+        """Check the longest request against the model and, once its size is known, the pool. Without `max_model_len`, the pool
+        needs room for a prompt of one token and as many output tokens as a request gets by default.
+
+        Raises:
+            ValueError: one request would not fit; the message has the numbers, and names the setting that mends it.
+        """
+        given, budget = self.max_model_len, self.max_num_batched_tokens
+        longest = given or min(model_max_len, 1 + (SamplingParams.max_tokens or 0))
+        if longest > model_max_len:
+            raise ValueError(f"max_model_len ({longest}) is over the {model_max_len} positions of the model: lower it")
+        room = (num_kv_blocks or sys.maxsize) * self.block_size
+        if longest > room:
+            needs = f"one request of {longest} tokens needs {-(-longest // self.block_size)} KV blocks"
+            mend = "num_kv_blocks" if self.num_kv_blocks else "kv_cache_memory or gpu_memory_utilization"
+            mend += f", or lower max_model_len to {room}" if given else ""
+            raise ValueError(f"{needs}, and the pool has {num_kv_blocks} ({room} tokens): raise {mend}")
+        longest = min(given or model_max_len, room)
+        is_whole = not self.enable_chunked_prefill and (given or num_kv_blocks)
+        if is_whole and budget is not None and budget < longest:
+            mistake = f"max_num_batched_tokens ({budget}) must be at least the longest request"
+            raise ValueError(f"{mistake} ({longest} tokens): raise it, or enable chunked prefill")
+
     def settle(self, model_max_len: int, num_kv_blocks: int, on_gpu: bool = False) -> None:
         """Fill in what depends on the model, on the device and on the size of the pool: `max_model_len`,
         `async_scheduling`, `token_budget` and `max_request_tokens`, the maximum tokens that one request may ever have.
-
-        Raises:
-            ValueError: a limit that contradicts another.
+        See `check_limits` for what must hold.
         """
         if self.async_scheduling is None:
             self.async_scheduling = on_gpu and self.pipeline_parallel_size == 1
-        if self.max_model_len is None:
-            self.max_model_len = model_max_len
-        elif self.max_model_len > model_max_len:
-            raise ValueError(f"max_model_len ({self.max_model_len}) is over the {model_max_len} positions of the model")
+        self.max_model_len = self.max_model_len or model_max_len
         self.max_request_tokens = min(self.max_model_len, num_kv_blocks * self.block_size)
-        if not self.enable_chunked_prefill:
-            if self.max_num_batched_tokens is None:
-                self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
-            elif self.max_num_batched_tokens < self.max_request_tokens:
-                mistake = f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least the longest request"
-                raise ValueError(f"{mistake} ({self.max_request_tokens} tokens): raise it, or enable chunked prefill")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens is None:
+            self.token_budget = max(DEFAULT_TOKEN_BUDGET, self.max_request_tokens)
+
+    def count_host_blocks(self, bytes_per_block: int) -> int:
+        """The number of KV blocks in host memory.
+
+        Raises:
+            ValueError: requests are to be swapped, and `swap_space` has no room for a block.
+        """
+        num_host_blocks = int(self.swap_space * 2**30) // bytes_per_block if self.preemption_mode == "swap" else 0
+        if num_host_blocks == 0 and self.preemption_mode == "swap":
+            mistake = f"swap_space ({self.swap_space} GiB) is smaller than one KV block of {bytes_per_block} bytes"
+            raise ValueError(f"{mistake}: raise it, or use preemption_mode 'recompute'")
+        return num_host_blocks
 
     @property
     def world_size(self) -> int:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Positive, check_fields
+from nanovllm.data.checks import Keywords, Positive, check_fields, did_you_mean
 
 SHORT_FLAGS = {"tensor_parallel_size": ["-tp"], "pipeline_parallel_size": ["-pp"], "data_parallel_size": ["-dp"]}
 
@@ -34,15 +34,18 @@ class Parser(argparse.ArgumentParser):
         """Refuse unknown words here: argparse would hand a command's to the parser above, whose help does not explain them."""
         namespace, unknown = super().parse_known_args(*args, **kwargs)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            hint = did_you_mean(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with 2."""
+        if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w-]+", choice[2]))
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-class Flags:
+class Flags(Keywords):
     """Base of dataclasses with flags: the fields that the class's docstring describes as attributes, each with its description
     as help. A field of type `Annotated[..., parse]` reads its flag's value with `parse`."""
 

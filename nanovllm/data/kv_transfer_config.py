@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from nanovllm.data.checks import check_fields
+from nanovllm.data.checks import Keywords, check_fields
 
 
 @dataclass
-class KVTransferConfig:
+class KVTransferConfig(Keywords):
     """Settings of a connector.
 
     Attributes:

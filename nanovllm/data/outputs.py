@@ -7,6 +7,12 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.data.structured_outputs import GrammarError
+
+
+class RequestFailedError(RuntimeError):
+    """One request has failed, and no other; the message says why."""
+
 
 # Not a dataclass: an answer can have 100,000 of these, and the garbage collector would visit each.
 class Logprob(msgspec.Struct, gc=False):
@@ -63,7 +69,7 @@ class RequestOutput:
         prompt_logprobs: one entry per prompt token, if requested.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache or from another engine.
         kv_transfer_params: parameters for the engine that continues the request.
-        error: the message, if a finish reason is "error".
+        error: what went wrong, if a finish reason is "error": in the server, or because the grammar could not be followed any further.
     """
 
     request_id: str
@@ -74,7 +80,7 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs] | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
-    error: str = ""
+    error: RequestFailedError | GrammarError | None = None
 
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:

@@ -68,7 +68,9 @@ class Request:
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.token_ids = list(source.prompt_token_ids)
         self.stop_token_ids = frozenset(source.sampling_params.stop_token_ids)
-        self.eos_token_ids = frozenset() if source.sampling_params.ignore_eos else frozenset(source.eos_token_ids)
+        params = source.sampling_params
+        ignores_eos = params.ignore_eos and params.structured_outputs is None  # a grammar's end is never ignored
+        self.eos_token_ids = frozenset() if ignores_eos else frozenset(source.eos_token_ids)
         # Requests run, wait and are preempted in the order of this key.
         self.order = (source.priority, arrival_index)
         self.status = RequestStatus.WAITING
@@ -126,7 +128,8 @@ class EngineOutput:
         num_cached_tokens: prompt tokens that came from the prefix cache, or whose keys and values came from elsewhere.
         engine: which of several engines computes the request.
         kv_transfer_params: what the client should tell the engine that goes on with the request.
-        error: what went wrong, if the finish reason is "error".
+        error: what went wrong in the server, if the finish reason is "error".
+        grammar_error: why the request's grammar could not be followed any further, if the finish reason is "error".
     """
 
     request_id: str
@@ -140,3 +143,4 @@ class EngineOutput:
     engine: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     error: str = ""
+    grammar_error: str = ""

@@ -11,7 +11,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from nanovllm.data.checks import Amount, Count, check_fields
+from nanovllm.data.checks import Amount, Count, Keywords, check_fields
+from nanovllm.data.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 20
 LogprobCount = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -21,7 +22,7 @@ StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
 @dataclass
-class SamplingParams:
+class SamplingParams(Keywords):
     """Sampling options of one request, under vLLM's names and with its defaults.
 
     Args:
@@ -44,6 +45,7 @@ class SamplingParams:
         logprobs: report the log-probabilities of the k likeliest tokens and the chosen one, 0 to 20.
         prompt_logprobs: the same for each prompt token.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the output must match (lecture 19); a dictionary becomes `StructuredOutputsParams`.
 
     Raises:
         ValueError: a value out of its range; the message names the field and the range.
@@ -68,10 +70,13 @@ class SamplingParams:
     logprobs: LogprobCount | None = None
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         self.stop_token_ids = self.stop_token_ids or []
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         check_fields(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
@@ -84,9 +89,10 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
-    def penalized(self) -> bool:
-        """True when earlier tokens change the logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+    def looks_back(self) -> bool:
+        """True when a token cannot be sampled before all earlier tokens are known: penalties and grammars need them."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return any(penalties) or self.structured_outputs is not None
 
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed."""

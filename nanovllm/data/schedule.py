@@ -84,10 +84,11 @@ class SchedulerOutput:
 
 @dataclass
 class SampledToken:
-    """What the runner sampled for one request."""
+    """What the runner sampled for one request; or `error`, why it could not, which ends the request."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""
 
 
 @dataclass

@@ -166,7 +166,8 @@ class ExpertDispatcher:
         Args:
             y: `[num_received, hidden_size]`: for each row received, the weighted sum over this rank's experts.
 
-        Returns: `[num_tokens, hidden_size]`: for each token of this rank, the sum over all ranks, added in float32.
+        Returns: `[num_tokens, hidden_size]`: for each token of this rank, the sum over the ranks that it was sent to, zeros if there are
+            none. It is added in float32, rank by rank in their order, and has the dtype of y.
         """
         back = self.group.all_to_all(y, handle.received, handle.sent)
         out = torch.zeros(handle.num_tokens, y.shape[1], dtype=torch.float32, device=y.device)

@@ -28,7 +28,14 @@ class Grid:
         return self.data * self.pipeline * self.tensor
 
     def groups(self, kind: str) -> list[list[int]]:
-        """The ranks of each group of a kind: "world", "tp", "pp", "dp", or "ep" (all of one pipeline stage)."""
+        """The ranks of each group of a kind.
+
+        Rank `(d * pipeline + p) * tensor + t` has the numbers (d, p, t) in the grid. Each group is in ascending order, and the groups
+        are in the order of their first ranks.
+
+        Args:
+            kind: "tp", "pp" or "dp": ranks that differ in t, p or d only; "ep": all ranks with the same p; "world": all ranks.
+        """
         ranks = torch.arange(self.world_size).view(self.data, self.pipeline, self.tensor)
         rows = {
             "world": ranks.reshape(1, -1),

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 def count_replicas(loads: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
     """The number of replicas of each expert: one, and each remaining slot goes to the expert whose replicas are the busiest (the
-    greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB).
+    greedy rule of DeepSeek's EPLB, github.com/deepseek-ai/EPLB). Of equally busy ones, the first gets it.
 
     Args:
-        loads: tokens of each logical expert.
+        loads: tokens of each logical expert, which its replicas share equally.
         num_slots: of all ranks together.
         num_ranks: the maximum number of replicas of an expert.
     """
@@ -93,7 +93,11 @@ class Move(NamedTuple):
 
 
 def plan_moves(old: ExpertPlacement, new: ExpertPlacement) -> list[Move]:
-    """The moves from `old` to `new`; ranks with the same expert take turns to send. Every rank computes the same list."""
+    """The moves from `old` to `new`: one for each slot whose expert changes, by target rank and then by slot.
+
+    The source is a slot that holds the expert in `old`. If several ranks hold it, the one that has sent the fewest experts so far
+    sends it, of equal ones the first. Every rank computes the same list.
+    """
     moves, sent = [], [0] * len(old.slots)
     replicas = old.replicas
     for target, slots in enumerate(new.slots):

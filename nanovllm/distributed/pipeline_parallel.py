@@ -11,26 +11,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_pp_group
 
 
-def check_pipeline_parallel(num_layers: int, stages: int) -> None:
-    """Check that a model can be divided into so many stages, before anything is loaded.
-
-    Raises:
-        ValueError: it cannot; the message names the numbers that fit.
-    """
-    if not 1 <= stages <= num_layers:
-        raise ValueError(
-            f"{num_layers} layers cannot be divided among {stages} stages, each of which needs one; "
-            f"pipeline_parallel_size may be 1 to {num_layers}"
-        )
-
-
 def layer_range(num_layers: int, stages: int, stage: int) -> range:
-    """The layers of one stage. Remaining layers go to the stages in the middle, from the last but one backwards, because the first
-    stage also computes the embedding, and the last the output head.
+    """The layers of one stage: an equal number for each, in order. Remaining layers go one by one to the stages from the last but one
+    backwards, because the first stage also computes the embedding, and the last the output head.
 
     Raises:
         ValueError: there are more stages than layers.

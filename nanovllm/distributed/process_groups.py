@@ -85,7 +85,13 @@ class ProcessGroupCoordinator(GroupCoordinator):
             return torch.cat(list(parts), dim=dim)
 
     def reduce_scatter(self, x: Tensor, dim: int = 0) -> Tensor:
-        """See `GroupCoordinator`. gloo has no reduce-scatter of its own, so every rank sums everything and keeps its part."""
+        """Return this rank's equal part along `dim` of the sum over the group, contiguous; x stays as it is.
+
+        gloo has no reduce-scatter of its own: within `_collective`, every rank sums a contiguous copy of x (`_sum`), and keeps its part.
+
+        Raises:
+            ValueError: x cannot be divided equally. This call is refused before it is counted.
+        """
         if x.shape[dim] % self.world_size:
             raise ValueError(f"{x.shape[dim]} rows cannot be scattered equally over {self.world_size} ranks")
         with self._collective("reduce_scatter", x):
@@ -94,7 +100,11 @@ class ProcessGroupCoordinator(GroupCoordinator):
             return total.chunk(self.world_size, dim=dim)[self.rank_in_group].contiguous()
 
     def all_to_all(self, x: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """See `GroupCoordinator`."""
+        """Exchange rows, see `GroupCoordinator`: within `_collective`, one `dist.all_to_all_single` in `device_group`.
+
+        Backends do not know every dtype, so it moves bytes: `_as_bytes` of the contiguous x and of the new tensor, as matrices with a
+        row's bytes as columns.
+        """
         with self._collective("all_to_all", x):
             out = x.new_empty(sum(receive_counts), *x.shape[1:])
             row = math.prod(x.shape[1:]) * x.element_size()

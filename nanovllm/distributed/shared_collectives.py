@@ -106,5 +106,4 @@ class SharedCollectives:
 
     def lost(self, members: Sequence[int]) -> list[str]:
         """Which of these members have died or left, and why."""
-        reasons = [(self.ranks[member], self.segment.why_lost(member)) for member in members]
-        return [f"rank {rank}: {why}" for rank, why in reasons if why]
+        return [f"rank {self.ranks[each]}: {why}" for each in members if (why := self.segment.why_lost(each))]

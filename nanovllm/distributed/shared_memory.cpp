@@ -82,9 +82,9 @@ void read_ring(const char* ring, int64_t ring_bytes, uint32_t count, char* data,
     memcpy(data + fitting, ring, size - fitting);
 }
 
-constexpr int SPINS = 100;             // a few microseconds: the other one is in the middle of it
-constexpr int64_t YIELDING = 100'000;  // nanoseconds: more ranks than cores, the other one may need this core
-constexpr int64_t SLICE = 50'000'000;  // the longest sleep: Python then looks for signals and for the dead
+constexpr int SPINS = 100;             // a few microseconds: the other member is probably about to count
+constexpr int64_t YIELDING = 100'000;  // nanoseconds: with more ranks than cores, the other member may need this core
+constexpr int64_t SLICE = 50'000'000;  // the longest sleep: Python then looks for signals, and whether the other member lives
 
 // True when the counter has reached the target; false after at most a slice, or when a signal has come.
 bool wait_briefly(Member& member, uint32_t target) {
@@ -97,7 +97,7 @@ bool wait_briefly(Member& member, uint32_t target) {
         if (has_reached(member, target)) return true;
     }
     uint32_t seen = member.count.load(std::memory_order_acquire);
-    // Announced before the last look: whoever counts further either is seen now or sees that somebody sleeps.
+    // Announced before the last look: a member that counts after this look sees the sleeper, and wakes it.
     member.sleepers.fetch_add(1);
     if (!has_reached(member, target) && !member.left.load()) sleep_on(member.count, seen, SLICE);
     member.sleepers.fetch_sub(1);

@@ -1,6 +1,6 @@
 """Memory that processes of one machine share: segments, and a queue of messages in a segment.
 
-Built by notebooks/21_process_groups.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,6 @@ import psutil
 import nanovllm.distributed
 from nanovllm.distributed.life_signs import PeerLost
 from nanovllm.ops.native_library import BuildError, load_library
-
-
-@cache
-def load_shared_memory_library() -> ctypes.CDLL:
-    """The functions of shared_memory.cpp.
-
-    Raises:
-        OSError: they cannot be compiled.
-    """
-    try:
-        source = Path(nanovllm.distributed.__path__[0]) / "shared_memory.cpp"
-        library = load_library([source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name)
-    except BuildError as error:
-        raise OSError(f"the functions for shared memory are not compiled: {error}") from error
-    place, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    ring = (place, size, size, number)
-    library.put.argtypes = [*ring, ctypes.c_char_p, size, size]
-    library.get.argtypes = [*ring, place, size, place]
-    library.collective.argtypes = [
-        *(place, size, size, number, number, place, place),
-        *(size, size, number, ctypes.c_uint64, size, ctypes.c_bool),
-    ]
-    library.put.restype = library.get.restype = library.collective.restype = size
-    return library
 
 
 @dataclass(frozen=True)
@@ -134,7 +110,9 @@ class Segment:
         return (self.count(member) - self.count(self.member) + 2**31) % 2**32 - 2**31
 
     def why_lost(self, member: int) -> str:
-        """Why a member is gone; empty while it is there or has not joined yet."""
+        """Why a member is gone: "it has left" if its word _LEFT is set (see `close`), "process 77 has died" if the process whose id is in
+        its word _PROCESS does not exist any more or is a zombie. Empty while it is there, or has not joined yet (its word is 0). This
+        very process is alive, of course."""
         if self._words[member * _WORDS + _LEFT]:
             return "it has left"
         process = self._words[member * _WORDS + _PROCESS]
@@ -170,6 +148,27 @@ class Segment:
     def __del__(self) -> None:
         if hasattr(self, "_words"):
             self.close()
+
+
+@cache
+def load_shared_memory_library() -> ctypes.CDLL:
+    """The functions of shared_memory.cpp.
+
+    Raises:
+        OSError: they cannot be compiled.
+    """
+    try:
+        source = Path(nanovllm.distributed.__path__[0]) / "shared_memory.cpp"
+        library = load_library([source], flags=("-O3", "-march=native", "-std=c++17", "-fPIC"), what=source.name)
+    except BuildError as error:
+        raise OSError(f"the functions for shared memory are not compiled: {error}") from error
+    place, size, number, kind = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
+    ring = (place, size, size, number)
+    library.put.argtypes = [*ring, ctypes.c_char_p, size, size]
+    library.get.argtypes = [*ring, place, size, place]
+    library.collective.argtypes = [*ring, number, place, place, size, size, number, kind, size, ctypes.c_bool]
+    library.put.restype = library.get.restype = library.collective.restype = size
+    return library
 
 
 class MessageQueue:

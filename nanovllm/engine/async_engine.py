@@ -7,39 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
-import pathlib
 import time
 from collections.abc import AsyncIterator
-from functools import partial
-from typing import TYPE_CHECKING, Literal
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import EngineStats, RequestOutput
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.outputs import RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.distributed.activity import LOOK_SECONDS
-from nanovllm.engine.client import EngineClient
+from nanovllm.engine.front_end import FrontEnd
 from nanovllm.engine.process import Command, Report
 from nanovllm.engine.request_stream import (
     EngineDeadError,
-    EngineObserver,
     EngineStartError,
-    RequestFailedError,
     RequestRefusedError,
     RequestStream,
     RequestTimes,
 )
+from nanovllm.executor.base import read_model_config
 from nanovllm.text.long_texts import LongTexts
 from nanovllm.text.portions import early_portions
-from nanovllm.text.processor import EngineLimits, InputProcessor, OutputProcessor, Prompt
+from nanovllm.text.processor import InputProcessor, OutputProcessor
+from nanovllm.text.prompts import Prompt
 from nanovllm.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from nanovllm.trace.stream import RequestTexts, StepBroadcast, StepStream
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,46 +38,13 @@ logger = logging.getLogger("nanovllm")
 LONG_PROMPT = 4096
 # The time that an engine gets to end by itself.
 END_SECONDS = 5.0
-WATCHING = "watching the engine"
 
 
-class AsyncEngine:
-    """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
+class AsyncEngine(FrontEnd):
+    """An engine process and its callers. `await AsyncEngine.start(config)` makes one."""
 
-    Attributes:
-        name: of the model, for clients.
-        limits: the longest request, the vocabulary, and what else a request has to fit.
-        error: why the engine ended; None while it lives.
-        died: set when it has ended without an order to end.
-        num_preparing: sequences that have been accepted, and are still prepared for the engine.
-        observer: is told about steps, tokens and finished requests.
-        broadcasts: for each of the engines that data parallelism has, the readers of its trace.
-    """
-
-    tokenizer: Tokenizer
-    limits: EngineLimits
     input_processor: InputProcessor
-    output_processor: OutputProcessor
     _long_texts: LongTexts
-
-    def __init__(self, config: EngineConfig, folder: pathlib.Path) -> None:
-        self.config = config
-        self.observer, self.died = EngineObserver(), asyncio.Event()
-        self.error: str | None = None
-        self.broadcasts: list[StepBroadcast] = []
-        self._streams: dict[str, RequestStream] = {}
-        self._texts: RequestTexts | None = None
-        self.num_preparing, self._closing = 0, False
-        self._reader: asyncio.Task[None] | None = None
-        self.name = config.served_model_name or config.model
-        create = EngineClient
-        with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
-            create = load("nanovllm.engine.data_rank:DataRank", "several processes")
-        self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=self.name), {})
-        self._arrival = asyncio.Event()  # of a report or heartbeat, or the end of the process
-        self._sources = [self._client.reports.fileno(), self._client.connection.fileno()]
-        for source in self._sources:
-            asyncio.get_running_loop().add_reader(source, self._arrival.set)
 
     # ---------------------------------------------------------------- start
 
@@ -106,26 +64,19 @@ class AsyncEngine:
         folder = tokenizer_folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         if config.tokenizer is not None:
             tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
-        engine = cls(config, folder)
-        try:
-            # The tokenizer loads here while the other process imports torch and loads the weights.
-            try:
+        try:  # settings that do not fit are refused here, and not after seconds in a process that imports torch first
+            read_model_config(config, folder)
+            engine = cls(config, folder)
+            try:  # the tokenizer loads here while the other process imports torch and loads the weights
                 engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
-            except ValueError as error:
-                raise EngineStartError(str(error)) from error
-            ready, *_ = await engine._next_reports()
-        except BaseException:
-            await engine.shutdown()
-            raise
+                ready, *_ = await engine._next_reports()
+            except BaseException:
+                await engine.shutdown()
+                raise
+        except ValueError as error:
+            raise EngineStartError(str(error)) from error
         engine.limits = engine._client.limits
-        if show_text:
-            engine._texts = load("nanovllm.trace.stream:RequestTexts", "show_text")(engine.tokenizer)
-        with contextlib.suppress(MissingPartError):
-            create = load("nanovllm.trace.stream:StepBroadcast", WATCHING)
-            engine.broadcasts = [
-                create(settings | {"model": engine.name, "live": True}, partial(engine._order, i), engine._texts)
-                for i, settings in enumerate(ready.trace_settings)
-            ]
+        engine._show_trace(ready.trace_settings, show_text)
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
         engine._long_texts = LongTexts(engine.tokenizer)
@@ -133,38 +84,6 @@ class AsyncEngine:
         return engine
 
     # ---------------------------------------------------------------- requests
-
-    @property
-    def stats(self) -> EngineStats:
-        """The statistics after the engine's latest step."""
-        return self._client.stats
-
-    @property
-    def is_alive(self) -> bool:
-        """True while the engine can take requests."""
-        return self.error is None and not self._closing
-
-    def check_alive(self) -> None:
-        """Raise EngineDeadError if the engine cannot take requests."""
-        if not self.is_alive:
-            raise EngineDeadError(self.error or "the engine is shutting down")
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._streams)
-
-    def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:
-        """Whether at most `max_num_waiting` sequences (default: the setting) would wait if so many more came in."""
-        limit = self.config.max_num_waiting if max_num_waiting is None else max_num_waiting
-        if not self._streams and not self.num_preparing:
-            return True
-        on_their_way = self._client.num_in_flight + self.num_preparing
-        waiting = self.stats.num_waiting + self.stats.num_swapped
-        # While sequences wait, new ones have to wait behind them.
-        places = self.config.max_num_seqs * self.config.data_parallel_size
-        free_places = 0 if waiting else places - self.stats.num_running
-        return waiting + on_their_way + num_sequences - free_places <= limit
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text of any length, without blocking the event loop.
@@ -185,9 +104,9 @@ class AsyncEngine:
             ValueError: a bad prompt, or an id in use.
             EngineDeadError: the engine has ended.
         """
-        process = self.input_processor.process
+        arrival, process = time.monotonic(), self.input_processor.process
         content = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if len(content or ()) <= LONG_PROMPT:
+        if len(content or ()) <= LONG_PROMPT and params.structured_outputs is None:  # a grammar's check may take long
             text, requests = process(request_id, prompt, params, priority)
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
@@ -197,10 +116,11 @@ class AsyncEngine:
             self._client.send(Command(add=requests))
         except (OverflowError, UnicodeEncodeError) as error:  # a number over 64 bits; half of a surrogate pair
             self.output_processor.remove(request_id)
-            raise ValueError(f"the request cannot be sent to the engine: {error}") from error
+            what = "stop, cache_salt, structured_outputs and kv_transfer_params must be Unicode and 64-bit numbers"
+            raise ValueError(f"{what}: {error}") from error
         if self._texts is not None:
             self._texts.expect(request_id, text, requests)
-        times = RequestTimes(time.monotonic(), len(requests[0].prompt_token_ids))
+        times = RequestTimes(arrival, len(requests[0].prompt_token_ids))
         stream = self._streams[request_id] = RequestStream(request_id, times, self._forget)
         return stream
 
@@ -225,56 +145,11 @@ class AsyncEngine:
         self._client.send(Command(abort=dict.fromkeys(unfinished, "abort")))
         self._deliver([EngineOutput(key, finish_reason="abort") for key in unfinished], time.monotonic())
 
-    def release_kv(self, sequence_id: str) -> None:
-        """Free the KV that is held for a finished sequence (`remote_request_id`), unless a decode server is reading it."""
-        if self.output_processor.owner(sequence_id) is None:
-            self._client.send(Command(abort={sequence_id: "abort"}))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; later requests find none."""
-        self._client.send(Command(order="reset_prefix_cache"))
-
-    def watch(self, engine: int = 0) -> StepStream:
-        """Stream the lines of the trace of one engine, in whole, as they come. The engine records its steps only while it has
-        such readers. The reader closes the stream, unless the stream has ended, as it does with the engine.
-
-        Raises:
-            ValueError: there is no such engine; names the engines.
-        """
-        load("nanovllm.trace.stream:StepStream", WATCHING)
-        last = len(self.broadcasts) - 1
-        if not 0 <= engine <= last:
-            fitting = f"from 0 to {last}" if last else "0, the only one"
-            raise ValueError(f"engine must be {fitting}, not {engine}")
-        return self.broadcasts[engine].watch()
-
-    def _order(self, engine: int, order: Literal["watch", "unwatch"]) -> None:
-        self._client.send(Command(order=order, engine=engine))
-
     def _forget(self, request_id: str) -> None:
         self.abort(request_id)
         self._streams.pop(request_id, None)
 
     # ---------------------------------------------------------------- reports
-
-    async def _next_reports(self) -> list[Report]:
-        """Wait for the engine's next reports.
-
-        Raises:
-            EngineStartError: it refuses the settings.
-            EngineDeadError: it has ended, or hangs.
-        """
-        while True:
-            self._arrival.clear()
-            trouble = self._client.trouble()
-            if reports := self._client.take_reports():
-                return reports
-            if trouble:
-                last = self._client.last_words
-                raise (EngineStartError if last is not None and last.user_error else EngineDeadError)(trouble)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
-                    await self._arrival.wait()
 
     async def _read_reports(self) -> None:
         try:
@@ -301,6 +176,13 @@ class AsyncEngine:
             broadcast.put(report.steps.get(i, ()))
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
+        """Bring the engine's outputs to the streams of their requests.
+
+        `output_processor.process` turns them into outputs of requests, and names the sequences that a stop string has ended: the
+        engine gets one `Command` to abort these, with the reason "stop", or none if there are none. Each output goes to `_texts`,
+        if that is not None (its `add`), and then to its request's stream in `_streams`, where `_note_times` first notes the time
+        `now` in the stream's `times`. An output with an error fails the stream. A request that has finished leaves `_streams`.
+        """
         new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:
             self._client.send(Command(abort=dict.fromkeys(stopped, "stop")))
@@ -310,20 +192,11 @@ class AsyncEngine:
             stream = self._streams[output.request_id]
             self._note_times(stream.times, output, now)
             if output.error:
-                stream.fail(RequestFailedError(output.error))
+                stream.fail(output.error)
             else:
                 stream.put(output)
             if output.finished:
                 del self._streams[output.request_id]
-
-    def _note_times(self, times: RequestTimes, output: RequestOutput, now: float) -> None:
-        for piece in output.outputs:
-            self.observer.tokens(times, piece, now)
-            if piece.token_ids:
-                times.first_token = times.first_token or now
-                times.last_token[piece.index] = now
-        if output.finished:
-            self.observer.finished(times, output.outputs[-1], now)
 
     # ---------------------------------------------------------------- the end
 
@@ -338,10 +211,6 @@ class AsyncEngine:
         self._stop_listening()
         self.died.set()
 
-    def _stop_listening(self) -> None:
-        for source in self._sources:
-            asyncio.get_running_loop().remove_reader(source)
-
     def _fail_all(self, reason: str) -> None:
         for stream in self._streams.values():
             stream.fail(EngineDeadError(reason))
@@ -351,13 +220,10 @@ class AsyncEngine:
         deadline = time.monotonic() + timeout
         while self._streams and self.error is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        for request_id in list(self._streams):
-            self.abort(request_id)
+        if self.error is None:  # else they have failed, and must not seem to end well
+            for request_id in list(self._streams):
+                self.abort(request_id)
         self._end_broadcasts()
-
-    def _end_broadcasts(self) -> None:
-        for broadcast in self.broadcasts:
-            broadcast.end()
 
     async def shutdown(self, drain_timeout: float = 0.0) -> None:
         """Wait so many seconds for running requests, abort the others, and end the process."""

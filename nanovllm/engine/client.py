@@ -24,7 +24,7 @@ from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.distributed.processes import how_it_ended, kill_tree, start_process
 from nanovllm.engine.process import Command, Report, run_engine
-from nanovllm.text.processor import EngineLimits
+from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.trace.recorder import RecordSink

@@ -1,6 +1,6 @@
 """The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, and knows neither text nor HTTP.
 
-Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb, continued by 23, 25, 31, 43, 91: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import pathlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint.hub import resolve_model
@@ -27,23 +28,12 @@ from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.scheduler.transfers import update_from_transfers
-from nanovllm.text.processor import EngineLimits
+from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
     from nanovllm.trace.recorder import RecordSink, StepRecorder
     from nanovllm.trace.trace import StepRecord, Trace
-
-
-@dataclass
-class StepInFlight:
-    """A step in flight: its plan, the function that waits for its result, its record if a sink watches, its start, and its wave."""
-
-    plan: SchedulerOutput
-    wait: Callable[[], ModelRunnerOutput]
-    record: StepRecord | None
-    start: float
-    wave: int
 
 
 class NoRecorder:
@@ -59,10 +49,9 @@ class EngineCore:
     Args:
         config: the settings; the engine fills in those that are left open.
         trace: records every step; by default a file if `config.trace` names one.
-
-    Attributes:
-        waves: when to compute, if this engine is in lock-step with others; see `Waves`.
     """
+
+    _in_flight: Any = ()  # steps whose results are to come; none before lecture 23
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
@@ -76,12 +65,6 @@ class EngineCore:
             self.executor.close()
             raise
         self._open_books(num_blocks, num_host_blocks)
-        self.waves: Any = (
-            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if config.in_lock_step else None
-        )
-        self._in_flight: deque[StepInFlight] = deque()
-        # The number of steps that may be in flight when `step` returns: the next step is planned without their results.
-        self._steps_ahead = config.pipeline_parallel_size - 1 or int(bool(config.async_scheduling))
         settings = {"model": config.served_model_name or config.model} | self.trace_settings
         if trace is None and config.trace is not None:
             trace = load("nanovllm.trace.trace:Trace", "a trace")(config.trace, settings)
@@ -90,25 +73,19 @@ class EngineCore:
         if trace is not None:
             trace.settings |= settings
             self._recorder = self._record_to(trace)
-        self.num_steps = 0
-        self._num_idle_steps = 0  # since the last step that computed something
-        self._num_added = 0
+        self.num_steps = self._num_added = 0
         self._started = time.perf_counter()
-        self._last_results = 0.0  # when the last step's results arrived, in seconds since then
+
+    def _record_to(self, trace: Trace | None) -> StepRecorder:
+        return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
 
     def _allocate(self) -> tuple[int, int]:
         """Have the ranks allocate their caches; returns the number of KV blocks on the device and in host memory."""
         config, executor = self.config, self.executor
         num_blocks = executor.num_blocks
+        config.check_limits(self.model_config.max_position_embeddings, num_blocks)
         config.settle(self.model_config.max_position_embeddings, num_blocks, executor.on_gpu)
-        num_host_blocks = 0
-        if config.preemption_mode == "swap":
-            num_host_blocks = int(config.swap_space * 2**30) // executor.bytes_per_block
-            if num_host_blocks == 0:
-                raise ValueError(
-                    f"swap_space ({config.swap_space} GiB) is smaller than one KV block of "
-                    f"{executor.bytes_per_block} bytes: raise it, or use preemption_mode 'recompute'"
-                )
+        num_host_blocks = config.count_host_blocks(executor.bytes_per_block)
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
@@ -117,19 +94,17 @@ class EngineCore:
         if self.config.kv_transfer is None:
             return KVConnectorScheduler(self.config)
         if self.config.in_lock_step:
-            raise ValueError(
-                "kv_role and kv_connector do not go with experts that several engines share: leave enable_expert_parallel out, "
-                "or use data_parallel_size 1"
-            )
+            mistake = "kv_role and kv_connector do not go with experts that several engines share"
+            raise ValueError(f"{mistake}: leave enable_expert_parallel out, or use data_parallel_size 1")
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
         return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))
 
     def _open_books(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Create empty queues and an empty block pool."""
-        self.manager = KVCacheManager(
-            num_blocks, self.config.block_size, self.config.enable_prefix_caching, num_host_blocks
-        )
+        """Create empty queues and an empty block pool; no step is in flight."""
+        caching = self.config.enable_prefix_caching
+        self.manager = KVCacheManager(num_blocks, self.config.block_size, caching, num_host_blocks)
         self.scheduler = Scheduler(self.config, self.manager, self.connector)
+        self._in_flight: deque[StepInFlight] = deque()
 
     @property
     def runner(self) -> ModelRunner:
@@ -145,35 +120,18 @@ class EngineCore:
         """The limits against which a front end checks requests."""
         config, model = self.config, self.model_config
         assert config.max_model_len is not None
-        return EngineLimits(
-            config.max_model_len,
-            config.max_request_tokens,
-            model.vocab_size,
-            model.eos_token_ids,
-            model.generation_defaults,
-            [self.connector.information] if self.config.kv_transfer is not None else [],
-            config.scheduling_policy,
-        )
+        peers = [self.connector.information] if config.kv_transfer is not None else []
+        sizes = config.max_model_len, config.max_request_tokens, model.vocab_size
+        return EngineLimits(*sizes, model.eos_token_ids, model.generation_defaults, peers, config.scheduling_policy)
 
     @property
     def stats(self) -> EngineStats:
         """Queue lengths, memory and counters."""
-        s = self.scheduler
-        return EngineStats(
-            len(s.running),
-            len(s.waiting) + len(s.receiving),
-            len(s.swapped),
-            self.manager.pool.usage,
-            s.num_preemptions,
-            s.num_queried_tokens,
-            s.num_hit_tokens,
-            self.num_steps,
-            self.waves.ended if self.waves is not None else 0,
-            len(s.receiving),
-            len(self.manager.held),
-            s.num_external_queried_tokens,
-            s.num_external_hit_tokens,
-        )
+        s, num_waves = self.scheduler, self.waves.ended if self.waves is not None else 0
+        queues = len(s.running), len(s.waiting) + len(s.receiving), len(s.swapped), self.manager.pool.usage
+        prefix_cache = s.num_queried_tokens, s.num_hit_tokens
+        transfers = len(s.receiving), len(self.manager.held), s.num_external_queried_tokens, s.num_external_hit_tokens
+        return EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
 
     @property
     def trace_settings(self) -> dict[str, Any]:
@@ -183,50 +141,16 @@ class EngineCore:
         return trace_settings(self.scheduler) | (several if config.data_parallel_size > 1 else {})
 
     @property
-    def engines(self) -> list[EngineCore]:
-        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
-        return [self]
-
-    @property
     def has_unfinished(self) -> bool:
         """True while a request has not ended."""
         return self.scheduler.has_unfinished
 
     @property
     def has_work(self) -> bool:
-        """True if there is a step to run: for its own requests or, in lock-step, for those of any engine."""
+        """True if there is a step to run: for its own requests or transfers or, in lock-step, for requests of any engine."""
         if self.waves is not None:
             return self.waves.running
         return self.has_unfinished or self.connector.has_work
-
-    @property
-    def sources(self) -> Sequence[Any]:
-        """Sockets that become readable when `step` has something to take in."""
-        return [*self.connector.sources, *self.executor.sources]
-
-    @property
-    def is_idle(self) -> bool:
-        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have passed: there is nothing to
-        compute, and at most transfers to wait for."""
-        if not self.has_work or self.config.kv_transfer is None:
-            return not self.has_work
-        waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
-        return waits and not self.connector.has_news
-
-    @property
-    def idle_seconds(self) -> float | None:
-        """How long an idle engine may sleep if nothing arrives; None: without limit."""
-        if not self.has_work:
-            return self.connector.idle_seconds
-        return PATIENT_SECONDS
-
-    def check_health(self) -> None:
-        """Check that every rank is alive.
-
-        Raises:
-            ExecutorError: a rank is not.
-        """
-        self.executor.check_health()
 
     def add_request(self, source: EngineRequest) -> None:
         """Queue a request.
@@ -252,33 +176,11 @@ class EngineCore:
         aborted = self.scheduler.abort_request(request_id)
         if aborted:
             self._recorder.ended(request_id, reason)
-        with self._all_or_nothing():
-            self._wind_up()
-        return aborted
-
-    def watch(self, sink: RecordSink) -> None:
-        """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
-        to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
-        if isinstance(self._recorder, NoRecorder):
-            self._recorder = self._record_to(None)
-        self._recorder.watch(sink)
         self._wind_up()
-
-    def _record_to(self, trace: Trace | None) -> StepRecorder:
-        return load("nanovllm.trace.recorder:StepRecorder", "a trace")(trace, self.scheduler)
-
-    def unwatch(self, sink: RecordSink) -> None:
-        """Pass no more records to `sink`."""
-        if not self._recorder.unwatch(sink):
-            self._recorder = NoRecorder()
-            for step in self._in_flight:
-                step.record = None
+        return aborted
 
     def step(self) -> list[EngineOutput]:
         """Launch one step for the requests that the scheduler picks; returns new outputs. Without work, it does nothing.
-
-        With `async_scheduling`, the outputs are those of the previous step, and the GPU computes the new step while the caller
-        handles them. A request that has ended may then be computed once more in vain.
 
         An error or Ctrl-C that breaks a step off is raised. It is unknown what the step has written by then, so all requests end and
         all cached prefixes are forgotten; new requests can be added as before.
@@ -287,20 +189,13 @@ class EngineCore:
             self.executor.forget_ends()
             return []
         with self._all_or_nothing():
-            return self._step() + self._wind_up()
-
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._start_over()
-            raise
+            outputs = self._step()
+            self._wind_up()
+            return outputs
 
     def _step(self) -> list[EngineOutput]:
         start, outputs = self._now(), self._take_transfers()
-        waits = self._in_flight and self.scheduler.waits_for_tokens
-        plan = self.scheduler.schedule() if not waits else SchedulerOutput()
+        plan = self.scheduler.schedule()
         # Transfers hold blocks, which will become free when they end.
         waits_for_transfers = self.scheduler.receiving or self.manager.held or self.connector.has_news
         self._num_idle_steps = self._num_idle_steps + 1 if plan.empty and not self._in_flight else 0
@@ -316,70 +211,37 @@ class EngineCore:
             # In lock-step, the other engines need this one in the step: it launches a dummy, which computes nothing. Or there is
             # nothing to compute, but KV to transfer.
             plan = SchedulerOutput(connector_metadata=plan.connector_metadata)
-        plan.unfinished = self.has_unfinished
-        counts = self.config.in_lock_step or not plan.empty
-        record = self._recorder.begin(plan, self.num_steps, start) if counts else None
-        wave = self.waves.ended if self.waves is not None else 0
-        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
-        self.num_steps += counts
+        self._launch(plan, start)
         outputs += self._take_results(keep=self._steps_ahead)
         while self._in_flight and all(s.plan.empty and s.plan.connector_metadata is not None for s in self._in_flight):
             outputs += self._take_results()
         return outputs
 
-    def _take_transfers(self) -> list[EngineOutput]:
-        """Act on what the connector has received: requests of other engines, and ends of transfers."""
-        received = self.connector.take_output()
-        for request in received.requests:
-            with suppress(ValueError):  # the connector has told the other engine
-                self.add_request(request)
-        for request_id in received.aborts:
-            self.abort_request(request_id)
-        failed = update_from_transfers(self.scheduler, received)
-        for output in failed:
-            self._recorder.ended(output.request_id, "error")
-        return failed
-
     def _now(self) -> float:
         """Seconds since the engine started. A trace is written in microseconds."""
         return round(time.perf_counter() - self._started, 6)
 
-    def _wind_up(self) -> list[EngineOutput]:
-        """When idle, drain in-flight steps and flush the trace."""
-        outputs = []
+    def _wind_up(self) -> None:
+        """When idle, drain steps in flight and flush the trace."""
         if not self.has_work:
-            while self._in_flight:
-                outputs += self._take_results()
+            with self._all_or_nothing():
+                self._take_results()
         if not self._in_flight:
             self._recorder.flush(self.num_steps, self._now(), is_idle=not self.has_work)
-        return outputs
 
-    def _take_results(self, keep: int | None = None) -> list[EngineOutput]:
-        """Wait for the oldest step in flight, unless at most `keep` are in flight, and take over what it sampled."""
-        if len(self._in_flight) <= (keep or 0):
-            return []
-        step = self._in_flight.popleft()
-        result = step.wait()
-        outputs = self.scheduler.update_from_output(step.plan, result)
-        if self.waves is not None and not result.anyone_unfinished:
-            self.waves.end(step.wave)
-        # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
-        # because the first stage is free.
-        before = self._last_results if self.config.async_scheduling else 0.0
-        start, self._last_results = max(step.start, before), self._now()
-        if step.record is not None:
-            step.record.start = start
-        self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
-        if self.config.check_invariants:
-            self.scheduler.check_invariants()
-        return outputs
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._start_over()
+            raise
 
     def _start_over(self) -> None:
-        self._in_flight.clear()
         lost = list(self.scheduler.requests)
+        self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         self.executor.forget_requests()
         self.connector.forget_requests()
-        self._open_books(self.manager.pool.num_blocks, self.manager.host_pool.num_blocks)
         self._recorder.start_over(self.scheduler, lost)
 
     def reset_prefix_cache(self) -> None:
@@ -396,6 +258,129 @@ class EngineCore:
         if self.trace is not None:
             self.trace.close()
 
+    # ---------------------------------------------------------------- several steps in flight
+
+    @property
+    def _steps_ahead(self) -> int:
+        """How many steps may be in flight when `step` returns. The next step is planned without their results: with
+        `async_scheduling`, a request that has ended may be computed once more in vain."""
+        return self.config.pipeline_parallel_size - 1 or int(bool(self.config.async_scheduling))
+
+    def _launch(self, plan: SchedulerOutput, start: float) -> None:
+        plan.unfinished = self.has_unfinished
+        counts = self.config.in_lock_step or not plan.empty
+        record = self._recorder.begin(plan, self.num_steps, start) if counts else None
+        wave = self.waves.ended if self.waves is not None else 0
+        self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
+        self.num_steps += counts
+
+    def _take_results(self, keep: int = 0) -> list[EngineOutput]:
+        """Wait for the oldest step in flight, unless at most `keep` are in flight, and take over what it sampled; returns the outputs.
+
+        The scheduler's `update_from_output` makes outputs of the step's plan and result. In lock-step (`waves` is not None), the
+        step's wave ends (`waves.end`) if the result says that no engine has unfinished requests. With `check_invariants`, the
+        scheduler checks its own. If there is no more work, `step` will not be called again, so all other steps in flight are taken, too.
+
+        The step's record, if it has one, gets the time when the step began as `start`; `_recorder.finish` gets the record, the
+        seconds from there to now, rounded to 6 digits, the result and the outputs. `_last_results` becomes the time of now.
+        """
+        if len(self._in_flight) <= keep:
+            return []
+        step = self._in_flight.popleft()
+        result = step.wait()
+        outputs = self.scheduler.update_from_output(step.plan, result)
+        if self.waves is not None and not result.anyone_unfinished:
+            self.waves.end(step.wave)
+        # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
+        # because the first stage is free.
+        before = self._last_results if self.config.async_scheduling else 0.0
+        start, self._last_results = max(step.start, before), self._now()
+        if step.record is not None:
+            step.record.start = start
+        self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+        if self.config.check_invariants:
+            self.scheduler.check_invariants()
+        return outputs if self.has_work else outputs + self._take_results()
+
+    # ---------------------------------------------------------------- in lock-step with other engines
+
+    @cached_property
+    def waves(self) -> Any:
+        """When to compute, if this engine is in lock-step with others; see `Waves`."""
+        return (
+            load("nanovllm.scheduler.data_parallel:Waves", "data_parallel_size")() if self.config.in_lock_step else None
+        )
+
+    # ---------------------------------------------------------------- one step ahead
+
+    _last_results = 0.0  # when the last step's results arrived, in seconds since the engine started
+
+    # ---------------------------------------------------------------- transfers
+
+    def _take_transfers(self) -> list[EngineOutput]:
+        """Act on what the connector has received: requests of other engines, and ends of transfers."""
+        received = self.connector.take_output()
+        for request in received.requests:
+            with suppress(ValueError):  # the connector has told the other engine
+                self.add_request(request)
+        for request_id in received.aborts:
+            self.abort_request(request_id)
+        failed = update_from_transfers(self.scheduler, received)
+        for output in failed:
+            self._recorder.ended(output.request_id, "error")
+        return failed
+
+    _num_idle_steps = 0  # since the last step that computed something
+
+    # ---------------------------------------------------------------- what a server asks
+
+    def watch(self, sink: RecordSink) -> None:
+        """Pass a record of every further step to `sink`. The first record has a snapshot, and is passed at once if there is nothing
+        to compute. A sink that watches already gets a new snapshot. Without a sink or a trace, nothing is recorded."""
+        if isinstance(self._recorder, NoRecorder):
+            self._recorder = self._record_to(None)
+        self._recorder.watch(sink)
+        self._wind_up()
+
+    def unwatch(self, sink: RecordSink) -> None:
+        """Pass no more records to `sink`."""
+        if not self._recorder.unwatch(sink):
+            self._recorder = NoRecorder()
+            for step in self._in_flight:
+                step.record = None
+
+    def check_health(self) -> None:
+        """Check that every rank is alive.
+
+        Raises:
+            ExecutorError: a rank is not.
+        """
+        self.executor.check_health()
+
+    @property
+    def engines(self) -> list[EngineCore]:
+        """The engines that can be watched: this one. See `DataParallelCore.engines`."""
+        return [self]
+
+    @property
+    def sources(self) -> list[Any]:
+        """Sockets that become readable when `step` has something to take in."""
+        return [*self.connector.sources, *self.executor.sources]
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the next step can wait for a request, for `sources`, or until `idle_seconds` have passed: there is nothing to
+        compute, and at most transfers to wait for."""
+        if not self.has_work or self.config.kv_transfer is None:
+            return not self.has_work
+        waits = self._num_idle_steps > 0 and not self._in_flight and not self.executor.transfer_has_ended
+        return waits and not self.connector.has_news
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long an idle engine may sleep if nothing arrives; None: without limit."""
+        return PATIENT_SECONDS if self.has_work else self.connector.idle_seconds
+
 
 def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool = True) -> EngineCore:
     """The engine that the settings ask for; with `data_parallel_size`, several engines behind the same interface.
@@ -410,3 +395,14 @@ def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool
     if config.is_divided:
         return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(config, trace, blocking)
     return EngineCore(config, trace)
+
+
+@dataclass
+class StepInFlight:
+    """A step in flight: its plan, the function that waits for its result, its record if a sink watches, its start, and its wave."""
+
+    plan: SchedulerOutput
+    wait: Callable[[], ModelRunnerOutput]
+    record: StepRecord | None
+    start: float
+    wave: int

@@ -78,10 +78,8 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
         return environments
     count = torch.cuda.device_count()
     if count < size * ranks:
-        raise ValueError(
-            f"data_parallel_size {size} x {ranks} ranks of an engine need {size * ranks} GPUs, and this machine has "
-            f"{count}: use data_parallel_size {max(1, count // ranks)}, or device cpu"
-        )
+        mistake = f"data_parallel_size {size} x {ranks} ranks of an engine need {size * ranks} GPUs, and this machine"
+        raise ValueError(f"{mistake} has {count}: use data_parallel_size {max(1, count // ranks)}, or device cpu")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices = visible.split(",")
     for rank, environment in enumerate(environments):

@@ -21,13 +21,13 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.activity import LOOK_SECONDS
-from nanovllm.distributed.processes import end_processes
+from nanovllm.distributed.processes import end_processes, uninterrupted
 from nanovllm.engine.data_rank import DataRank, rank_environments
 from nanovllm.engine.process import Command, Report
-from nanovllm.executor.remote import START_SECONDS, WatchedProcesses, uninterrupted
+from nanovllm.executor.remote import START_SECONDS, WatchedProcesses
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import Router, Waves, load_score, rank_config
-from nanovllm.text.processor import EngineLimits
+from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.trace.trace import Trace
@@ -170,6 +170,14 @@ class DataParallelCore(WatchedProcesses):
             return [o for rank in self.ranks for report in rank.take_reports() for o in self._take(rank, report)]
 
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
+        """Take in an engine's report.
+
+        A refused request ends with an output with finish reason "error" and the reason as `error` (and a line in the log). Each output gets
+        the engine's number (`rank.rank`); if it has a finish reason, its request leaves `_rank_of`. In lock-step, a report with more ended
+        waves than `waves` knows is the first one of the end of a wave: end it, and start the next one if it is needed (`_start_wave`).
+
+        Returns: outputs, then errors; without those of requests that are not, or no longer, this engine's.
+        """
         refused = [EngineOutput(key, finish_reason="error", error=reason) for key, reason in report.refused.items()]
         for request_id, reason in report.refused.items():  # its id was in use, or its kv_transfer_params are invalid
             logger.error("%s has refused request %s: %s", rank.name, request_id, reason)

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.checks import check_keywords
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.core import create_core
 from nanovllm.executor.base import is_follower
-from nanovllm.text.processor import InputProcessor, OutputProcessor, Prompt
+from nanovllm.text.processor import InputProcessor, OutputProcessor
+from nanovllm.text.prompts import Message, Prompt, encode_chats, pair_prompts
 from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.trace.trace import Trace
-
-Message = dict[str, Any]
 
 
 class LLMEngine:
@@ -33,11 +32,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
         self.core = create_core(config, trace)
-        if config.tokenizer is None:
-            folder = resolve_model(config.model, config.revision)
-        else:  # in a repository of its own, where the model's revision means nothing
-            folder = resolve_model(config.tokenizer)
-        self.tokenizer = Tokenizer.from_pretrained(folder)
+        self.tokenizer = Tokenizer.of(config)
         self.input_processor = InputProcessor(self.tokenizer, self.core.limits, config.seed)
         self.output_processor = OutputProcessor(self.tokenizer)
 
@@ -93,11 +88,16 @@ class LLM:
         trace: True keeps a record of every step in `self.trace`; a path writes it to a file. With `data_parallel_size`,
             `self.trace` has the first engine's steps, and each engine writes its own file, see `trace_path`.
         **options: any field of `EngineConfig`.
+
+    Raises:
+        TypeError, ValueError: an unknown option, or one with a wrong value; the message names the fix.
     """
 
     def __init__(
         self, model: str = EngineConfig.model, trace: bool | str | os.PathLike[str] = False, **options: Any
     ) -> None:
+        in_params = {name: f"SamplingParams({name}=...)" for name in SamplingParams.__dataclass_fields__}
+        check_keywords("LLM", options, EngineConfig, in_params)
         config = EngineConfig(model=model, **options)
         if is_follower(config):
             load("nanovllm.executor.torchrun:follow_to_the_end", "torchrun")(config)
@@ -117,7 +117,7 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """What the checkpoint's generation_config.json recommends, or vLLM's defaults; see `EngineConfig.generation_config`."""
         return SamplingParams(**self.engine.core.limits.generation_defaults)
 
     def generate(
@@ -141,8 +141,9 @@ class LLM:
             ValueError: a bad prompt, or lists of different lengths. All requests of the call are ended.
         """
         request_ids: list[str] = []
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         try:
-            for prompt, params, level in self._pair(prompts, sampling_params, priority):
+            for prompt, params, level in pair_prompts(prompts, default, priority):
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 self.engine.add_request(request_id, prompt, params, level)
@@ -152,26 +153,6 @@ class LLM:
             for request_id in request_ids:
                 self.engine.abort_request(request_id)
             raise
-
-    def _pair(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None,
-    ) -> list[tuple[Prompt, SamplingParams, int]]:
-        single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        batch = cast(list[Prompt], [prompts] if single else list(prompts))
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(batch)
-        priorities = list(priority) if priority is not None else [0] * len(batch)
-        if not len(batch) == len(sampling_params) == len(priorities):
-            raise ValueError(
-                f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities: "
-                "give one for all or one per prompt"
-            )
-        return list(zip(batch, sampling_params, priorities, strict=True))
 
     def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
         gathered: dict[str, OutputCollector] = {request_id: OutputCollector() for request_id in request_ids}
@@ -203,20 +184,12 @@ class LLM:
             ValueError: see `generate` and `Tokenizer.apply_chat_template`.
             TypeError: a variable that is an argument here.
         """
-        several = not (messages and isinstance(messages[0], dict))
-        conversations = cast(list[list[Message]], messages if several else [messages])
-        tokenizer = self.engine.tokenizer
-        prompts = []
-        for conversation in conversations:
-            text = tokenizer.apply_chat_template(
-                list(conversation),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **(chat_template_kwargs or {}),
-            )
-            # The template writes the special tokens itself.
-            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        options["chat_template"] = chat_template
+        prompts = encode_chats(messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {}))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def reset_prefix_cache(self) -> None:

@@ -26,7 +26,7 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import EngineStats
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.distributed.activity import LOOK_SECONDS, at_rest, in_step
-from nanovllm.text.processor import EngineLimits
+from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
     from nanovllm.engine.core import EngineCore
@@ -141,6 +141,14 @@ class EngineLoop:
         return True
 
     def _obey(self, command: Command) -> bool:
+        """Carry out a command; returns False if its order is to stop ("shutdown").
+
+        First, the core gets all requests to add. `_report.num_taken` counts them; if the core refuses one with a ValueError,
+        `_report.refused` gets the reason, and the others are added all the same. Then it gets the aborts. The order comes last:
+        "reset_prefix_cache" is a method of the core, "start_wave" one of its `waves` (`start`); "watch" and "unwatch" are methods of
+        the engine in `core.engines` that the command names. They take the sink of that engine, always the same object: a
+        `functools.partial` of `_note` with the engine's number, which is kept in `_sinks`.
+        """
         for request in command.add:
             self._report.num_taken += 1
             try:

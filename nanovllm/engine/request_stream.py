@@ -24,10 +24,6 @@ class RequestRefusedError(ValueError):
     """The engine could not take a request that had passed the front end's checks."""
 
 
-class RequestFailedError(RuntimeError):
-    """One request has failed, and no other; the message says why."""
-
-
 @dataclass
 class RequestTimes:
     """The times of a request's events, in seconds of the monotonic clock.
@@ -85,6 +81,12 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        """Wait for news, and return all outputs that nobody has read yet, as one (`OutputCollector.result`); they are read now.
+
+        The stream has ended (`_ended`) with an output that is `finished`, after an error was raised, or when it was closed; then this raises
+        StopAsyncIteration, without waiting. An error (`fail`) is raised when all outputs before it have been read. `_news` is
+        set as long as there is something to return or to raise.
+        """
         if self._ended:
             raise StopAsyncIteration
         await self._news.wait()

@@ -1,1 +1,1 @@
-"""Carries a schedule to the ranks: in this process, in other processes, under torchrun or on Ray."""
+"""Carries a schedule to the ranks: in this process, in others, under torchrun or on Ray (lecture 20)."""

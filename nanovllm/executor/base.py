@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -108,31 +109,33 @@ def is_follower(config: EngineConfig) -> bool:
 
 
 def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig:
-    """The checkpoint's configuration, together with what the engine's settings say about its experts.
+    """The checkpoint's configuration, together with what the engine's settings say about sampling defaults and experts. Does not
+    import torch, so that a setting that does not fit the model shows at once.
 
     Raises:
-        ValueError: the model is not supported, or the settings are about experts that it does not have.
+        ValueError: the model is not supported, or the settings do not fit it.
     """
     model_config = ModelConfig.from_pretrained(folder)
+    config.check_limits(model_config.max_position_embeddings, config.num_kv_blocks)
+    if config.generation_config == "vllm":
+        model_config.generation_defaults = {}
     if model_config.moe is not None:
-        return replace(model_config, moe=model_config.moe.with_settings(config))
-    if config.enable_eplb:
+        model_config = replace(model_config, moe=model_config.moe.with_settings(config))
+    elif config.enable_eplb:
         raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; leave it out")
+    check_tensor_parallel(model_config, config.tensor_parallel_size)
+    check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     return model_config
 
 
 def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Check, before anything loads, that the model can be divided as the settings say, and that there are enough processes and
-    devices.
+    """Check, before anything loads, that the experts can be divided as the settings say, and that there are enough processes
+    and devices.
 
     Raises:
         ValueError: the message names what would fit.
     """
-    from nanovllm.distributed.pipeline_parallel import check_pipeline_parallel
-
     tensor, pipeline, data = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-    check_tensor_parallel(model_config, tensor)
-    check_pipeline_parallel(model_config.num_layers, pipeline)
     if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
         placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
         placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
@@ -140,14 +143,12 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
     asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
     if backend == "external_launcher":
         if data > 1:
-            raise ValueError(
-                "data_parallel_size above 1 does not work under torchrun: start the engine without torchrun"
-            )
+            mistake = "data_parallel_size above 1 does not work under torchrun"
+            raise ValueError(f"{mistake}: start the engine without torchrun")
         processes = int(os.environ.get("WORLD_SIZE", here))
         if processes != here:
-            raise ValueError(
-                f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes: start {here}, or change the sizes"
-            )
+            mistake = f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes"
+            raise ValueError(f"{mistake}: start {here}, or change the sizes")
         here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
         return
@@ -155,10 +156,8 @@ def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
 
     devices = torch.cuda.device_count()
     if torch.cuda.is_available() and here > devices:
-        raise ValueError(
-            f"{asked}, {here} of them here, and this machine has {devices} GPUs: lower the sizes, or use several machines "
-            "or device cpu"
-        )
+        mistake = f"{asked}, {here} of them here, and this machine has {devices} GPUs"
+        raise ValueError(f"{mistake}: lower the sizes, or use several machines or device cpu")
 
 
 def create_executor(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> Executor:

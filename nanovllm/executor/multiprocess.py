@@ -1,4 +1,7 @@
-"""An executor whose ranks are processes of this machine."""
+"""An executor whose ranks are processes of this machine.
+
+Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
 
 from __future__ import annotations
 

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from nanovllm.executor.base import ExecutorError
-from nanovllm.executor.remote import Reception, RemoteExecutor, RemoteRank, connect, use_network_of
+from nanovllm.executor.reception import Reception, connect, use_network_of
+from nanovllm.executor.remote import RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
 
 try:
     import ray
 except ImportError as error:
-    raise ValueError(
-        "distributed_executor_backend 'ray' needs Ray, which is not installed: pip install 'nanovllm[ray]'"
-    ) from error
+    mistake = "distributed_executor_backend 'ray' needs Ray, which is not installed"
+    raise ValueError(f"{mistake}: pip install 'nanovllm[ray]'") from error
 from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -123,17 +123,13 @@ def find_room(num_ranks: int, with_gpu: bool) -> Any:
     there = ray.cluster_resources()
     for kind in bundle:
         if there.get(kind, 0) < num_ranks:
-            raise ValueError(
-                f"{num_ranks} ranks need {num_ranks} {kind}s, and Ray's cluster has {there.get(kind, 0):g}: "
-                "lower tensor_parallel_size x pipeline_parallel_size, or add machines"
-            )
+            mistake = f"{num_ranks} ranks need {num_ranks} {kind}s, and Ray's cluster has {there.get(kind, 0):g}"
+            raise ValueError(f"{mistake}: lower tensor_parallel_size x pipeline_parallel_size, or add machines")
     group = placement_group([bundle] * num_ranks, strategy="PACK")
     if not group.wait(PLACEMENT_SECONDS):
         remove_placement_group(group)
-        raise ValueError(
-            f"Ray's cluster had no room for {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds; "
-            f"free are {ray.available_resources()}"
-        )
+        mistake = f"Ray's cluster had no room for {num_ranks} ranks within {PLACEMENT_SECONDS:g} seconds"
+        raise ValueError(f"{mistake}; free are {ray.available_resources()}")
     return group
 
 
@@ -142,10 +138,8 @@ class RayExecutor(RemoteExecutor):
     cluster."""
 
     ranks: list[RayRank]
-    folder, threads = (
-        "",
-        0,
-    )  # of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are
+    # Of a Ray that this program has started, and of torch on each rank; 0 leaves them as they are.
+    folder, threads = "", 0
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         size = self.grid.world_size

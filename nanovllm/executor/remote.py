@@ -1,30 +1,26 @@
 """What executors of ranks in other processes have in common: orders go out and answers come back over one connection per rank,
-and when something fails, the executor finds out which rank is to blame."""
+and when something fails, the executor finds out which rank is to blame.
+
+Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import pathlib
 import pickle
-import secrets
-import signal
-import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import wait
 from typing import Any, NoReturn
-
-import psutil
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
-from nanovllm.distributed.processes import start_process
+from nanovllm.distributed.processes import start_process, uninterrupted
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.kv.connector import OutputAggregator
@@ -37,101 +33,33 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 600.0
 # The longest time for a live rank to carry out an order.
 ORDER_SECONDS = 300.0
-# The longest time for what connects to say what it is.
-GREETING_SECONDS = 5.0
-# A connection whose other end acknowledges or takes nothing for this long is closed.
-LOST_SECONDS = 60.0
-# What ranks get to end by themselves.
+# How long ranks may take to end by themselves.
 CLOSE_SECONDS = 1.0
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: after half a message, a connection could not be used any more."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *arguments: caught.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if caught:
-            handler(*caught[0])
-
-
-# ---------------------------------------------------------------- connections between machines
-
-
-def use_network_of(address: str) -> None:
-    """Have gloo use this machine's network interface that has the address, unless the user names another."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if address in (each.address for each in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-class Reception:
-    """Where ranks that the executor has not started connect to it. Only ranks that know the key are let in.
+class RemoteRank(Peer):
+    """A rank as its executor knows it. Its name tells its place in the grid if there are several stages.
 
     Args:
-        host: the address of this machine at which the ranks can reach it.
+        peer: see `Peer`.
+
+    Attributes:
+        local_rank: its number on its machine.
+        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no step has taken in yet.
     """
 
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family)
-        self._key = secrets.token_hex(32)
-        self.invitation = (host, self._listener.getsockname()[1], self._key)
+    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any) -> None:
+        stage, tensor = divmod(rank, grid.tensor)
+        place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
+        super().__init__(f"rank {rank}{place}", **peer)
+        self.local_rank, self.pid = local_rank, self.pid or pid
+        self.answers: dict[int, Any] = {}
 
-    def wait_for(self, ranks: Collection[int], seconds: float = START_SECONDS) -> list[dict[str, Any]]:
-        """Wait until these ranks have connected; nothing listens any more after that. Returns the arguments of each `RemoteRank`.
-
-        Raises:
-            ExecutorError: a rank has not connected in time.
-        """
-        found: dict[int, dict[str, Any]] = {}
-        deadline = time.monotonic() + seconds
-        with self._listener:
-            self._listener.settimeout(LOOK_SECONDS)
-            while missing := [rank for rank in ranks if rank not in found]:
-                if time.monotonic() > deadline:
-                    raise ExecutorError(f"ranks {missing} have not connected within {seconds:g} seconds")
-                with contextlib.suppress(OSError, EOFError):  # it may be a stranger
-                    connection = _connection(self._listener.accept()[0])
-                    key = connection.recv_bytes(256) if connection.poll(GREETING_SECONDS) else b""
-                    if secrets.compare_digest(key, self._key.encode()):
-                        card = {"connection": connection} | connection.recv()
-                        found[card["rank"]] = card
-        return [found[rank] for rank in ranks]
-
-
-def connect(invitation: Sequence[Any], here: str, **card: Any) -> Connection:
-    """A rank's connection to its executor.
-
-    Args:
-        invitation: see `Reception`.
-        here: the name of this machine.
-        card: arguments of `RemoteRank`.
-    """
-    host, port, key = invitation
-    connection = _connection(socket.create_connection((host, port), START_SECONDS))
-    connection.send_bytes(key.encode())
-    connection.send(card | {"where": f"process {os.getpid()} on {here}"})
-    return connection
-
-
-def _connection(line: socket.socket) -> Connection:
-    """A connection over TCP: messages leave at once, and sending fails when the other end is gone or stopped."""
-    line.settimeout(None)
-    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * LOST_SECONDS))
-    return Connection(line.detach())
-
-
-# ---------------------------------------------------------------- ranks
+    def take(self, message: Any) -> None:
+        """Take in a message, which may be an answer."""
+        super().take(message)
+        if isinstance(message, tuple):  # the number of an order, and the answer
+            self.answers.update([message])
 
 
 class WatchedProcesses:
@@ -178,45 +106,20 @@ class WatchedProcesses:
         raise kind(reason)
 
 
-class RemoteRank(Peer):
-    """A rank as its executor knows it. Its name tells its place in the grid if there are several stages.
-
-    Args:
-        peer: see `Peer`.
-
-    Attributes:
-        local_rank: its number on its machine.
-        answers: by the number of the order; TRANSFER_ENDED while a KV transfer has ended that no step has taken in yet.
-    """
-
-    def __init__(self, rank: int, grid: Grid, local_rank: int = 0, pid: int | None = None, **peer: Any) -> None:
-        stage, tensor = divmod(rank, grid.tensor)
-        place = f" (stage {stage}, tensor rank {tensor})" if grid.pipeline > 1 else ""
-        super().__init__(f"rank {rank}{place}", **peer)
-        self.local_rank, self.pid = local_rank, self.pid or pid
-        self.answers: dict[int, Any] = {}
-
-    def take(self, message: Any) -> None:
-        """Take in a message, which may be an answer."""
-        super().take(message)
-        if isinstance(message, tuple):  # the number of an order, and the answer
-            self.answers.update([message])
-
-
 class RemoteExecutor(WatchedProcesses, Executor):
     """Sends every order to all ranks, in the same sequence; the first rank of the last stage answers with a step's result.
 
     A subclass says how to start the ranks and how to kill them.
 
     Attributes:
-        program: the module that runs as a rank on this machine.
+        program: what runs as a rank on this machine.
 
     Raises:
         ValueError: there is no room for the ranks, or one refuses a checkpoint, a device or a size; in its words.
         ExecutorError: a rank could not start.
     """
 
-    program = "nanovllm.executor.worker"
+    program = "from nanovllm.executor.worker import main; main()"
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         super().__init__()
@@ -247,12 +150,21 @@ class RemoteExecutor(WatchedProcesses, Executor):
 
     def _start_rank(self, rank: int, environment: Mapping[str, str], local_rank: int) -> None:
         """Start a rank on this machine."""
-        process, connection = start_process(["-m", self.program], environment)
+        process, connection = start_process(["-c", self.program], environment)
         self.ranks.append(RemoteRank(rank, self.grid, local_rank, connection=connection, process=process))
 
     def _kill(self) -> None:
         """End all ranks, whatever they do. Their connections are closed."""
         raise NotImplementedError
+
+    def _order(self, name: str, *arguments: Any) -> int:
+        """Send all ranks an order; returns its number."""
+        self._check()
+        order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
+        with uninterrupted(), waiting_for_others():  # a full queue is for the ranks to empty
+            self._num_orders += 1
+            self._send(order)
+        return self._num_orders
 
     def _send(self, order: bytes) -> None:
         """Send an order to all ranks. `_listen` finds out if a rank is gone."""
@@ -266,24 +178,31 @@ class RemoteExecutor(WatchedProcesses, Executor):
             for rank in ready:
                 rank.drain()  # type: ignore[union-attr]
 
-    def _end(self, reason: str) -> None:
-        self._reason = reason
-        for rank in self.ranks:
-            rank.connection.close()
-        self._kill()
+    def _answer(self, rank: RemoteRank, order: int) -> Any:
+        """Wait for a rank's answer to an order.
 
-    def close(self) -> None:
-        """End all ranks; those that have not ended after CLOSE_SECONDS are killed."""
-        if self._reason:
-            return
-        with contextlib.suppress(ExecutorError, OSError):
-            self._order("shutdown")
-            deadline = time.monotonic() + CLOSE_SECONDS
-            while not all(rank.is_gone for rank in self.ranks) and time.monotonic() < deadline:
-                self._listen(0.01)
-        self._end("the ranks have been shut down")
+        It listens to all ranks meanwhile (`_hear`, for LOOK_SECONDS at most), so that it notices one that fails. This waiting is
+        marked as `waiting_for_others()`. The rank's answers to this order and to earlier ones are dropped, later ones are kept.
 
-    # ---------------------------------------------------------------- what the engine calls
+        Args:
+            order: its number, under which the answer comes into `rank.answers`.
+
+        Raises:
+            ExecutorError: the ranks have been ended (`_check`), one has failed (`_hear` raises it), or this one has not answered
+                after ORDER_SECONDS. A rank that is not ready yet has START_SECONDS. Then `_fail` ends all ranks, and the message
+                says: the rank, "has not answered" or "has not started", "after 300 seconds".
+        """
+        self._check()
+        what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
+        deadline = time.monotonic() + seconds
+        while order not in rank.answers:
+            with waiting_for_others():
+                self._hear(LOOK_SECONDS)
+            if time.monotonic() > deadline:
+                self._fail(f"{rank}, has not {what} after {seconds:g} seconds")
+        answer = rank.answers[order]
+        rank.answers = {number: other for number, other in rank.answers.items() if number > order}
+        return answer
 
     def collective_rpc(self, method: str, *arguments: Any) -> list[Any]:
         """See `Executor`."""
@@ -291,7 +210,14 @@ class RemoteExecutor(WatchedProcesses, Executor):
         return [self._answer(rank, number) for rank in self.ranks]
 
     def launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Tell every rank; the result comes from the first rank of the last stage."""
+        """Order a step from every rank, without waiting for it: the order is called "launch".
+
+        Returns:
+            A function that waits for the result (`_answer`), which comes from the first tensor rank of the last stage; the ranks are in
+            order, stage by stage. If the step has `connector_metadata`, every rank answers, with a `connector_output`:
+            `_transfers.add` combines them into that of the result. Such a step also drops the notifications about transfers
+            that have ended (`forget_ends`) before the order, since each rank will report.
+        """
         output_rank, has_transfers = -self.grid.tensor, schedule.connector_metadata is not None
         if has_transfers:
             self.forget_ends()
@@ -320,30 +246,22 @@ class RemoteExecutor(WatchedProcesses, Executor):
     def forget_requests(self) -> None:
         """Drop the state of all requests on every rank; see `Executor`."""
         if not self._reason:
-            super().forget_requests()
+            Executor.forget_requests(self)
             self._transfers = OutputAggregator(self.grid.world_size)
 
-    # ---------------------------------------------------------------- orders and answers
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+        for rank in self.ranks:
+            rank.connection.close()
+        self._kill()
 
-    def _order(self, name: str, *arguments: Any) -> int:
-        """Send all ranks an order; returns its number."""
-        self._check()
-        order = pickle.dumps((name, arguments), pickle.HIGHEST_PROTOCOL)
-        with uninterrupted(), waiting_for_others():  # a full queue is for the ranks to empty
-            self._num_orders += 1
-            self._send(order)
-        return self._num_orders
-
-    def _answer(self, rank: RemoteRank, order: int) -> Any:
-        """Wait for a rank's answer to an order, and drop its answers to earlier ones. Watches all ranks meanwhile."""
-        self._check()
-        what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
-        deadline = time.monotonic() + seconds
-        while order not in rank.answers:
-            with waiting_for_others():
-                self._hear(LOOK_SECONDS)
-            if time.monotonic() > deadline:
-                self._fail(f"{rank}, has not {what} after {seconds:g} seconds")
-        answer = rank.answers[order]
-        rank.answers = {number: other for number, other in rank.answers.items() if number > order}
-        return answer
+    def close(self) -> None:
+        """End all ranks; those that have not ended after CLOSE_SECONDS are killed."""
+        if self._reason:
+            return
+        with contextlib.suppress(ExecutorError, OSError):
+            self._order("shutdown")
+            deadline = time.monotonic() + CLOSE_SECONDS
+            while not all(rank.is_gone for rank in self.ranks) and time.monotonic() < deadline:
+                self._listen(0.01)
+        self._end("the ranks have been shut down")

@@ -25,9 +25,9 @@ import torch.distributed as dist
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.executor import remote
 from nanovllm.executor.base import check_grid, read_model_config
-from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from nanovllm.executor.reception import Reception, connect, use_network_of
+from nanovllm.executor.remote import CLOSE_SECONDS, RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup
 from nanovllm.executor.worker import run_worker
 
@@ -55,10 +55,8 @@ class Launch(NamedTuple):
             rank, local_rank, local_world_size, world_size = (int(os.environ[name]) for name in names)
             return cls(rank, local_rank, local_world_size, world_size, os.environ["MASTER_ADDR"])
         except KeyError as error:
-            raise ValueError(
-                f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is not in the environment: "
-                "start with torchrun --nproc-per-node N, or use 'mp'"
-            ) from None
+            mistake = f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is not in the"
+            raise ValueError(f"{mistake} environment: start with torchrun --nproc-per-node N, or use 'mp'") from None
 
     def join_network(self) -> str:
         """Have gloo use the network that leads to rank 0, unless the user names another; returns the address of this process in
@@ -74,7 +72,7 @@ class Launch(NamedTuple):
                 "address that they can, as --master-addr or, with --rdzv-endpoint, as --local-addr", self.address, ours,
             )  # fmt: skip
         else:
-            remote.use_network_of(ours)
+            use_network_of(ours)
         return ours
 
 
@@ -92,7 +90,7 @@ class TorchrunExecutor(RemoteExecutor):
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
         launch = Launch.from_environment()
-        reception, store = remote.Reception(launch.join_network()), open_store()
+        reception, store = Reception(launch.join_network()), open_store()
         if store.add("engines", 1) > 1:
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
         store.set("executor", json.dumps(reception.invitation))
@@ -105,7 +103,7 @@ class TorchrunExecutor(RemoteExecutor):
     def _kill(self) -> None:
         """Wait for the ranks of this machine: they end when their connections are closed, unless they hang. (torchrun would wait
         for those.)"""
-        for process in psutil.wait_procs(self._neighbours, remote.CLOSE_SECONDS)[1]:
+        for process in psutil.wait_procs(self._neighbours, CLOSE_SECONDS)[1]:
             process.kill()
 
 
@@ -133,7 +131,7 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     pid = os.getpid() if os.environ.get("GROUP_RANK") == "0" else None  # this is rank 0's machine
     card = {"rank": launch.rank, "local_rank": launch.local_rank, "pid": pid}
-    connection = remote.connect(invitation, socket.gethostname(), **card)
+    connection = connect(invitation, socket.gethostname(), **card)
     was_shut_down = False
     with contextlib.suppress(EOFError, OSError):  # rank 0 tells the user why; torchrun ends it once this process ends
         setup = dataclasses.replace(connection.recv(), folder=folder)  # where this machine has the checkpoint

@@ -52,11 +52,9 @@ class Worker:
         config = setup.config
         if setup.init_method:
             grid, _ = load("nanovllm.scheduler.data_parallel:engine_grid", "an engine of several processes")(config)
-            device = "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
+            where = "cpu" if choose_device(config.device).type == "cpu" else f"cuda:{setup.local_rank}"
             join = load("nanovllm.distributed.process_groups:initialize_groups", "an engine of several processes")
-            join(
-                grid, setup.rank, setup.init_method, device, disable_custom_all_reduce=config.disable_custom_all_reduce
-            )
+            join(grid, setup.rank, setup.init_method, where, disable_custom_all_reduce=config.disable_custom_all_reduce)
         self.runner = ModelRunner(config, setup.model_config, setup.folder)
 
     def memory(self) -> tuple[int, int, bool]:
@@ -82,7 +80,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the other ranks, and the engines with which this one shares KV."""
-        self.runner.close()
+        self.runner.connector.close()
         if get_world_group().world_size > 1:
             load("nanovllm.distributed.process_groups:destroy_groups", "an engine of several processes")()
 

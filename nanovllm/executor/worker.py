@@ -1,7 +1,9 @@
 """The loop in which a rank in another process carries out the executor's orders.
 
-`MultiprocessExecutor` starts `python -m nanovllm.executor.worker FD`. FD is a socket to the executor: the first message on it is a
+The executor starts a Python that calls `main`, with the number of a socket as its argument. The first message on the socket is a
 `WorkerSetup`; answers and heartbeats go back.
+
+Built by notebooks/20_executor.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -91,17 +93,10 @@ def _launch(worker: Worker, schedule: SchedulerOutput, number: int, mouth: Mouth
 
 
 def main() -> None:
-    """Run the process from beginning to end."""
+    """Run the process from beginning to end. Its argument is the number of the socket to the executor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the executor decides when a rank ends
     connection = Connection(int(sys.argv[1]))
     setup: WorkerSetup = connection.recv()
     logging.basicConfig(level=setup.log_level, format=f"%(levelname)s rank {setup.rank} %(name)s: %(message)s")
-    was_shut_down = run_worker(setup, connection)
-    os._exit(0 if was_shut_down else 1)  # at once: groups that other ranks have left would wait for them
-
-
-if __name__ == "__main__":
-    # Pickles must name the classes of the module that the executor imports, not of one called __main__.
-    from nanovllm.executor import worker
-
-    worker.main()
+    # At once: groups that other ranks have left would wait for them.
+    os._exit(0 if run_worker(setup, connection) else 1)

@@ -33,7 +33,7 @@ class KVCacheManager:
 
     Args:
         num_blocks: blocks in the device pool.
-        block_size: tokens a block.
+        block_size: tokens per block.
         enable_prefix_caching: let requests share full blocks with equal content.
         num_host_blocks: blocks in host memory for swapped requests; 0 switches swapping off.
 
@@ -68,7 +68,8 @@ class KVCacheManager:
         return hashes
 
     def get_computed_blocks(self, request: Request) -> list[int]:
-        """Blocks, held or free, that already contain the beginning of the request's tokens.
+        """Blocks, held or free, that already contain the beginning of the request's tokens, without a gap. Nothing is
+        found if the prefix cache is switched off.
 
         The last token is never taken from the cache: its logits are needed, so it has to be computed. A request
         that wants log-probabilities of its prompt needs the logits of all of it, and takes nothing.
@@ -186,9 +187,8 @@ class KVCacheManager:
             hashes = self.block_hashes(live[request_id])[: computed // self.block_size]
             for i, block_id in enumerate(table):
                 if self.pool.block_hashes[block_id] not in (None, *hashes[i : i + 1]):
-                    raise InvariantError(
-                        f"block {block_id} is found under a name that does not fit the tokens of {request_id}"
-                    )
+                    mistake = f"block {block_id} is found under a name that does not fit the tokens of"
+                    raise InvariantError(f"{mistake} {request_id}")
             # From the first block that is not full on, a request writes; full blocks are read only.
             for block_id in table[computed // self.block_size :]:
                 if self.pool.ref_counts[block_id] != 1:

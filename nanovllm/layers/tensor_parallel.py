@@ -25,7 +25,8 @@ class Shard:
 
     @classmethod
     def of(cls, total: int, group: GroupCoordinator) -> Shard:
-        """This rank's share. If the rows cannot be divided evenly, the last ranks have fewer than the others, or none."""
+        """This rank's share. Every rank has ⌈total / world_size⌉ rows, in the order of the ranks, until no rows are left: the last ranks
+        may have fewer, or none (then `start` is `total`)."""
         most = -(-total // group.world_size)
         start = min(group.rank_in_group * most, total)
         return cls(start, min(most, total - start), total)
@@ -87,6 +88,10 @@ class RowParallelLinear(Linear):
         self.group, self.shard, self.reduce = group, shard, reduce
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply this rank's columns of the whole input by its columns of the weight (`ops.linear`). The first rank alone adds the bias.
+
+        Returns: with `reduce`, the sum over the ranks; without, this rank's addend.
+        """
         # Only one rank adds the bias, so that the sum contains it once.
         addend = ops.linear(x, self.weight, self.bias if self.group.is_first else None)
         return self.group.all_reduce(addend) if self.reduce else addend
@@ -127,6 +132,12 @@ class QKVParallelLinear(ColumnParallelLinear):
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False,
         group: GroupCoordinator | None = None,
     ) -> None:  # fmt: skip
+        """Create this rank's rows, see `ColumnParallelLinear`: an equal share of the query heads, and a `Shard` of the keys and one of the
+        values (the same rows).
+
+        Query head h uses KV head `h * num_kv_heads // num_heads`. A rank has `num_kv_heads_of_rank` KV heads, from the one that its first query
+        head uses. A head is `head_dim` rows. Sets `num_heads` and `num_kv_heads`.
+        """
         group = group or get_tp_group()
         tp = group.world_size
         kept = num_kv_heads_of_rank(num_kv_heads, tp)
@@ -149,6 +160,12 @@ class VocabParallelEmbedding(Embedding):
         self.group, self.shard = group, Shard.of(vocab_size, group)
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """Look up this rank's tokens, use zeros for the others, and sum over the ranks (`group.all_reduce`).
+
+        Row i of this rank's weight is token `shard.start + i`, and only the first `shard.size` rows are tokens. `Embedding.forward` looks up
+        rows, of which every number must exist, so a token of another rank needs a row of this rank first, and zeros afterwards. A group of
+        one looks up all tokens and calls no collective.
+        """
         if self.group.world_size == 1:  # this rank has all tokens: nothing to mask
             return super().forward(token_ids)
         local = token_ids - self.shard.start

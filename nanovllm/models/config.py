@@ -32,6 +32,7 @@ _MIXTRAL: dict[str, Any] = {
     "class": "nanovllm.models.moe:MoEForCausalLM",
     "sliding_window": True,
 }
+_GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True)
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"sliding_window": True},
@@ -44,14 +45,7 @@ SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
         "sliding_window": True,
         "alternating": True,
         "activation": ("hidden_activation", "gelu_pytorch_tanh"),
-        "defaults": {
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window": 4096,
-            "tie_word_embeddings": True,
-        },
+        "defaults": _GEMMA2 | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     },
     "DeepseekV2ForCausalLM": _DEEPSEEK,
     "DeepseekV3ForCausalLM": _DEEPSEEK | {"routing": _V3_ROUTING},

@@ -1,4 +1,4 @@
-"""The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device (lectures 10, 15, 17).
+"""The operators of a decoder-only transformer in torch, C++ and Triton, and the choice of a device (lectures 10, 15).
 
 `reference` holds every operator in plain torch, for any device and dtype. `native` holds the same operators as C++
 loops for the CPU, compiled on first use. `triton` has those that a GPU gains from. Both hand to `reference` whatever

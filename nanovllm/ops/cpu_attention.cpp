@@ -40,7 +40,8 @@ struct Tile {
 // the row's running maximum, and brings maximum and sum up to date.
 template <class Probability>
 INLINE void softmax_step(const Problem& problem, int row, int first, int last, const Scratch& scratch) {
-  const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  Ints lanes;
+  for (int i = 0; i < LANES; ++i) lanes[i] = i;
   const bool whole = first <= 0 && last >= KEYS;
   Floats scores[VECTORS], highest = splat(-FLT_MAX);
   for (int v = 0; v < VECTORS; ++v) {

@@ -24,7 +24,7 @@ struct Scratch {
   int words, columns;
   std::vector<uint32_t> memory;
   uint32_t *queries, *keys, *values, *probabilities;
-  float *scores, *out, *totals, *maxima, *sums, *rescale;  // a total is a vector of 16 sums
+  float *scores, *out, *totals, *maxima, *sums, *rescale;  // a total is a vector of sums
 
   Scratch(int rows, int head_dim, int values_per_word) {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
@@ -258,7 +258,8 @@ INLINE void add_values(int first, int rows, const Rows<T>& now, const Rows<T>& n
         const T* source = now.row[key] + value_offset + column;
         for (int v = 0; v < VECTORS && column + v * LANES < head_dim; ++v) {
           const Floats value = load(source + v * LANES, head_dim - column - v * LANES);
-          for (int row = 0; row < ROWS; ++row) totals[row][v] += probabilities[row * KEYS + key] * value;
+          for (int row = 0; row < ROWS; ++row)
+            totals[row][v] = multiply_add(totals[row][v], splat(probabilities[row * KEYS + key]), value);
         }
         for (int i = 0; i < KEYS; i += 64 / sizeof(T)) __builtin_prefetch(next.row[key] + column + i, 0, 2);
       }

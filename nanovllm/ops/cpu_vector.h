@@ -1,7 +1,8 @@
-// Vectors of 16 floats, bfloat16, and parallel loops: what the CPU kernels are written in.
+// Vectors of floats, bfloat16, and parallel loops: what the CPU kernels are written in.
 //
-// The vector types are those of GCC and Clang, which lower them to whatever the machine has (AVX-512, AVX2, NEON);
-// intrinsics stand only where an instruction has no portable spelling, each with a plain loop beside it.
+// The vector types are those of GCC and Clang, as wide as the machine's registers (AVX-512, AVX2, NEON or SSE): a wider
+// one GCC keeps in memory, which makes a product ten times slower. Intrinsics stand only where an instruction has no
+// portable spelling, each with a plain loop beside it.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +12,19 @@
 #include <cstring>
 #include <type_traits>
 
-#ifdef __AVX512F__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, HALVINGS = 4;  // 2^HALVINGS lanes
+#elif defined(__AVX2__)
+constexpr int LANES = 8, HALVINGS = 3;
+#else
+constexpr int LANES = 4, HALVINGS = 2;
+#endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -39,6 +46,18 @@ INLINE Floats splat(float value) { return Floats{} + value; }
 INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 
+// total + a * b, rounded once where the machine can. Left to itself GCC decides that for every loop (on AMD's CPUs it
+// takes two instructions where a loop has one sum), so that a sum would depend on the tile it is computed in.
+INLINE Floats multiply_add(Floats total, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#else
+  return total + a * b;
+#endif
+}
+
 INLINE Floats load(const float* source) {
   Floats result;
   std::memcpy(&result, source, sizeof result);
@@ -49,7 +68,7 @@ INLINE Words load_words(const uint32_t* source) {
   std::memcpy(&result, source, sizeof result);
   return result;
 }
-// 16 unsigned 16-bit values, each widened to 32 bits.
+// Unsigned 16-bit values, each widened to 32 bits.
 INLINE Words load_halves(const uint16_t* source) {
   Halves result;
   std::memcpy(&result, source, sizeof result);
@@ -107,6 +126,9 @@ INLINE Floats add_neighbours(Floats a, Floats b) {
   const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
   return (Floats)_mm512_permutex2var_ps((__m512)a, even, (__m512)b) +
          (Floats)_mm512_permutex2var_ps((__m512)a, odd, (__m512)b);
+#elif defined(__AVX2__)
+  const __m256d pairs = _mm256_castps_pd(_mm256_hadd_ps((__m256)a, (__m256)b));  // two of a, two of b, twice
+  return (Floats)_mm256_permute4x64_pd(pairs, 0xd8);
 #else
   Floats result;
   for (int lane = 0; lane < LANES / 2; ++lane) {
@@ -125,10 +147,11 @@ INLINE float largest(Floats value) {
   return *std::max_element(lanes, lanes + LANES);
 }
 
-// Sums COUNT <= 16 vectors, each into the lane of its own index: neighbouring lanes are added in four rounds, which
-// halve the vectors while there are several.
-template <int COUNT, int ROUNDS = 4>
+// Sums COUNT <= LANES vectors, each into the lane of its own index: neighbouring lanes are added in rounds, which halve
+// the vectors while there are several.
+template <int COUNT, int ROUNDS = HALVINGS>
 INLINE Floats sum_each(const Floats* vectors) {
+  static_assert(COUNT <= 1 << ROUNDS, "a lane for each sum");
   if constexpr (ROUNDS == 0) {
     return vectors[0];
   } else {
@@ -141,7 +164,7 @@ INLINE Floats sum_each(const Floats* vectors) {
 
 INLINE float sum(Floats value) { return sum_each<1>(&value)[0]; }
 
-// Turns 16 x 16 words over: target[column * stride + row] = rows[row][column].
+// Turns LANES x LANES words over: target[column * stride + row] = rows[row][column].
 INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
 #ifdef __AVX512F__
   // Pairs of rows, pairs of pairs, then 128-bit lanes: after each round a vector holds more of fewer columns.
@@ -172,7 +195,7 @@ INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
 #endif
 }
 
-// One step of a dot product, in float32: STEP values of two rows, as 16 "words". A word is a float or, where the
+// One step of a dot product, in float32: STEP values of two rows, as LANES "words". A word is a float or, where the
 // machine multiplies bfloat16, two neighbouring bfloat16. `read` yields zeros from `rest` values on; `repeat` fills a
 // vector with one word.
 template <class T>
@@ -181,7 +204,7 @@ struct Dot {
   using Vector = Floats;
   INLINE Vector read(const T* source, int64_t rest = STEP) { return load(source, rest); }
   INLINE Vector repeat(uint32_t word) { return (Vector)(Words{} + word); }
-  INLINE Floats add(Floats total, Vector a, Vector b) { return total + a * b; }
+  INLINE Floats add(Floats total, Vector a, Vector b) { return multiply_add(total, a, b); }
 };
 #ifdef __AVX512BF16__
 template <>

@@ -1,7 +1,4 @@
-"""Chooses the runner's device and dtype, and allocates its memory.
-
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
-"""
+"""Chooses the runner's device and dtype, and allocates its memory."""
 
 from __future__ import annotations
 

@@ -34,25 +34,23 @@ SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp")
 HEADERS = ("cpu_vector.h", "cpu_tiles.h", "cpu_products.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
 
-# With more tokens than this, torch's library is faster: rearranging its operands then pays off.
-# Measured with AVX512_BF16 on matrices of 576 x 576 to 4096 x 4096, where the two meet between 48 and 96.
-MAX_LINEAR_TOKENS = 48
 LINEAR_ALIGNMENT = 32
 # Rows and columns of a packed weight's groups: the sizes of a tile in cpu_tiles.h.
 PACKED_OUTPUTS, PACKED_INPUTS = 16, 32
 HEAD_ALIGNMENT = 8
 
 _POINTER, _SIZE, _FLOAT, _INT, _BOOL = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool)
-# Return type and arguments of each kernel. Those that return a flag refuse indices that point outside their tensors.
+# Return type and arguments of each kernel. Those that return a flag refuse indices that point
+# outside their tensors, or a product at which torch's library is faster.
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [None, *[_POINTER] * 3, *[_SIZE] * 4, _FLOAT, _INT],
     "add_rms_norm": [None, *[_POINTER] * 4, *[_SIZE] * 2, _FLOAT, _INT],
     "apply_rope": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 7, _INT],
     "write_kv_cache": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 8, _INT],
     "silu_and_mul": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "linear": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "linear": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "pack_weight": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "linear_packed": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "linear_packed": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -217,22 +215,22 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `nanovllm.ops.linear`. With a packed weight, or up to MAX_LINEAR_TOKENS, a token's result does not depend on the
-    others in the batch. Otherwise torch's library chooses the order of the sums for the whole matrix."""
+    """As `nanovllm.ops.linear`. Where a kernel multiplies, a token's result does not depend on the others in the batch.
+    For more tokens than its limit torch's library is faster, which chooses the order of the sums for the whole matrix."""
     tokens, inner = x.shape
     if packed := weight.ndim == 4:
         outputs, weight_inner = weight.shape[0] * PACKED_OUTPUTS, weight.shape[1] * PACKED_INPUTS
     else:
         outputs, weight_inner = weight.shape
     fits = inner == weight_inner and x.is_contiguous() and weight.is_contiguous()
-    fits = fits and (packed or (tokens <= MAX_LINEAR_TOKENS and inner % LINEAR_ALIGNMENT == 0))
+    fits = fits and (packed or inner % LINEAR_ALIGNMENT == 0)
     if bias is not None:
         fits = fits and bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs
     if (kernel := _kernel_for("linear_packed" if packed else "linear", fits, x, weight)) is None:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
-    _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
-    return out
+    done = _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
+    return out if done else reference.linear(x, weight, bias)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+
+from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +67,23 @@ def load_library(
     try:
         if not target.exists():
             logger.info("compiling %s, once, into %s", what, target)
-            _compile(compiler, flags, sources, target)
+            _compile(compiler, flags, sources, target, what)
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise BuildError(str(error)) from error
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path) -> None:
-    """Compile the sources into `target`, which appears complete or not at all."""
+def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], target: Path, what: str) -> None:
+    """Compile the sources, at the same time, into `target`, which appears complete or not at all. A terminal shows a bar."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        _run([compiler, *flags, "-c", *(str(source.resolve()) for source in sources)], folder)
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent) as folder,
+        tqdm(desc=f"  Compiling {what}", total=len(sources), leave=False, dynamic_ncols=True, disable=None) as bar,
+        ThreadPool(len(sources)) as threads,
+    ):
+        commands = [[compiler, *flags, "-c", str(source.resolve())] for source in sources]
+        for _ in threads.imap_unordered(lambda command: _run(command, folder), commands):
+            bar.update()
         # Linked without -fopenmp: the symbols come from the runtime that torch has loaded.
         _run([compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "library.so"], folder)
         os.replace(Path(folder) / "library.so", target)

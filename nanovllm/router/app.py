@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import html
 import logging
+import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from string import Template
 from typing import Any, TypeVar
 
 import httpcore
@@ -40,6 +42,7 @@ logger = logging.getLogger("nanovllm.router")
 
 # The router sends a request to at most so many servers of a kind: a request that kills servers must not kill them all.
 MAX_ATTEMPTS = 3
+OVERVIEW = pathlib.Path(__file__).with_name("overview.html")
 # The routes whose requests a prefill server may prepare.
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
@@ -237,12 +240,15 @@ class RouterApp:
     # ---------------------------------------------------------------- other routes
 
     async def overview(self, request: Request) -> Response:
-        """GET /: links to the servers, each of which has a page that shows it at work."""
-        lines = "".join(
-            f'<li>{server.role}: <a href="{html.escape(server.url)}/">{server.url}</a> {html.escape(server.problem)}</li>'
-            for server in [*self.prefill, *self.decode]
-        )
-        return HTMLResponse(f"<!doctype html><title>nanovllm router</title><h1>nanovllm router</h1><ul>{lines}</ul>")
+        """GET /: the servers, each of which has a page that shows it at work."""
+        rows = []
+        for server in [*self.prefill, *self.decode]:
+            url, state = html.escape(server.url), "ready" if server.is_healthy else "problem"
+            cells = [server.role, f'<a href="{url}/">{url}</a>']
+            cells += [f'<span class="{state}">{html.escape(server.problem) or state}</span>']
+            cells += [f"{number:,}" for number in (server.num_running, server.num_answered, server.num_failures)]
+            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+        return HTMLResponse(Template(OVERVIEW.read_text()).substitute(rows="\n".join(rows)))
 
     async def health(self, request: Request) -> Response:
         """GET /health."""

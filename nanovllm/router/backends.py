@@ -134,10 +134,8 @@ class Backend:
 
     def _note_problem(self, problem: str) -> None:
         if problem != self.problem:
-            level, news = (
-                (logging.WARNING, f"gets no requests for now: {problem}") if problem else (logging.INFO, "is ready")
-            )
-            logger.log(level, "%s %s", self.url, news)
+            news = f"gets no requests for now: {problem}" if problem else "is ready"
+            logger.log(logging.WARNING if problem else logging.INFO, "%s %s", self.url, news)
             self.sent.clear()  # it may be restarted, with an empty cache
         self.problem = problem
 

@@ -16,7 +16,9 @@ import pathlib
 import re
 import secrets
 import signal
+import socket
 import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -76,15 +78,11 @@ class ServerProcess:
             UsageError, ServerError: it cannot serve.
         """
         port = self.url.rpartition(":")[2] or "0"
-        pipe = asyncio.subprocess.PIPE
+        words = [sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"]
+        streams: dict[str, Any] = {"stdin": PIPE, "stdout": PIPE, "stderr": STDOUT, "limit": LONGEST_LINE}
+        # A session of its own, because Ctrl-C in the terminal is for this process.
         self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "nanovllm", "serve", *self.words, "--port", port, "--exit-with-stdin"),
-            stdin=pipe,
-            stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
-            env=self.environment,
-            limit=LONGEST_LINE,
-            start_new_session=True,  # Ctrl-C in the terminal is for this process
+            *words, **streams, env=self.environment, start_new_session=True
         )
         ready = asyncio.Event()
         self._relay = asyncio.create_task(self._relay_output(self.process, ready))
@@ -161,19 +159,19 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     if config.trace is not None:
         raise UsageError("--trace is one engine's: leave it out, or start the servers and a router one by one")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
     try:
-        asyncio.run(_run(config, arguments))
+        asyncio.run(_run(config, arguments, listener, access))
     except asyncio.CancelledError:  # a signal came while the servers were starting
         return 128 + signal.SIGTERM
     return 0
 
 
-async def _run(config: EngineConfig, arguments: argparse.Namespace) -> None:
+async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: socket.socket, access: Access) -> None:
     """Start all servers, route requests to them until a signal comes or one of them cannot serve, and end them."""
     routing = RouterConfig.from_arguments(arguments)
     routing.health_check_interval = min(routing.health_check_interval, MAX_HEALTH_CHECK_INTERVAL)
-    listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     fleet = processes(config, arguments)
 
     def kill() -> None:
@@ -202,7 +200,7 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     names = [(role, f"{role} {i}") for role in ROLES for i in range(getattr(arguments, role))]
     gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
     words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
-    words += ["--show-text"] * arguments.show_text
+    words += ["--show-text"] * arguments.show_text + ["--strict"] * arguments.strict
     common = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it
         common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)

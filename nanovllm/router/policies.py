@@ -70,12 +70,12 @@ def choose(policy: str, candidates: Sequence[Backend], body: Mapping[str, Any]) 
 
 def prefix_names(body: Mapping[str, Any]) -> list[bytes]:
     """Names of a request's first whole pieces. Requests share a name only if they agree in everything up to there, and in the
-    fields that keep caches apart (model and salt)."""
+    fields that keep caches apart (model, salt and tools)."""
     prompt = body.get("messages") or body.get("prompt")
     if isinstance(prompt, list):  # token ids or messages, no more of them than can matter
         prompt = prompt[: ROUTED_PIECES * PIECE_BYTES]
     # A list that goes on has the same JSON up to there.
-    text = msgspec.json.encode([body.get("model"), body.get("cache_salt"), prompt])
+    text = msgspec.json.encode([body.get("model"), body.get("cache_salt"), body.get("tools"), prompt])
     name, names = b"", []
     for end in range(PIECE_BYTES, min(len(text), ROUTED_PIECES * PIECE_BYTES) + 1, PIECE_BYTES):
         name = hashlib.blake2b(name + text[end - PIECE_BYTES : end], digest_size=16).digest()

@@ -6,6 +6,7 @@ Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ class RequestRows:
         # The tokens are those that are known, and the one that is pending.
         self.num_known, self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((4, max_num_seqs), np.int32)
         self.params: dict[str, SamplingParams] = {}
+        self.matchers: dict[str, Any] = {}  # of requests with a grammar; see `structured_output`
         self.row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
 
@@ -39,6 +41,7 @@ class RequestRows:
         """Forget a request that ended or lost its blocks."""
         self._free_rows.append(self.row_of.pop(request_id))
         del self.params[request_id]
+        self.matchers.pop(request_id, None)
 
     def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int]) -> SamplingRow:
         """What the sampler has to know of a request."""
@@ -87,7 +90,7 @@ def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor])
 class StepBuffer:
     """An array in host memory and its twin on the device, made once: every step writes into the same place.
 
-    On the CPU the two are one. A CUDA graph reads from fixed addresses, which is why the twin never moves.
+    On the CPU the two are one. Neither ever moves.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -114,10 +117,9 @@ class Batch:
     Attributes:
         rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
         due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
-        input_ids, positions: `[num_tokens]` int64, packed; padded to `graph_size` where that is above 0.
+        input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`) are at the end.
         last_rows: `[num_due]` int64, the last token of each request that is due.
         due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
-        graph_size: the batch size of the CUDA graph that computes this step; 0 if none does.
     """
 
     rows: np.ndarray
@@ -128,4 +130,3 @@ class Batch:
     metadata: AttentionMetadata
     last_rows: Tensor
     due_rows: Tensor
-    graph_size: int = 0

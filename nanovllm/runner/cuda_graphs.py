@@ -1,6 +1,6 @@
 """A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed; and the warm-up before.
 
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/40_cuda_graphs.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CudaGraph:
 
         Args:
             work: reads and writes at the same addresses every time.
-            pool: memory for what is in between, shared with other graphs that never run at the same time; None
-                for the first of them.
+            pool: memory for the tensors that `work` makes on its way, shared with other graphs that never run at the same
+                time; None for the first of them.
 
         Returns:
             The pool, for the next graph.
@@ -73,7 +73,7 @@ class DecodeGraphs:
     """A decode step, recorded for some batch sizes, and the buffers of what it receives and computes. The runner's buffers
     are filled with padding to record with.
 
-    It does not keep the runner: the runner, which owns it, would then hold itself, and its memory on the GPU, for ever.
+    It keeps no reference to the runner, which owns it: a cycle would hold the GPU's memory until Python collects garbage.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -102,11 +102,19 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, batch: Batch, received: Tensor | None) -> Tensor:
-        """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits."""
+        """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits.
+
+        The batch has been padded to a recorded size: that is the length of `input_ids`; `rows` has one entry per request. What an earlier
+        stage has sent (`received`, if there is one) is first copied to the beginning of the buffer that the graph reads, `_received`.
+
+        Returns:
+            Of the output buffer `_out` the rows of the requests. Only the last stage of a pipeline returns the buffer itself: the
+            others send what they return, and the next replay may overwrite the buffer before it is sent.
+        """
         count = len(batch.rows)
         if received is not None and self._received is not None:
             self._received[:count].copy_(received)
-        self._graphs[batch.graph_size].replay()
+        self._graphs[len(batch.input_ids)].replay()
         out = self._out[:count]
         # The next step may begin before this one's has been sent.
         return out if get_pp_group().is_last else out.clone()
@@ -114,7 +122,8 @@ class DecodeGraphs:
 
 @torch.inference_mode()
 def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
-    """Record the runner's decode step for each size of the ladder."""
+    """Record the runner's decode step for each size of the ladder, the largest first: the others then find all the memory they need.
+    Logs how many there are, and the time."""
     start = time.perf_counter()
     graphs = DecodeGraphs(runner)
     for size in reversed(graphs.sizes):

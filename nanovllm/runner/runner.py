@@ -1,6 +1,6 @@
 """Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
 
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
-from nanovllm.distributed.pipeline_parallel import layers_here, stage_link
+from nanovllm.distributed.pipeline_parallel import SingleStage, layers_here, stage_link
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import KVConnectorWorker, transfers
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
@@ -31,17 +31,10 @@ from nanovllm.models.loader import load_model
 from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
-from nanovllm.runner.sampling import Sampler, start_logprobs
+from nanovllm.runner.sampling import Sampler, SamplingRow, start_logprobs
 
 # Rows of prompt log-probabilities that are computed at a time: a row of logits is as long as the vocabulary.
 LOGPROB_ROWS = 256
-
-
-def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:
-    """What makes an empty CUDA graph; None where each step launches its kernels anew."""
-    if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
-        return None
-    return partial(load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device))
 
 
 class ModelRunner:
@@ -57,7 +50,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
-        self.config, self.model_config, self.device = config, model_config, choose_device(config.device)
+        self.config, self.model_config, self.folder = config, model_config, folder
+        self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
         self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
@@ -67,19 +61,7 @@ class ModelRunner:
                 folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
             )
             self.model.pack_weights()
-        self.link = stage_link(model_config.hidden_size, self.dtype, self.device)
         self.sampler = Sampler()
-        self.kv_caches: list[Tensor] = []
-        self.host_caches: list[Tensor] = []
-        # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
-        moe = model_config.moe
-        eager = config.enforce_eager or (moe is not None and moe.enable_expert_parallel)
-        self.make_graph: Any = graph_maker(self.device, self.backend, eager)
-        self.connector = KVConnectorWorker(config)
-        self.balancer = None  # moves experts between ranks (lecture 26)
-        if config.enable_eplb:
-            load_balancer = load("nanovllm.models.moe:load_balancer", "enable_eplb")
-            self.balancer = load_balancer(self.model, config.eplb_config or "{}")
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -87,11 +69,9 @@ class ModelRunner:
         Raises:
             ValueError: the GPU has not enough memory.
         """
-        config = self.config
+        config, moves_kv = self.config, self.config.kv_transfer is not None
         with out_of_memory("the KV cache", "lower num_kv_blocks, kv_cache_memory or gpu_memory_utilization"):
-            make_cache = zeros
-            if config.kv_transfer is not None:
-                make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config)
+            make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config) if moves_kv else zeros
             self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
             max_blocks = -(-config.max_request_tokens // config.block_size)
@@ -99,10 +79,9 @@ class ModelRunner:
             self._make_buffers(config.token_budget, max_blocks)
             if self.device.type != "cpu" and hasattr(self.backend, "step_kinds"):
                 load("nanovllm.runner.cuda_graphs:warm_up", "Triton")(self)
-            self.graphs: Any = None
             if self.make_graph is not None:
                 self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(self)
-        if config.kv_transfer is not None:
+        if moves_kv:
             create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
             caches = dict(zip(self.layers, self.kv_caches, strict=True))
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
@@ -140,8 +119,7 @@ class ModelRunner:
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
     def prepare_inputs(self, schedule: SchedulerOutput) -> Batch:
-        """Pack the step's tokens one request after another, into buffers that are always the same ones. A schedule without
-        requests becomes one padding token, so that this rank joins its peers' collectives."""
+        """Pack the step's tokens one request after another, into buffers that are always the same ones."""
         rows = np.array([self.rows.update(scheduled) for scheduled in schedule.requests], dtype=np.int64)
         starts = np.array([scheduled.start for scheduled in schedule.requests], dtype=np.int64)
         counts = np.array([scheduled.num_tokens for scheduled in schedule.requests], dtype=np.int64)
@@ -158,8 +136,6 @@ class ModelRunner:
 
         due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
-        decodes = self.graphs is not None and 0 < num_tokens == num_seqs  # one token of each
-        graph_size = self.graphs.size_for(num_seqs) if decodes else 0
 
         if self._uploaded is not None:
             self._uploaded.synchronize()  # the GPU may not have fetched the last step's numbers yet
@@ -171,7 +147,7 @@ class ModelRunner:
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
         self._picks.array[:2, : len(due)] = ends[due] - 1, rows[due]
         self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
-        if padded := graph_size or int(schedule.empty):
+        if padded := self._padded_size(counts):
             self._pad(num_seqs, padded)
             num_seqs = num_tokens = padded
         inputs = self._inputs(num_seqs, num_tokens, int(counts.max(initial=1)), max_seq_len, upload=True)
@@ -182,7 +158,13 @@ class ModelRunner:
         if self._uploaded is not None:
             self._uploaded.record()
         last_rows, due_rows = picks[:2, : len(due)]
-        return Batch(rows, counts, due, *inputs, last_rows, due_rows, graph_size)
+        return Batch(rows, counts, due, *inputs, last_rows, due_rows)
+
+    def _padded_size(self, counts: np.ndarray) -> int:
+        """To how many sequences of one token each a step is padded, by its requests' numbers of tokens; 0: it stays as it is.
+        A step without requests becomes one padding token, so that this rank joins its peers' collectives."""
+        decodes = self.graphs is not None and counts.max(initial=0) == 1
+        return self.graphs.size_for(len(counts)) if decodes else int(len(counts) == 0)
 
     def _pad(self, first: int, end: int) -> None:
         """Make the rows `first : end` sequences of one padding token: it is not written, attends to the first slot, since
@@ -239,29 +221,24 @@ class ModelRunner:
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
         batch = self.prepare_inputs(schedule)
+        rows = self._sampling_rows(schedule, batch)
+        has_grammar = any(row.params.structured_outputs is not None for row in rows.values())
+        mask = self.structured_output.start(rows, self.rows.matchers) if has_grammar else lambda logits: {}
         hidden = self._forward(batch)
         if self.balancer is not None:
             self.balancer.after_step(was_dummy=schedule.empty)
         if hidden is None:
             return ModelRunnerOutput
-        sampled = self._sample(schedule, batch, hidden)
+        sampled = self._sample(batch, hidden, rows, mask)
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
         return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
-
-    def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
-        """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step."""
-        group = get_dp_group()
-        if group.world_size == 1:
-            return lambda: schedule.unfinished
-        arrive = start_fetch(group.all_reduce(upload([schedule.unfinished], torch.float32, self.device)))
-        return lambda: arrive() != [[0.0]]
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
         pipeline goes on with what this one has computed."""
         received = self.link.receive(int(batch.num_scheduled.sum()) or 1)
-        if batch.graph_size:
+        if self.graphs is not None and batch.num_scheduled.max(initial=0) == 1:
             out = self.graphs.replay(batch, received)
             self.connector.save_kv_layers()
         else:
@@ -280,19 +257,36 @@ class ModelRunner:
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
-    def _sample(self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor) -> Callable[[], dict[str, SampledToken]]:
+    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[str, SamplingRow]:
+        """What the sampler has to know of the requests that get a token in this step, if it is this rank that samples."""
+        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due if get_pp_group().is_last]
+        return {name: self.rows.sampling_row(name, row, self.model_config.eos_token_ids) for name, row in due}
+
+    def _sample(
+        self, batch: Batch, hidden: Tensor, rows: dict[str, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
+    ) -> Callable[[], dict[str, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
-        if not len(batch.due):
+        if not rows:
             return dict
-        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due]
-        logits = self.model.compute_logits(hidden[batch.last_rows] if len(due) < len(hidden) else hidden)
-        eos_ids = self.model_config.eos_token_ids
-        tokens, arrive = self.sampler.start(logits, [self.rows.sampling_row(*pair, eos_ids) for pair in due])
+        logits = self.model.compute_logits(hidden[batch.last_rows] if len(rows) < len(hidden) else hidden)
+        errors = mask(logits)
+        tokens, arrive = self.sampler.start(logits, list(rows.values()))
         self._newest.index_copy_(0, batch.due_rows, tokens)
         return lambda: {
-            request_id: SampledToken(token_id, logprobs)
-            for (request_id, _), token_id, logprobs in zip(due, *arrive(), strict=True)
+            name: SampledToken(token_id, logprobs, errors.get(name, ""))
+            for name, token_id, logprobs in zip(rows, *arrive(), strict=True)
         }
+
+    def forget_requests(self) -> None:
+        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
+        for request_id in list(self.rows.row_of):
+            self.rows.remove(request_id)
+        self.connector.forget_requests()
+
+    @cached_property
+    def connector(self) -> KVConnectorWorker:
+        """This rank's half of the connector, which moves KV between engines; the default one moves none."""
+        return KVConnectorWorker(self.config)
 
     def _start_prompt_logprobs(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
@@ -321,19 +315,59 @@ class ModelRunner:
             first += scheduled.num_tokens
         return lambda: {name: [entry for arrive in parts for entry in arrive()] for name, parts in arrivals.items()}
 
-    def close(self) -> None:
-        """End all transfers from and to this rank's caches."""
-        self.connector.close()
-
-    def forget_requests(self) -> None:
-        """Drop the state of all requests, once a step was broken off, and stop all KV transfers."""
-        for request_id in list(self.rows.row_of):
-            self.rows.remove(request_id)
-        self.connector.forget_requests()
-
     # ---------------------------------------------------------------- memory
 
     @property
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
         return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
+
+    # ---------------------------------------------------------------- parts, each made when it is first needed
+
+    @cached_property
+    def structured_output(self) -> Any:
+        """Computes what the requests' grammars allow; see `StructuredOutputManager.start`."""
+        create = load("nanovllm.runner.structured_output:StructuredOutputManager", "structured_outputs")
+        return create(self.config, self.model_config, self.folder)
+
+    @cached_property
+    def link(self) -> SingleStage:
+        """To the other stages of the pipeline."""
+        return stage_link(self.model_config.hidden_size, self.dtype, self.device)
+
+    @cached_property
+    def balancer(self) -> Any:
+        """Moves experts between ranks (lecture 24); None if it is not to."""
+        if not self.config.enable_eplb:
+            return None
+        return load("nanovllm.models.moe:load_balancer", "enable_eplb")(self.model, self.config.eplb_config or "{}")
+
+    def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
+        """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step.
+
+        Every rank starts the same all-reduce (`upload` makes the tensor of this engine's `schedule.unfinished`), and does not wait for it
+        here: `start_fetch` copies the sum to the host. A group of one asks no other rank.
+
+        Returns: a function that waits for the answer, a `bool`.
+        """
+        group = get_dp_group()
+        if group.world_size == 1:
+            return lambda: schedule.unfinished
+        arrive = start_fetch(group.all_reduce(upload([schedule.unfinished], torch.float32, self.device)))
+        return lambda: arrive() != [[0.0]]
+
+    graphs: Any = None  # `DecodeGraphs`, once they are recorded
+
+    @cached_property
+    def make_graph(self) -> Any:
+        """See `graph_maker`."""
+        # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
+        eager = self.config.enforce_eager or getattr(self.model_config.moe, "enable_expert_parallel", False)
+        return graph_maker(self.device, self.backend, eager)
+
+
+def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:
+    """A function that makes an empty CUDA graph; None where each step launches its kernels one by one."""
+    if device.type != "cuda" or enforce_eager or not getattr(backend, "supports_graphs", False):
+        return None
+    return partial(load("nanovllm.runner.cuda_graphs:CudaGraph", "CUDA graphs"), torch.cuda.Stream(device))

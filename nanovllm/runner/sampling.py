@@ -280,7 +280,7 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
     """Start to compute log-probabilities of chosen and likeliest tokens.
 
     Args:
-        logits: `[num_rows, vocab_size]` before any sampling option is applied.
+        logits: `[num_rows, vocab_size]` before any sampling option is applied; -inf for tokens that a grammar forbids.
         chosen: `[num_rows]` int64.
         counts: number of likeliest tokens per row.
 
@@ -302,9 +302,11 @@ def start_logprobs(logits: Tensor, chosen: Tensor, counts: Sequence[int]) -> Cal
         for same, top_values, top_ids in zip(groups.values(), top[::2], top[1::2], strict=True):
             width = len(top_ids) // len(same)
             for place, i in enumerate(same):
-                mine = slice(place * width, (place + 1) * width)
-                entries[i].token_ids += map(int, top_ids[mine])
-                entries[i].logprobs += top_values[mine]
+                start = place * width
+                # Forbidden tokens come last; they are not among the likeliest, however many are asked for.
+                end = start + width - top_values[start : start + width].count(float("-inf"))
+                entries[i].token_ids += map(int, top_ids[start:end])
+                entries[i].logprobs += top_values[start:end]
         return entries
 
     return wait
@@ -329,7 +331,7 @@ class Sampler:
         Returns:
             The tokens, `[num_rows]` int64 on the device, which the next step can use; and a function that waits
             for token ids and, per row, `TokenLogprobs` if requested (else None). Log-probabilities are those of the
-            model itself, before temperature, penalties and truncation, as in vLLM.
+            model, before temperature, penalties and truncation, but among the tokens that a grammar allows, as in vLLM.
         """
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         raw = logits.index_select(0, upload(wants, torch.int64, logits.device)) if wants else None  # a copy

@@ -105,7 +105,11 @@ class Router:
         self._turn = 0
 
     def choose(self, request: EngineRequest, loads: Sequence[int]) -> int:
-        """Choose the engine for a request, and remember its prompt as cached there.
+        """Choose the engine for a request, and remember its prompt as cached there (`_names`, `_remember`; none with capacity 0).
+
+        Engines whose load is more than `max_imbalance` above the lowest are left out. Of the others, the one with the most leading blocks of
+        the prompt (`_match`) gets it, of several the one with the lowest load, and of equal ones the first in turn: `_turn`, then the engines
+        after it, then those from 0 on. The next turn begins after the chosen one.
 
         Args:
             loads: of each engine, including everything that has been sent to it; see `load_score`.

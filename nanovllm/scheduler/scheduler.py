@@ -1,6 +1,6 @@
 """What runs in the next step: one token budget, three queues, one rule.
 
-Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb, continued by 23, 43: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ class Scheduler:
 
     There is no prefill phase and no decode phase. Each request has `num_computed_tokens` and `num_tokens`, and every
     step moves the first towards the second. A request samples a token whenever the two meet.
-
-    The next step may be scheduled while one runs: the token that the running step will sample then counts as pending. In a
-    pipeline, as many steps as there are stages are in flight, each with its share of the requests.
 
     All queues are kept in the order of `Request.order` (priority, then arrival), so the request that is
     preempted is always the last of the running ones, and it is again first in line.
@@ -53,7 +50,6 @@ class Scheduler:
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
-        self._steps_in_flight: list[SchedulerOutput] = []
 
     # ---------------------------------------------------------------- in and out
 
@@ -109,7 +105,9 @@ class Scheduler:
     # ---------------------------------------------------------------- one step
 
     def schedule(self) -> SchedulerOutput:
-        """Decide the next step, and count its tokens as computed."""
+        """Decide the next step, and count its tokens as computed. The plan is empty if it has to wait for pending tokens."""
+        if self.waits_for_tokens:
+            return SchedulerOutput()
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
@@ -120,12 +118,18 @@ class Scheduler:
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._steps_in_flight.append(plan)
+            self._expect(plan)
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
-        """Tokens of the request that this step may compute."""
+        """How many tokens of the request this step may compute.
+
+        None if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
+        tokens (`_is_complete` with their number). Otherwise its `num_missing_tokens`, at most what the plan leaves of
+        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0. Without
+        `config.enable_chunked_prefill`, all that it misses, or none if that is more than the budget leaves.
+        """
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
@@ -136,7 +140,16 @@ class Scheduler:
         return min(wanted, budget)
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
-        """Give each running request its share, first come first served; preempt from the other end."""
+        """Give each running request its share (`_share`), first come first served; preempt from the other end.
+
+        Leave out candidates that no longer run, because an earlier one has preempted them, and those whose share is 0. Stop once the step is
+        full for all running requests (`_is_full`). Slots for the tokens up to the share's end come from `manager.allocate_slots`; `_schedule`
+        gets the blocks. While it returns None:
+
+        - if the plan is empty and steps are in flight, stop altogether: their results may free blocks;
+        - preempt `connector.choose_victim(request, tokens, running, manager)`, the last one as a rule, and try again; if this is the request
+          itself, or None, leave the request out.
+        """
         for request in list(candidates):
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted a moment ago, in favour of an earlier request
@@ -157,7 +170,13 @@ class Scheduler:
                 self._schedule(request, share, blocks, plan)
 
     def _admit(self, plan: SchedulerOutput) -> None:
-        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last."""
+        """Admit swapped and waiting requests, strictly in order, while budget, seats and blocks last.
+
+        The next one is the first of `swapped` or of `waiting` (the heads of these queues), whichever has the lower `order`. `_why_not`
+        gives a reason why no request may be admitted now. If there is none, `_admit_swapped` or `_admit_waiting` admits this one, or gives
+        a reason why it cannot. "" is no reason. With the first reason the admission ends: no later request overtakes this one.
+        `plan.blocked_by` keeps the last answer, so it is "" if all were admitted.
+        """
         while queue := min((q for q in (self.swapped, self.waiting) if q), key=lambda q: q[0].order, default=None):
             admit = self._admit_swapped if queue is self.swapped else self._admit_waiting
             plan.blocked_by = self._why_not(queue[0], plan) or admit(queue[0], plan)
@@ -171,9 +190,9 @@ class Scheduler:
             return "max_num_seqs"
         if plan.num_tokens >= self.config.token_budget:
             return "max_num_batched_tokens"
-        is_pending = self._in_stages and request.num_pending_tokens  # it was preempted while its token was pending
-        if is_pending or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
-            return "pipeline_parallel_size"  # the other steps in flight need requests, too
+        # The other steps in flight need requests, too. (A token is pending if the request was preempted in the meantime.)
+        if request.num_pending_tokens or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
+            return "pipeline_parallel_size"
         if self.config.batching_policy == "static" and any(
             r.num_output_tokens + r.num_pending_tokens > 1 for r in self.running
         ):
@@ -203,14 +222,6 @@ class Scheduler:
             self._schedule(request, share, [], plan)
         return ""
 
-    @property
-    def _in_stages(self) -> bool:
-        return self.config.pipeline_parallel_size > 1
-
-    def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
-        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
-        return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
-
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         first = request.num_sent_tokens == 0
         before = request.num_computed_tokens
@@ -230,50 +241,63 @@ class Scheduler:
             request.sampling_params if first else None,
             request.num_prompt_tokens if first else 0,
             samples=request.num_missing_tokens == 0,
-            last_is_pending=request.num_computed_tokens > request.num_tokens,
         )
         plan.add(scheduled)
         request.num_sent_tokens = request.num_tokens
-        request.num_pending_tokens += scheduled.samples
         self.manager.cache_blocks(request, before)
 
     # ---------------------------------------------------------------- after the step
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order."""
-        self._steps_in_flight = [step for step in self._steps_in_flight if step is not plan]
+        """Append the tokens that the step sampled, and end requests that are done. Steps come back in their order.
+
+        The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that equals it. Its tokens are no longer
+        pending, for each of its requests that has not ended meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is
+        not None goes to the connector's method of the same name (KV that moved in the step).
+
+        Returns: what `_update` returned for all of them.
+        """
+        self._steps_in_flight = tuple(step for step in self._steps_in_flight if step is not plan)
         if result.connector_output is not None:
             self.connector.update_connector_output(result.connector_output)
         outputs = []
         for scheduled in plan.requests:
             request = self.requests.get(scheduled.request_id)
-            if request is None:
-                continue
-            request.num_pending_tokens -= scheduled.samples
-            sampled = result.sampled.get(scheduled.request_id)
-            prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
-            if sampled is None and prompt_logprobs is None:
-                continue
-            output = EngineOutput(
-                request.request_id,
-                prompt_logprobs=prompt_logprobs,
-                prompt_logprobs_start=scheduled.start + 1,
-                num_cached_tokens=request.num_cached_tokens,
-            )
-            if sampled is not None:
-                request.token_ids.append(sampled.token_id)
-                if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
-                    self.manager.cache_blocks(request, request.num_tokens - 1)  # this token may complete a block
-                output.new_token_ids = [sampled.token_id]
-                output.logprobs = [sampled.logprobs] if sampled.logprobs else None
-                self._check_stop(request, sampled.token_id)
-                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-                output.kv_transfer_params = request.kv_transfer_params if request.finish_reason else None
-            outputs.append(output)
+            if request is not None:
+                request.num_pending_tokens -= scheduled.samples
+                outputs += self._update(request, scheduled, result)
         return outputs
 
-    def _check_stop(self, request: Request, token_id: int) -> None:
-        may_stop = request.num_output_tokens >= request.sampling_params.min_tokens
+    def _update(self, request: Request, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[EngineOutput]:
+        sampled = result.sampled.get(scheduled.request_id)
+        prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
+        if sampled is None and prompt_logprobs is None:
+            return []
+        output = EngineOutput(
+            request.request_id,
+            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs_start=scheduled.start + 1,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        if sampled is not None and sampled.error:
+            self.finish(request, "error")
+            output.finish_reason, output.grammar_error = "error", sampled.error
+        elif sampled is not None:
+            self._append_token(request, sampled.token_id)
+            output.new_token_ids = [sampled.token_id]
+            output.logprobs = [sampled.logprobs] if sampled.logprobs else None
+            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+            output.kv_transfer_params = request.kv_transfer_params if request.finish_reason else None
+        return [output]
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        """Append a token that was sampled, and end the request if it is the last one."""
+        request.token_ids.append(token_id)
+        if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
+            self.manager.cache_blocks(request, request.num_tokens - 1)  # this token may complete a block
+        params = request.sampling_params
+        # A grammar leaves only tokens that end the request when the output is complete.
+        may_stop = request.num_output_tokens >= params.min_tokens or params.structured_outputs is not None
         if may_stop and token_id in request.eos_token_ids:
             self.finish(request, "stop")
         elif may_stop and token_id in request.stop_token_ids:
@@ -288,17 +312,16 @@ class Scheduler:
         limit = min(request.num_prompt_tokens + max_tokens, self.config.max_request_tokens)
         return request.num_tokens + num_pending >= limit
 
-    # ---------------------------------------------------------------- one step ahead
-
-    @property
-    def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens: a penalty depends on which tokens were sampled before."""
-        return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.penalized for r in self.running)
-
     # ---------------------------------------------------------------- when blocks run out
 
     def _preempt(self, victim: Request, plan: SchedulerOutput) -> None:
-        """Take all blocks from a running request; what it has sampled so far is kept."""
+        """Take all blocks from a running request; what it has sampled so far is kept.
+
+        With `config.preemption_mode` "swap", `manager.swap_out` returns the copies to host memory, which the plan gets in `swap_out`, or
+        None if host memory is full. The request's status is then SWAPPED. Otherwise `manager.free` takes its blocks: no token of it is
+        computed any more, and it is WAITING. `move` changes the status and the queue. `plan.preempted` notes "swap" or "recompute" under
+        the request's id. The request and the scheduler count their preemptions (`num_preemptions`).
+        """
         copies = self.manager.swap_out(victim) if self.config.preemption_mode == "swap" else None
         if copies is not None:
             plan.swap_out += copies
@@ -343,3 +366,35 @@ class Scheduler:
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
         assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs
         self.manager.check_invariants(queued)
+
+    # ---------------------------------------------------------------- several steps in flight
+
+    _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
+
+    def _expect(self, plan: SchedulerOutput) -> None:
+        """Remember a step whose result is to come (last in `_steps_in_flight`, a tuple), and count the tokens that it samples as pending.
+
+        The requests' `num_computed_tokens` count this step already. So a request of which more tokens are computed than known
+        computes a pending token: its share in the plan notes that as `last_is_pending`. Then each request for which the step samples
+        (`samples` of its share) has one pending token more.
+        """
+        self._steps_in_flight += (plan,)
+        for scheduled in plan.requests:
+            request = self.requests[scheduled.request_id]
+            scheduled.last_is_pending = request.num_computed_tokens > request.num_tokens
+            request.num_pending_tokens += scheduled.samples
+
+    @property
+    def _in_stages(self) -> bool:
+        return self.config.pipeline_parallel_size > 1
+
+    def _is_full(self, plan: SchedulerOutput, num_requests: int) -> bool:
+        """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
+        return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
+
+    # ---------------------------------------------------------------- one step ahead
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """True if the next step has to wait for pending tokens, which a penalty or a grammar depends on."""
+        return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.looks_back for r in self.running)

@@ -15,7 +15,13 @@ from nanovllm.scheduler.scheduler import Scheduler
 
 
 def take_over(scheduler: Scheduler, request: Request, invalid_block_ids: set[int]) -> None:
-    """Let a request run behind the KV that has arrived: up to the first invalid block of its table."""
+    """Let a request run behind the KV that has arrived.
+
+    Its first `num_computed_tokens` were computed here; the `num_external_tokens` after them have arrived, but only up to the first
+    block of its table that is invalid. The last token is never taken over: its logits are needed. `num_computed_tokens` rises to what
+    is there, and never falls. The blocks that have become full are cached (`manager.cache_blocks(request, num_computed_tokens
+    before)`), the scheduler counts the tokens in `num_external_hit_tokens`, and the request runs (`scheduler.move`).
+    """
     table, size = scheduler.manager.tables[request.request_id], scheduler.manager.block_size
     num_valid = next((i for i, block_id in enumerate(table) if block_id in invalid_block_ids), len(table))
     before = request.num_computed_tokens

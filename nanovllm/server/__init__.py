@@ -1,4 +1,4 @@
-"""Speaks OpenAI's API over HTTP, and shows the engine's live page (lecture 91).
+"""Speaks OpenAI's API over HTTP, and shows the engine's live page.
 
 errors        errors in OpenAI's shape
 protocol      the bodies of requests: fields, defaults, checks
@@ -6,6 +6,7 @@ responses     answers and chunks, and responses that are sent piece by piece
 generation    one HTTP request as one or several engine requests
 completions   /v1/completions
 chat          /v1/chat/completions
+tools         functions that a client describes, and calls of them
 access        where a server listens, its address for users, which clients may use it, and how much it accepts from them: settings, flags, limits
 middleware    checks of host, origin, key and body, before a request reaches the application
 shares        how many requests may wait, how many of them may have the same key, and the chats that wait for the template

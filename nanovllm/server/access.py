@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
 import os
 import re
@@ -88,7 +90,8 @@ class Access(Flags):
         try:
             listener = bind(self.host, self.port)
         except OSError as error:
-            raise UsageError(f"cannot listen on {self.host}:{self.port}: {error}") from error
+            hint = f": try --port {free_port(self.host, self.port)}" if error.errno == errno.EADDRINUSE else ""
+            raise UsageError(f"cannot listen on {self.host}:{self.port}: {error.strerror}{hint}") from error
         hosts = {host.lower() for host in self.allowed_hosts}
         if is_loopback(listener):
             bound = listener.getsockname()[0], self.host.lower()
@@ -139,11 +142,20 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the address is taken, or not one of this machine.
     """
-    (family, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    listener = socket.socket(family)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE)
+    # asyncio sends small packets at once only where the socket says that it is TCP.
+    listener = socket.socket(*found[0][:3])
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
+    listener.bind(found[0][4])
     return listener
+
+
+def free_port(host: str, port: int) -> int:
+    """The first port after this one that is free now; 0, which is any free one, if the next hundred are taken."""
+    for other in range(port + 1, min(port + 101, 2**16)):
+        with contextlib.suppress(OSError), bind(host, other):
+            return other
+    return 0
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -166,5 +178,5 @@ def ready_message(listener: socket.socket, model: str, api_keys: Sequence[str]) 
         f"\n{model} is served at {url}/v1, described at {url}/docs.\n"
         f"Chat with it, and watch it work: {url}/\n\nOr try:\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}\'\n'
+        f'    -d \'{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}], "temperature": 0}}\'\n'
     )

@@ -30,15 +30,15 @@ from nanovllm.server.signalled import SignalledServer
 LAST_CHUNK_SECONDS = 5
 
 
-def create_app(engine: AsyncEngine, access: Access) -> FastAPI:
-    """The application around a running engine, for clients that have access."""
+def create_app(engine: AsyncEngine, access: Access, demo: bool = False, strict: bool = False) -> FastAPI:
+    """The application around a running engine, for clients that have access. See `run_server`."""
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, redoc_url=None, responses=responses.ERRORS)
     install_error_handlers(app)
-    add_generation_routes(app, ChatEndpoint(engine), CompletionEndpoint(engine))
-    add_token_routes(app, Endpoint(engine))
+    add_generation_routes(app, ChatEndpoint(engine, strict), CompletionEndpoint(engine, strict))
+    add_token_routes(app, Endpoint(engine, strict))
     add_information_routes(app, engine)
     add_state_routes(app, engine, Metrics(engine))
-    add_page_routes(app, engine)
+    add_page_routes(app, engine, demo)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
     schemas = app.openapi()["components"]["schemas"]
@@ -63,11 +63,12 @@ def add_generation_routes(app: FastAPI, chat: ChatEndpoint, completion: Completi
 
 async def answer(request: Request, generation: ChatGeneration | CompletionGeneration) -> Response:
     """Send the answer, whole or as a stream. When the client goes away, the generation ends."""
+    warning = generation.body.warning
     if generation.body.stream:
-        settings = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"}}
+        settings = {"media_type": "text/event-stream", "headers": {"Cache-Control": "no-cache"} | warning}
         return responses.ClosingStream(generation.events(), generation.close, **settings)
     try:
-        return json_response(await unless_disconnected(request, generation.complete()))
+        return json_response(await unless_disconnected(request, generation.complete()), warning)
     finally:
         generation.close()
 
@@ -86,25 +87,25 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
                 token_ids = await endpoint.engine.encode(body.prompt, body.add_special_tokens is not False)
             else:
                 token_ids = await endpoint.encode_chat(body, bool(body.add_special_tokens))
-        strings = None
-        if body.return_token_strs:
-            strings = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, token_ids)
-        return json_response(responses.Tokens(len(token_ids), limits.max_model_len, token_ids, strings))
+        convert, longest = tokenizer.convert_ids_to_tokens, limits.max_request_tokens
+        strings = await asyncio.to_thread(convert, token_ids) if body.return_token_strs else None
+        return json_response(responses.Tokens(len(token_ids), longest, token_ids, strings), body.warning)
 
     @app.post("/detokenize")
-    async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: protocol.DetokenizeRequest) -> Response:
         endpoint.check(body)
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < limits.vocab_size:
             raise APIError(400, f"tokens must be from 0 to {limits.vocab_size - 1}", "tokens")
         # A million ids take a while, so a thread decodes them. Unlike `decode`, `decode_batch` releases the interpreter lock.
         (text,) = await asyncio.to_thread(tokenizer.backend.decode_batch, [body.tokens], skip_special_tokens=False)
-        return {"prompt": text}
+        return json_response({"prompt": text}, body.warning)
 
 
 def add_information_routes(app: FastAPI, engine: AsyncEngine) -> None:
-    """The model, the KV that others can fetch, and the version."""
+    """The model, the KV that others can fetch, and the version. As in /tokenize, `max_model_len` counts what a request can have: the
+    context length, or the KV pool if that is smaller."""
     entry = {"id": engine.name, "created": int(time.time()), "root": engine.config.model, "parent": None}
-    entry |= {"object": "model", "max_model_len": engine.limits.max_model_len, "owned_by": "nanovllm"}
+    entry |= {"object": "model", "max_model_len": engine.limits.max_request_tokens, "owned_by": "nanovllm"}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -144,10 +145,10 @@ def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> Non
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def add_page_routes(app: FastAPI, engine: AsyncEngine, demo: bool) -> None:
     """The page that shows the engine at work, and the trace that it draws; or the reason why this copy has neither."""
     try:
-        load("nanovllm.server.page:add_live_routes", "the page")(app, engine)
+        load("nanovllm.server.page:add_live_routes", "the page")(app, engine, demo)
     except MissingPartError as error:
         reason = str(error)
 
@@ -157,15 +158,19 @@ def add_page_routes(app: FastAPI, engine: AsyncEngine) -> None:
             raise APIError(501, reason)
 
 
-async def run_server(engine: AsyncEngine, listener: socket.socket, access: Access) -> None:
+async def run_server(
+    engine: AsyncEngine, listener: socket.socket, access: Access, demo: bool = False, strict: bool = False
+) -> None:
     """Serve until a signal comes, then let running requests end, and stop the engine.
 
     Args:
         listener: a bound socket.
         access: which clients may use the server, and the seconds after which requests that still run are aborted.
+        demo: whether the page sends bursts of requests as soon as it is opened.
+        strict: whether requests with unknown fields are refused.
     """
     try:
-        app, grace = create_app(engine, access), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
+        app, grace = create_app(engine, access, demo, strict), int(access.shutdown_timeout) + LAST_CHUNK_SECONDS
         banner = ready_message(listener, engine.name, access.api_keys)
         drain = partial(engine.drain, access.shutdown_timeout)
         server = SignalledServer(app, banner, drain, timeout_graceful_shutdown=grace)

@@ -1,17 +1,16 @@
-"""/v1/chat/completions: answer a conversation.
-
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
-"""
+"""/v1/chat/completions: answer a conversation."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from nanovllm.data.outputs import CompletionOutput
+from nanovllm.data.parts import load
 from nanovllm.server import responses
 from nanovllm.server.errors import APIError, blaming_client
 from nanovllm.server.generation import Endpoint, Generation, encoded
-from nanovllm.server.protocol import ChatCompletionRequest
+from nanovllm.server.protocol import ChatCompletionRequest, Tool
 from nanovllm.text.portions import in_portions
 
 
@@ -30,12 +29,13 @@ class ChatEndpoint(Endpoint):
             if body.top_logprobs is not None and not body.logprobs:
                 raise APIError(400, "top_logprobs must be left out unless logprobs is true", "top_logprobs")
             name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-            max_tokens = getattr(body, name)
-            params = body.sampling_params(
-                self.engine.limits.generation_defaults,
-                max_tokens=max_tokens,  # None: the rest of the context
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            )
+            max_tokens = getattr(body, name)  # None: the rest of the context
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
+            defaults = self.engine.limits.generation_defaults
+            params = body.sampling_params(defaults, max_tokens=max_tokens, logprobs=logprobs)
+            if body.tools or body.tool_choice not in (None, "none"):
+                constrained = load("nanovllm.server.tools:constrained", "tools")
+                params = await asyncio.to_thread(constrained, params, body, self.engine.input_processor)
             token_ids = await self.encode_chat(body)
             self.check_length(len(token_ids), max_tokens, name)
             return await self.submit(ChatGeneration(self.engine, body, [token_ids], params))
@@ -52,25 +52,37 @@ class ChatGeneration(Generation):
         (output,) = await self.collect()
         choices = []
         for piece in output.outputs:
-            reasons, message = (piece.finish_reason, piece.stop_reason), responses.AssistantMessage(piece.text)
-            logprobs = await self._logprobs(piece)
+            reader, logprobs = self._reader(), await self._logprobs(piece)
+            message = reader.message(piece.text)
+            reasons = reader.finish_reason(piece.finish_reason), piece.stop_reason
             choices.append(responses.ChatChoice(piece.index, *reasons, message=message, logprobs=logprobs))
         of_prompt = await self.prompt_logprobs(output)
         return self.answer(responses.ChatCompletion, choices, usage=self.usage(), prompt_logprobs=of_prompt)
 
     async def choices(self) -> AsyncIterator[responses.ChatChunkChoice]:
-        """First the role of each choice, then text, then why it ended."""
+        """First the role of each choice, then text and calls, then why it ended."""
+        readers = [self._reader() for _ in range(self.params.n)]
         for index in range(self.params.n):
-            yield responses.ChatChunkChoice(index, delta=responses.Delta(role="assistant", content=""))
+            yield responses.ChatChunkChoice(index, delta=responses.Delta("assistant", None if self.body.tools else ""))
         async for _, output in self.outputs():
             for piece in output.outputs:
-                logprobs = await self._logprobs(piece)
-                if piece.text or (logprobs and logprobs.content):
-                    delta = responses.Delta(content=piece.text)
-                    yield responses.ChatChunkChoice(piece.index, delta=delta, logprobs=logprobs)
+                reader, logprobs = readers[piece.index], await self._logprobs(piece)
+                deltas = reader.append(piece.text)
                 if piece.finish_reason:
-                    reasons = piece.finish_reason, piece.stop_reason
+                    deltas += reader.flush()
+                if logprobs and logprobs.content and not deltas:
+                    deltas = [responses.Delta(content="")]
+                for delta in deltas:
+                    yield responses.ChatChunkChoice(piece.index, delta=delta, logprobs=logprobs)
+                    logprobs = None
+                if piece.finish_reason:
+                    reasons = reader.finish_reason(piece.finish_reason), piece.stop_reason
                     yield responses.ChatChunkChoice(piece.index, *reasons, delta=responses.Delta())
+
+    def _reader(self) -> responses.TextReader:
+        if not self.body.tools or self.body.tool_choice == "none":
+            return responses.TextReader()
+        return load("nanovllm.server.tools:ToolCallReader", "tools")(isinstance(self.body.tool_choice, Tool))
 
     async def _logprobs(self, piece: CompletionOutput) -> responses.ChatLogprobs | None:
         if piece.logprobs is None:

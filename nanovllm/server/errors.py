@@ -15,7 +15,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from nanovllm.engine.request_stream import EngineDeadError, RequestFailedError, RequestRefusedError
+from nanovllm.data.outputs import RequestFailedError
+from nanovllm.data.structured_outputs import GrammarError
+from nanovllm.engine.request_stream import EngineDeadError, RequestRefusedError
 from nanovllm.text.long_texts import TooManyTokensError
 
 logger = logging.getLogger("nanovllm.server")
@@ -60,10 +62,8 @@ class APIError(HTTPException):
 
 # Status and code of the engine's errors.
 ENGINE_ERRORS: dict[type[Exception], tuple[int, str | None]] = {
-    EngineDeadError: (503, "engine_dead"),
-    RequestRefusedError: (400, None),
-    RequestFailedError: (500, None),
-}
+    EngineDeadError: (503, "engine_dead"), RequestFailedError: (500, None), RequestRefusedError: (400, None), GrammarError: (400, None),
+}  # fmt: skip
 
 
 def as_api_error(error: Exception) -> APIError:
@@ -72,9 +72,8 @@ def as_api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, RequestValidationError):
         return APIError(400, *validation_message(error))
-    for kind, (status, code) in ENGINE_ERRORS.items():
-        if isinstance(error, kind):
-            return APIError(status, str(error), None, code)
+    if found := ENGINE_ERRORS.get(type(error)):
+        return APIError(found[0], str(error), getattr(error, "place", None), found[1])
     return APIError(500, "internal error; the server's log has the details")
 
 
@@ -91,24 +90,27 @@ def blaming_client(prompt: str = "prompt") -> Iterator[None]:
         raise APIError(400, str(error), prompt, "context_length_exceeded") from error
     except ValueError as error:
         # "top_p must be ..." and "top_p: ..." name top_p; "prompt token ids must be ..." names prompt.
-        field = re.match(r"(\w+)(?: token ids)?(?: must |: )", str(error))
-        raise APIError(400, str(error), field and field[1]) from error
+        field = re.match(r"([\w.]+)(?: token ids)?(?: must |: )", str(error))
+        # A GrammarError knows its place.
+        raise APIError(400, str(error), getattr(error, "place", field and field[1])) from error
 
 
 def validation_message(error: RequestValidationError) -> tuple[str, str | None]:
     """What is wrong with a request's body, from pydantic's list of reasons: (message, param)."""
     first = error.errors()[0]
-    if first["type"] == "json_invalid":
+    if first["type"] == "json_invalid" and len(first["loc"]) == 2:  # not in a field that is JSON itself
         return f"the body is not valid JSON: {first['ctx']['error']} at character {first['loc'][-1]}", None
-    path = [str(part) for part in first["loc"][1:]]
-    if not path:
+    if not first["loc"][1:]:
         return "the body must be a JSON object, sent with 'Content-Type: application/json'", None
-    # A field that may be of several types has reasons for each of them: name the field, and give them all.
-    top = path[0]
+    # A field that may be of several types has reasons for each of them: name the field, and give them all. But an object whose own
+    # "type" is wrong, such as an image, has no better reason.
+    top = str(first["loc"][1])
     about = [e for e in error.errors()[:20] if str(e["loc"][1]) == top]
+    about = [e for e in about if e["type"] == "literal_error" and e["loc"][-1] == "type"] or about
     reasons = dict.fromkeys(e["msg"] for e in about)
     levels = zip(*(e["loc"][1:] for e in about), strict=False)
     where = ".".join(str(parts[0]) for parts in takewhile(lambda parts: len(set(parts)) == 1, levels))
+    where = re.sub(r"\.[^.]*[A-Z][^.]*", "", where)  # without classes of ours, such as list[TextPart]
     return f"{where}: {'; or: '.join(reasons)}", top
 
 

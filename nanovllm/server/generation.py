@@ -1,7 +1,4 @@
-"""One HTTP request as one or several engine requests: submitted together, read together, answered together.
-
-Built by notebooks/91_llama_server.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
-"""
+"""One HTTP request as one or several engine requests: submitted together, read together, answered together."""
 
 from __future__ import annotations
 
@@ -163,21 +160,25 @@ class Generation:
 class Endpoint:
     """Checks and queues requests; the base of all generating endpoints."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: AsyncEngine, strict: bool = False) -> None:
+        self.engine, self.strict = engine, strict
 
     def check(self, body: Any) -> None:
-        """Refuse an unknown model and unsupported fields.
+        """Refuse an unknown model and unsupported fields; if `strict`, unknown ones too.
 
         Raises:
             APIError: names the field.
         """
         check_model(self.engine, body.model)
-        body.check_unknown_fields()
+        body.check_unknown_fields(self.strict)
 
     async def encode_chat(self, body: ChatBody, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a chat. The template writes the special tokens itself."""
-        text = await render_chat(self.engine, body.template_arguments())
+        arguments = body.template_arguments()
+        if body.mentions_tools:
+            described = load("nanovllm.server.tools:described", "tools")
+            arguments |= described(arguments["messages"], body, self.engine.tokenizer.chat_templates)
+        text = await render_chat(self.engine, arguments)
         return await self.engine.encode(text, add_special_tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
@@ -246,9 +247,9 @@ def check_model(engine: AsyncEngine, name: str | None) -> None:
         raise APIError(404, message, "model", "model_not_found")
 
 
-def json_response(answer: Any) -> Response:
+def json_response(answer: Any, headers: dict[str, str] | None = None) -> Response:
     """An answer as JSON."""
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastapi import FastAPI, Query
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -46,19 +46,21 @@ class PageFiles(StaticFiles):
         return response
 
 
-def page_routes() -> list[BaseRoute]:
-    """`/` and the files that it needs, under `/web/`."""
+def page_routes(demo: bool = False) -> list[BaseRoute]:
+    """`/` and the files that it needs, under `/web/`. For a demo, `/` leads to `/?demo`, where the page sends bursts by itself."""
     files = PageFiles(packages=[("nanovllm.server", "web"), ("nanovllm.trace", "web")])
 
     async def page(request: Request) -> Response:
+        if demo and not request.query_params.keys():
+            return RedirectResponse("?demo", headers=HEADERS)
         return await files.get_response("index.html", request.scope)
 
     return [Route("/", page), Mount("/web", files)]
 
 
-def add_live_routes(app: FastAPI, engine: AsyncEngine) -> None:
+def add_live_routes(app: FastAPI, engine: AsyncEngine, demo: bool = False) -> None:
     """The page on a running engine, and the trace that it draws."""
-    app.router.routes += page_routes()
+    app.router.routes += page_routes(demo)
 
     @app.get("/trace", response_class=TraceLines)
     async def trace(rank: Annotated[int, Query(alias="engine", description="of several engines")] = 0) -> Response:

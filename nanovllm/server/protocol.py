@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, Json, PrivateAttr, create_model
 
+from nanovllm.data.checks import did_you_mean
 from nanovllm.data.sampling_params import MAX_LOGPROBS, SamplingParams
+from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.server.errors import APIError
 
 logger = logging.getLogger("nanovllm.server")
@@ -15,6 +18,7 @@ logger = logging.getLogger("nanovllm.server")
 
 # Stop validating a list at its first wrong entry, of which there may be a million.
 AT_FIRST_ERROR = Field(fail_fast=True)
+NOTHING_IS_EMPTY = BeforeValidator(lambda text: "{}" if text in ("", None) else text)
 TokenIds = Annotated[list[int], AT_FIRST_ERROR]
 Strings = Annotated[list[str], AT_FIRST_ERROR]
 
@@ -29,14 +33,18 @@ def names(text: str) -> frozenset[str]:
 # a processor busy for ever.
 UNSUPPORTED = names(
     "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
-    "truncate_prompt_tokens prompt_embeds documents structured_outputs guided_json guided_regex guided_choice guided_grammar echo "
-    "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call response_format "
+    "truncate_prompt_tokens prompt_embeds documents guided_json guided_regex guided_choice guided_grammar echo "
+    "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call "
     "modalities best_of length_penalty"
 )
-NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "response_format": {"type": "text"}}
-NEUTRAL |= {"modalities": ["text"], "best_of": 1, "length_penalty": 1.0}
-# A client may send any number of unknown names; so many of them get a line in the log.
-MAX_WARNINGS = 100
+NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "modalities": ["text"]}
+NEUTRAL |= {"best_of": 1, "length_penalty": 1.0}
+# What to use instead of a field.
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+# OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
+HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
+# A client may send any number of unknown names: so many of them get a line in the log, and so many of a request's are named.
+MAX_WARNINGS, MAX_NAMED = 100, 10
 _warned: set[str] = set()
 
 
@@ -47,10 +55,11 @@ class Strict(BaseModel, strict=True):
 class Body(Strict, extra="allow"):
     """A request's body."""
 
+    _ignored: list[str] = PrivateAttr(default_factory=list)
     model: str | None = Field(None, description="default: the one model that is served")
 
-    def check_unknown_fields(self) -> None:
-        """Refuse fields that would change the answer; warn once of other unknown fields.
+    def check_unknown_fields(self, strict: bool) -> None:
+        """Refuse fields that would change the answer; warn of other unknown fields, or refuse them, too.
 
         Raises:
             APIError: names the field.
@@ -58,10 +67,26 @@ class Body(Strict, extra="allow"):
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
                 if value and value != NEUTRAL.get(name):
-                    raise APIError(400, f"{name} is not supported by this server", name, "unsupported_parameter")
-            elif name not in _warned and len(_warned) < MAX_WARNINGS:
-                _warned.add(name)
-                logger.warning("ignoring the request field %.100r", name)
+                    use = "structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
+                    instead = f"; use {use}" if use else ""
+                    raise APIError(
+                        400, f"{name} is not supported by this server{instead}", name, "unsupported_parameter"
+                    )
+            elif len(self._ignored) < MAX_NAMED:
+                harmless, hint = name in HARMLESS, did_you_mean(name, type(self).model_fields)
+                found = repr(name[:40]) if harmless else f"{name[:40]!r} is unknown{hint}"
+                if strict and not harmless:
+                    raise APIError(400, f"the field {found}", name[:40], "unknown_parameter")
+                self._ignored.append(found)
+                if name not in _warned and len(_warned) < MAX_WARNINGS:
+                    _warned.add(name)
+                    logger.warning("ignored a request field: %s", found)
+
+    @property
+    def warning(self) -> dict[str, str]:
+        """The header of the answer that names the ignored fields, if there are any."""
+        fields = json.dumps("ignored fields: " + ", ".join(self._ignored))  # in quotes, and without line breaks
+        return {"Warning": f"299 nanovllm {fields}"} if self._ignored else {}
 
 
 class StreamOptions(Strict):
@@ -71,9 +96,30 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(default=None, description="with include_usage: in every chunk, so far")
 
 
+class ResponseFormat(Strict):
+    """OpenAI's way to ask for JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    # The schema's name, description and `strict` change nothing: it is always followed.
+    json_schema: dict[str, Any] | None = None
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """What the output must match.
+
+        Raises:
+            APIError: the schema is missing, or there is one that would be ignored.
+        """
+        schema, place = (self.json_schema or {}).get("schema"), "response_format.json_schema.schema"
+        if isinstance(schema, dict) != (self.type == "json_schema"):
+            raise APIError(400, f"{place} must be an object if, and only if, the type is 'json_schema'", place)
+        if self.type == "json_object":
+            return StructuredOutputsParams(json_object=True, place="response_format")
+        return None if schema is None else StructuredOutputsParams(json=schema, place=place)
+
+
 # Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
 HINTS = get_type_hints(SamplingParams)
-PASSED_ON = [name for name in HINTS if name not in ("logit_bias", "logprobs")]
+PASSED_ON = [name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs")]
 _FIELDS: Any = {name: (HINTS[name] | None, None) for name in PASSED_ON}
 SamplingFields: Any = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
@@ -82,6 +128,8 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     """The fields that completions and chats share: those of `SamplingParams`, and these. None: not given."""
 
     logit_bias: dict[str, Any] | None = Field(None, max_length=1024)
+    structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's: json, regex, choice or grammar")
+    response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
@@ -101,6 +149,10 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
             if not all(key.isascii() and key.isdigit() for key in self.logit_bias):
                 raise ValueError("logit_bias must be an object whose keys are token ids")
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
+        formatted = self.response_format and self.response_format.structured_outputs()
+        if formatted and self.structured_outputs is not None:
+            raise APIError(400, "response_format must be left out where structured_outputs is given", "response_format")
+        given["structured_outputs"] = formatted or self.structured_outputs
         if self.stream and self.prompt_logprobs is not None:
             raise APIError(400, "prompt_logprobs must be left out when stream is true", "prompt_logprobs")
         if self.stream_options and not self.stream:
@@ -124,18 +176,52 @@ class TextPart(Strict):
     text: str
 
 
+class FunctionDefinition(Strict):
+    """What a function does, and which arguments it takes."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; default: no arguments")
+    strict: bool | None = Field(None, description="true: refuse a schema that cannot be followed in full")
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionCall(Strict):
+    """The function that the model has called."""
+
+    name: str
+    # As in vLLM, "" means no arguments. What is no JSON object, such as arguments cut off at max_tokens, reaches the model as text.
+    arguments: Annotated[Json[dict[str, Any]] | str, Field(union_mode="left_to_right"), NOTHING_IS_EMPTY]
+
+
+class ToolCall(Strict):
+    """A call that the model has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Strict, extra="allow"):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], AT_FIRST_ERROR]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], AT_FIRST_ERROR] | None = Field(None, description="or tool_calls")
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], AT_FIRST_ERROR] | None = Field(None, description="of the assistant")
+    tool_call_id: str | None = Field(None, description="the call of which a tool's message is the result")
 
     def plain(self) -> dict[str, Any]:
         """The message as templates expect it."""
-        message = self.model_dump(include={"role", "content", "name"}, exclude_none=True)
+        message = self.model_dump(include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True)
         # OpenAI's newer name of the system role, which few templates know.
-        return message | ({"role": "system"} if self.role == "developer" else {})
+        return {"content": "", **message} | ({"role": "system"} if self.role == "developer" else {})
 
 
 # Arguments of `apply_chat_template` that are set here or not supported. "self" is one of every method that is called on the way, and
@@ -153,17 +239,26 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message")
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="template variables, as enable_thinking")
+    tools: Annotated[list[Tool], AT_FIRST_ERROR] | None = Field(None, max_length=128)
+
+    @property
+    def mentions_tools(self) -> bool:
+        """Whether the model has to be told of functions, of calls or of their results."""
+        return bool(self.tools or any(message.tool_calls or message.role == "tool" for message in self.messages))
 
     def template_arguments(self) -> dict[str, Any]:
         """Arguments for `Tokenizer.apply_chat_template`.
 
         Raises:
-            APIError: a message with tool calls, or a template variable that has another meaning.
+            APIError: a message without content, or with what is not supported; or a template variable that has another meaning.
         """
         for i, message in enumerate(self.messages):
-            for name in ("tool_calls", "function_call", "audio"):
+            for name in ("function_call", "audio"):
                 if (message.model_extra or {}).get(name):
                     raise APIError(400, f"messages[{i}].{name} is not supported by this server", "messages")
+            has_calls = message.tool_calls and message.role == "assistant"
+            if not has_calls and (message.content is None or message.tool_calls):
+                raise APIError(400, f"messages[{i}] must have content; only the assistant's has tool_calls", "messages")
         variables = self.chat_template_kwargs or {}
         if taken := TEMPLATE_VARIABLES_IN_USE & variables.keys():
             raise APIError(400, f"chat_template_kwargs must not have {sorted(taken)[0]!r}", "chat_template_kwargs")
@@ -182,6 +277,8 @@ class ChatCompletionRequest(SamplingBody, ChatBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=1)
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = Field(None, description="default: auto")
+    parallel_tool_calls: bool | None = Field(None, description="whether there may be several calls; default: true")
 
 
 class TokenizeRequest(ChatBody):

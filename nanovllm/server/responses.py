@@ -50,12 +50,29 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
-class AssistantMessage(Struct):
-    """A whole answer."""
+class FunctionCall(Struct):
+    """The function that a model calls, and its arguments as JSON; in a stream, first the name and then parts of the arguments."""
 
-    content: str
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(Struct):
+    """One call. In a stream, the first part has the id, and all parts have the index of the call."""
+
+    function: FunctionCall
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class AssistantMessage(Struct):
+    """A whole answer; its content is null if there are only calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class Choice(Struct):
@@ -95,7 +112,28 @@ class Delta(Struct):
     """The new part of an answer."""
 
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
+
+
+class TextReader:
+    """Reads an answer, which comes in pieces, as text alone."""
+
+    def append(self, text: str) -> list[Delta]:
+        """Take the next piece; returns what has become certain."""
+        return [Delta(content=text)] if text else []
+
+    def flush(self) -> list[Delta]:
+        """What the last pieces have left, when the answer has ended."""
+        return []
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The reason to tell the client."""
+        return reason
+
+    def message(self, text: str) -> AssistantMessage:
+        """A whole answer."""
+        return AssistantMessage(text)
 
 
 class ChatChunkChoice(Choice, kw_only=True):

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -23,32 +24,75 @@ RENDER_BYTES = 256 << 20
 OUT_OF_MEMORY = 12  # the process's exit code
 
 
-class TemplateProcess:
-    """The process that renders templates: started with the first chat, and again after a template has ended it.
-    Thread-safe."""
+class LimitedProcess:
+    """A process that answers questions: started with the first, and again after a question has ended it. Thread-safe.
+
+    Attributes:
+        program: a Python file that calls `answer_questions`.
+        seconds, memory: CPU time and bytes of an answer.
+    """
+
+    program, seconds, memory = __file__, RENDER_SECONDS, RENDER_BYTES
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
 
     def start(self) -> tuple[subprocess.Popen[bytes], Connection]:
-        """Start the process if it does not run, and return it. To be called early, so that the first chat does not wait for its
-        imports."""
+        """Start the process if it does not run, and return it. To be called early, so that the first question does not wait
+        for its imports."""
         with self._lock:
             if self._running is None:
                 # The same module search path, but with the working directory last: it may contain a model's files.
                 path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
                 ours, theirs = socket.socketpair()
                 with theirs:
+                    # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
                     process = subprocess.Popen(
-                        [sys.executable, "-P", __file__, str(theirs.fileno())],
+                        [sys.executable, "-P", self.program, str(theirs.fileno())],
                         pass_fds=[theirs.fileno()],
-                        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"},
                         stdin=subprocess.DEVNULL,
                         process_group=0,  # only the parent handles Ctrl-C in a terminal
                     )
                 self._running = process, Connection(ours.detach())
             return self._running
+
+    def ask(self, *question: Any) -> Any:
+        """The answer to a question.
+
+        Raises:
+            ValueError: an error that it has caused, or it takes too much time or memory.
+        """
+        with self._lock:
+            process, connection = self.start()
+            try:
+                connection.send(question)
+                answer, error = connection.recv()
+            except BaseException as failure:  # after Ctrl-C, too: the next question would receive this answer
+                self._running = None
+                connection.close()
+                reason = self._end(process)
+                if not isinstance(failure, EOFError | OSError):
+                    raise
+                raise ValueError(reason) from None
+        if error:
+            raise ValueError(error)
+        return answer
+
+    def _end(self, process: subprocess.Popen[bytes]) -> str:
+        """End a process; returns the reason why it could not answer."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)  # it may be ending by itself
+        process.kill()
+        code, memory = process.wait(), f"it takes more than {self.memory >> 20} MiB of memory"
+        seconds, depth = f"it takes more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
+        reasons = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
+        return reasons.get(code, f"its process has ended with exit code {code}")
+
+
+class TemplateProcess(LimitedProcess):
+    """The process that renders templates."""
 
     def render(self, template: str, messages: list[Any], variables: dict[str, Any]) -> str:
         """Render a chat. The variables are those of the template and of transformers' `render_jinja_template`.
@@ -56,34 +100,7 @@ class TemplateProcess:
         Raises:
             ValueError: an error of the template, or a template that takes too much time or memory.
         """
-        with self._lock:
-            process, connection = self.start()
-            try:
-                connection.send((template, messages, variables))
-                text, error = connection.recv()
-            except BaseException as failure:  # after Ctrl-C, too: the next chat would receive this answer
-                self._running = None
-                connection.close()
-                reason = end(process)
-                if not isinstance(failure, EOFError | OSError):
-                    raise
-                raise ValueError(reason) from None
-        if error:
-            raise ValueError(error)
-        return text
-
-
-def end(process: subprocess.Popen[bytes]) -> str:
-    """End a process; returns the reason why it could not render."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(0.1)  # it may be ending by itself
-    process.kill()
-    code = process.wait()
-    reasons = {
-        -signal.SIGPROF: f"it takes more than {RENDER_SECONDS:g} seconds of CPU time",
-        OUT_OF_MEMORY: f"it takes more than {RENDER_BYTES >> 20} MiB of memory",
-    }
-    return reasons.get(code, f"its process has ended with exit code {code}")
+        return self.ask(template, messages, variables)
 
 
 PROCESS = TemplateProcess()
@@ -92,29 +109,36 @@ PROCESS = TemplateProcess()
 os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]
 
 
-def main() -> None:
+def answer_questions(connection: Connection, answer: Callable[..., Any], seconds: float, memory: int) -> None:
     """Run the process until its parent closes the connection, or ends."""
-    connection = Connection(int(sys.argv[1]))
     import psutil
-    from transformers.utils.chat_template_utils import render_jinja_template
 
-    limit = psutil.Process().memory_info().vms + RENDER_BYTES
+    limit = psutil.Process().memory_info().vms + memory
     with contextlib.suppress(ValueError, OSError):  # macOS does not limit it
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
-            template, messages, variables = connection.recv()
-            signal.setitimer(signal.ITIMER_PROF, RENDER_SECONDS)  # SIGPROF ends the process
+            question = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process
             try:
-                # (texts, positions); the library's annotation is wrong.
-                result: Any = render_jinja_template([messages], chat_template=template, **variables)
-                text, error = result[0][0], ""
+                result: Any = answer(*question), ""
             except MemoryError:
                 os._exit(OUT_OF_MEMORY)
             except Exception as failure:  # a template is a program and may raise anything
-                text, error = "", str(failure) or repr(failure)
+                result = "", str(failure) or repr(failure)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.send((text, error))
+            connection.send(result)
+
+
+def main() -> None:
+    """Render templates."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def render(template: str, messages: list[Any], variables: dict[str, Any]) -> Any:
+        # (texts, positions); the library's annotation is wrong.
+        return render_jinja_template([messages], chat_template=template, **variables)[0][0]
+
+    answer_questions(Connection(int(sys.argv[1])), render, RENDER_SECONDS, RENDER_BYTES)
 
 
 if __name__ == "__main__":

@@ -2,45 +2,24 @@
 
 Offline and served requests pass through the same two classes.
 
-Built by notebooks/18_engine.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb, continued by 91: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.data.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput
-from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
+from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput
+from nanovllm.data.parts import load
+from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
+from nanovllm.text.prompts import EngineLimits, Prompt, check_request, logprob_dictionary, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
-
-# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt", "kv_transfer_params").
-Prompt = str | Sequence[int] | dict[str, Any]
-
-
-@dataclass
-class EngineLimits:
-    """The engine's limits and settings that the front end needs to check a request.
-
-    Attributes:
-        max_model_len: the context length in tokens.
-        max_request_tokens: the same, or less if the KV pool is smaller.
-        kv_transfer: for each engine that shares KV, how peers reach it; see `KVConnectorScheduler.information`.
-        scheduling_policy: whether requests may have a priority.
-    """
-
-    max_model_len: int
-    max_request_tokens: int
-    vocab_size: int
-    eos_token_ids: list[int] = field(default_factory=list)
-    generation_defaults: dict[str, Any] = field(default_factory=dict)
-    kv_transfer: list[dict[str, Any]] = field(default_factory=list)
-    scheduling_policy: str = "fcfs"
 
 
 class InputProcessor:
@@ -55,20 +34,9 @@ class InputProcessor:
         # The tokenizer's end-of-sequence token, unless the model's files name it or the model cannot sample it.
         eos, known = tokenizer.eos_token_id, limits.eos_token_ids
         self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
-
-    def _check(self, token_ids: list[int], params: SamplingParams) -> None:
-        limits = self.limits
-        if not token_ids:
-            raise ValueError("the prompt is empty: it must have at least one token")
-        if len(token_ids) >= limits.max_request_tokens:
-            what = f"the context length of {limits.max_model_len} tokens"
-            if limits.max_request_tokens < limits.max_model_len:
-                what = f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
-            raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
-        checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
-        for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
-            if not all(0 <= token < limits.vocab_size for token in ids):
-                raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
+        create = "nanovllm.text.grammars:GrammarChecker"
+        # Makes what checks grammars; the first call takes a quarter of a second.
+        self.grammars = functools.cache(lambda: load(create, "structured_outputs")(tokenizer, limits.vocab_size, known))
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -76,26 +44,18 @@ class InputProcessor:
         """The prompt's text, if it came as text, and `params.n` engine requests.
 
         Raises:
-            ValueError: an empty or too long prompt, a token id outside of the vocabulary, or a priority that the
-                scheduling policy would ignore; the message names the limit.
+            ValueError: an empty or too long prompt, a token id outside of the vocabulary, a priority that the scheduling policy
+                would ignore, or a grammar that cannot be followed (`GrammarError`); the message names the limit or the place.
         """
-        if priority and self.limits.scheduling_policy != "priority":
-            raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
-        fields: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-        content = fields.get("prompt_token_ids", fields.get("prompt"))
-        text = content if isinstance(content, str) else None
-        token_ids = self.tokenizer.encode(text) if text is not None else content
-        if not isinstance(token_ids, Sequence) or not all(type(token) is int for token in token_ids):
-            raise ValueError('a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"')
-        token_ids = list(token_ids)
-        self._check(token_ids, params)
+        text, token_ids, fields = read_prompt(prompt, self.tokenizer)
+        check_request(token_ids, params, priority, self.limits, self.grammars)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens` too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
-        own = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
+        own: dict[str, Any] = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
         requests = []
         for index in range(params.n):
             own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
@@ -147,15 +107,6 @@ class CompletionState:
         return delta
 
 
-def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The entry by token id: the chosen token first, then the likeliest ones in order."""
-    position: dict[int, Logprob] = {}
-    for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-        rank = entry.rank if i == 0 else i
-        position.setdefault(token_id, Logprob(logprob, rank, tokenizer.decode_token(token_id)))
-    return position
-
-
 class RequestState:
     """A caller's request: its completions, and the prompt's log-probabilities so far."""
 
@@ -165,8 +116,8 @@ class RequestState:
         self.completions = {
             r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
         }
-        wants = requests[0].sampling_params.prompt_logprobs is not None
-        self.prompt_logprobs: list[PositionLogprobs] | None = [None] if wants else None
+        self.params = requests[0].sampling_params
+        self.prompt_logprobs: list[PositionLogprobs] | None = None if self.params.prompt_logprobs is None else [None]
         self.num_cached_tokens = 0
 
     @property
@@ -182,8 +133,10 @@ class RequestState:
             new = output.prompt_logprobs[max(0, known) :]
             self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        delta = self.completions[output.request_id].update(output)
-        state = self.finished, self.prompt_logprobs, self.num_cached_tokens, output.kv_transfer_params, output.error
+        delta, wanted = self.completions[output.request_id].update(output), self.params.structured_outputs
+        failed = RequestFailedError(output.error) if output.error else None
+        error = GrammarError(wanted.place, output.grammar_error) if wanted and output.grammar_error else failed
+        state = self.finished, self.prompt_logprobs, self.num_cached_tokens, output.kv_transfer_params, error
         return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [delta], *state)
 
 
@@ -207,10 +160,6 @@ class OutputProcessor:
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
 
-    def owner(self, sequence_id: str) -> str | None:
-        """The id of the request that a sequence belongs to."""
-        return self._owners.get(sequence_id)
-
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""
         state = self.requests.pop(request_id, None)
@@ -233,3 +182,7 @@ class OutputProcessor:
             if state.finished:
                 self.remove(state.request_id)
         return news, stopped
+
+    def owner(self, sequence_id: str) -> str | None:
+        """The id of the request that a sequence belongs to."""
+        return self._owners.get(sequence_id)

@@ -16,6 +16,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from nanovllm.checkpoint.files import NAMED_TOKENS, ModelFileError, TokenizerConfigFile, read_json
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.config import EngineConfig
 from nanovllm.text.chat_template import PROCESS
 
 #: The spelling of a single byte in SentencePiece vocabularies.
@@ -58,6 +60,13 @@ class Tokenizer:
         self.all_special_ids = sorted(index for index, token in added.items() if token.special)
 
     @classmethod
+    def of(cls, config: EngineConfig) -> Tokenizer:
+        """The tokenizer that the settings name, or else the model's."""
+        if config.tokenizer is None:
+            return cls.from_pretrained(resolve_model(config.model, config.revision))
+        return cls.from_pretrained(resolve_model(config.tokenizer))  # the model's revision means nothing there
+
+    @classmethod
     def from_pretrained(cls, path: str | Path) -> Tokenizer:
         """Read the tokenizer of a model folder in Hugging Face format.
 
@@ -96,7 +105,7 @@ class Tokenizer:
             # Unlike `encode`, `encode_batch` releases the interpreter lock, so that other threads run meanwhile.
             return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
-            raise ValueError("a text must be a string of valid Unicode, without unpaired surrogates") from error
+            raise ValueError("prompt must be a string of valid Unicode, without unpaired surrogates") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`. Bytes that are no UTF-8 become U+FFFD; ids beyond the vocabulary become nothing.

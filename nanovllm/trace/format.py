@@ -26,15 +26,8 @@ SAME_AS_BEFORE = (
 )  # fmt: skip
 ALWAYS = ("step", "start")
 IDS = ("arrived", "resumed", "waiting", "running", "swapped")  # numbers in a line
-BY_ID = (
-    "admitted",
-    "preempted",
-    "finished",
-    "prompts",
-    "text",
-    "tables",
-    "num_tokens",
-)  # a dict in a record, pairs in a line
+# A dict in a record, pairs in a line.
+BY_ID = ("admitted", "preempted", "finished", "prompts", "text", "tables", "num_tokens")
 HIDDEN_TOKEN = -1
 FIELDS = tuple(StepRecord.__dataclass_fields__)
 MIN_KNOWN = 64  # requests that an encoder remembers at least
@@ -73,9 +66,8 @@ def parse_header(line: bytes, source: object) -> dict[str, Any]:
         raise TraceError(f"{source} is not a nanovllm trace: its first line is not {EXAMPLE}") from error
     version, settings = header.nanovllm_trace, header.settings
     if version != FORMAT_VERSION:
-        raise TraceError(
-            f"{source} is of version {version}, and this nanovllm reads version {FORMAT_VERSION}: record it again"
-        )
+        mistake = f"{source} is of version {version}, and this nanovllm reads version {FORMAT_VERSION}"
+        raise TraceError(f"{mistake}: record it again")
     for name in SIZES:
         value = settings.get(name, 1)
         if type(value) is not int or value < 1:

@@ -76,25 +76,16 @@ class StepRecorder:
         queues = {"waiting": waiting, "running": scheduler.running, "swapped": scheduler.swapped}
         fields: dict[str, Any] = {name: getattr(plan, name) for name in FROM_THE_PLAN}
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
-        record = StepRecord(
-            step=step,
-            start=start,
-            duration=0.0,
-            token_budget=scheduler.config.token_budget,
-            requests=[
-                TracedRequest(
-                    r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, r.new_block_ids
-                )
-                for r in plan.requests
-            ],
-            arrived=self._arrived,
-            finished=self._ended,
-            **fields,
-            held=self._held(),
-            num_free_blocks=pool.num_free,
-            num_blocks=pool.num_blocks,
-            num_evictions=pool.num_evictions,
-        )
+        fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
+        fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
+        fields["requests"] = [
+            TracedRequest(
+                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, r.new_block_ids
+            )
+            for r in plan.requests
+        ]
+        budget = scheduler.config.token_budget
+        record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
         # The next step may begin before this one is finished: everything up to now belongs to this one.
         self._arrived, self._ended, self._held_before = {}, {}, record.held
         if self._snapshot_due:

@@ -35,13 +35,17 @@ from nanovllm.ops.attention import gather_kv
 def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate keys to other positions: RoPE turns channel pair i by `position * frequency_i`, and rotations add up (Su et al. 2021).
 
+    Channel pair i is channels i and i + head_dim / 2. Turned by an angle d, a pair (a, b) becomes (a cos d - b sin d, b cos d + a sin d).
+    Here, d is the angle of `after` minus that of `before`; cos d and sin d follow from the cosines and sines of both.
+
     The difference is computed from two entries of the table, in float64, and not looked up as an entry of its own: the table's
-    angles are rounded, by 1e-4 at position 2000, but the rotation by an entry can be undone to the last digit.
+    angles are rounded, by 1e-4 at position 2000, but the rotation by an entry can be undone to the last digit. For that, cos d and
+    sin d are divided by cos² + sin² of `before`, which is not quite 1. The keys are turned in float32 at least.
 
     Args:
         keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
         before, after: `[num_tokens]` int64.
-        cos_sin: `[max_positions, head_dim]`, as in `Rotary`.
+        cos_sin: `[max_positions, head_dim]`, as in `Rotary`: of each position the cosines of all pairs, then their sines.
 
     Returns:
         A new tensor of the same shape and dtype.

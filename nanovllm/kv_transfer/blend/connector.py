@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
@@ -85,14 +84,11 @@ class BlendScheduler(KVConnectorScheduler):
             raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
         separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
-            raise ValueError(
-                f"blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's "
-                f"{identity['num_layers']} layers, counted from 0; got {ratio} and {check}"
-            )
+            mistake = "blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's"
+            raise ValueError(f"{mistake} {identity['num_layers']} layers, counted from 0; got {ratio} and {check}")
         self._options = {"recompute_ratio": ratio, "check_layer": check, "max_rows": config.token_budget}
         self.min_tokens, self.max_kept_tokens = max(1, min_tokens), int(gib * 2**30) // max(ranks)
-        folder = resolve_model(config.tokenizer) if config.tokenizer else resolve_model(config.model, config.revision)
-        self.separator = Tokenizer.from_pretrained(folder).encode(separator, add_special_tokens=False)
+        self.separator = Tokenizer.of(config).encode(separator, add_special_tokens=False)
         if not self.separator:
             raise ValueError("blend_special_str separates the parts of a prompt; it must not be empty")
         self._kept: dict[bytes, int] = {}  # key -> tokens; least recently used first

@@ -14,8 +14,8 @@ from typing import Any
 
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
-from nanovllm.kv_transfer.pd.control import Claim, Prefill, Prefilled, Producer, Ranks, Release, Released, seal
-from nanovllm.kv_transfer.pd.plan import Move, Side, TransferParams
+from nanovllm.kv_transfer.pd.control import Claim, Prefill, Prefilled, Producer, Ranks, Release, Released, Side, seal
+from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,13 @@ class ConsumerSide(Side):
         super().close()
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """All the rest of the prompt, if another engine has it or can be asked for it."""
+        """How many tokens of the prompt come from another engine: all behind the first `num_computed_tokens`, or 0. And True: the
+        request waits for them.
+
+        It is 0 without `do_remote_prefill` (see `TransferParams.of`). Otherwise another engine must have the prompt: if
+        `is_prefill_first`, the remote table must have as many blocks as the prompt needs; if not, there must be producers to ask
+        (`_others`). And fewer than `min_remote_tokens` are not worth a transfer. If one of these fails, `_decline` the request.
+        """
         params = TransferParams.of(request)
         if not params.do_remote_prefill:
             return 0, True

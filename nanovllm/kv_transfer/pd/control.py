@@ -1,4 +1,4 @@
-"""What engines tell each other about KV: messages, mailboxes, leases and connections.
+"""What engines tell each other about KV: messages, mailboxes, leases and connections; and what both sides of an engine share.
 
 Control messages go from engine to engine, KV from rank to rank (`transport`). Threads of this module receive the messages. Those
 for the scheduler wait in a mailbox until its next step; claims and releases of leases are answered at once.
@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 
 from nanovllm.distributed.activity import waiting_for_others
+from nanovllm.kv.connector import KVConnectorScheduler
+from nanovllm.kv_transfer.pd.plan import TransferMetadata
 from nanovllm.kv_transfer.transport.connection import Connection, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, Listener, connect, secret
 
@@ -328,3 +330,32 @@ class Producer:
         self.error = "this end is closed"
         if connection := self._connection:
             connection.close()
+
+
+class Side(KVConnectorScheduler):
+    """What both sides of an engine, the consumer and the producer, have in common.
+
+    Attributes:
+        address: where consumers can ask this engine; None if it is no producer.
+        credentials: for connections to other engines.
+        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its message; None at its end.
+        metadata: for the ranks, with the next step.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
+        self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
+        self.address: tuple[str, int] | None = None
+        self.credentials = credentials(self.identity, self.ranks)
+        self.mailbox, self.metadata = Mailbox(), TransferMetadata()
+        self.sources = [self.mailbox.fileno()]
+
+    def forget_requests(self) -> None:
+        """See `KVConnectorScheduler.forget_requests`."""
+        super().forget_requests()
+        self.metadata = TransferMetadata()
+
+    def close(self) -> None:
+        """See `KVConnectorScheduler.close`."""
+        self.mailbox.close()

@@ -1,6 +1,6 @@
-"""What a request says of its KV, what the ranks are told to do about it, and what the two sides of an engine share.
+"""What a request says of its KV, and what the ranks are told to do about it.
 
-Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Front ends check requests with this module, in the middle of other requests: it imports no torch.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from nanovllm.data.request import Request
-from nanovllm.kv.connector import KVConnectorScheduler
-from nanovllm.kv_transfer.pd.control import Mailbox, credentials
 
 BlockId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -93,32 +91,3 @@ class TransferMetadata:
     expects: list[Move] = field(default_factory=list)
     pushes: list[Move] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
-
-
-class Side(KVConnectorScheduler):
-    """What both sides of an engine, the consumer and the producer, have in common.
-
-    Attributes:
-        address: where consumers can ask this engine; None if it is no producer.
-        credentials: for connections to other engines.
-        mailbox: gets pairs from the threads of the connections: a `Consumer` or `Producer`, and its message; None at its end.
-        metadata: for the ranks, with the next step.
-    """
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
-        self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
-        self.address: tuple[str, int] | None = None
-        self.credentials = credentials(self.identity, self.ranks)
-        self.mailbox, self.metadata = Mailbox(), TransferMetadata()
-        self.sources = [self.mailbox.fileno()]
-
-    def forget_requests(self) -> None:
-        """See `KVConnectorScheduler.forget_requests`."""
-        super().forget_requests()
-        self.metadata = TransferMetadata()
-
-    def close(self) -> None:
-        """See `KVConnectorScheduler.close`."""
-        self.mailbox.close()

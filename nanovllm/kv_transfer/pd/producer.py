@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Released, listen, seal
-from nanovllm.kv_transfer.pd.plan import Move, Side, TransferParams
+from nanovllm.kv_transfer.pd.control import Claim, Consumer, Leases, Prefill, Prefilled, Released, Side, listen, seal
+from nanovllm.kv_transfer.pd.plan import Move, TransferParams
 
 if TYPE_CHECKING:
     from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
@@ -119,7 +119,17 @@ class ProducerSide(Side):
                 self._push(order, share, tables[share.request_id])
 
     def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
-        """Push what the step computes of an order, and at first also what the producer had in its cache."""
+        """Push what the step computes of an order, and at first also what the producer had in its cache.
+
+        That is, all tokens of the order (`token_ids`) up to the end of this step's share that have not been pushed yet and that the
+        consumer has not computed (its first `num_computed_tokens`). They are whole blocks, except for a last one that the next step
+        fills, which is pushed again then. `metadata.pushes` gets a `Move` of the order's `consumer.ranks`, from blocks of `table`
+        to those at the same places in `Prefill.push`; `is_last` says that it ends the order. The order's `num_pushed` becomes the end, and
+        `_in_flight` gets the id, which is that of the request.
+
+        Nothing is pushed if the consumer will read (`push` is None), or if part was pushed and the id is no longer in flight: the
+        ranks have stopped.
+        """
         message, size = order.message, self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
         end = min(share.start + share.num_tokens, len(message.token_ids))

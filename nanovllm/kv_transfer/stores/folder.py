@@ -3,8 +3,6 @@
 There is one file per block. It appears whole or not at all, since it is written under another name first; its checksum reveals
 damage by a crash or a bad disk. A folder on a disk is a pool for this machine's engines, past and future; one on a network file
 system whose locks work, for engines on several machines; one on /dev/shm is shared memory.
-
-Built by notebooks/32_kv_sharing.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, KEY_BYTES, Pair, SealedStore, seal
+from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, KEY_BYTES, Pair, SealedStore, seal
 
 # A round of evictions looks at every file, so it makes room for many, down to this share of the bound.
 LOW_WATER = 0.9
@@ -74,9 +72,8 @@ class FolderStore(SealedStore):
             with self._alone():
                 self._sweep(0)
         except OSError as error:
-            raise ValueError(
-                f"{self.place} cannot keep KV blocks ({error}): name one that does not exist yet, or that only this user may write to"
-            ) from error
+            mistake = f"{self.place} cannot keep KV blocks ({error}): name one that does not exist yet"
+            raise ValueError(f"{mistake}, or that only this user may write to") from error
 
     def contains(self, keys: Sequence[bytes]) -> int:
         """See `KVStore.contains`."""

@@ -96,9 +96,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         if not config.enable_prefix_caching:
             raise ValueError("leave enable_prefix_caching on: blocks are kept under the hashes of the prefix cache")
         if self.kv_transfer.kv_load_failure_policy == "fail":
-            raise ValueError(
-                "use kv_load_failure_policy 'recompute': this connector computes blocks that were not kept"
-            )
+            raise ValueError("use kv_load_failure_policy 'recompute': this connector computes blocks that are not kept")
         self._key = lru_cache(1 << 16)(partial(block_key, identity))
         shared = open_store(config, max(rank["entry_bytes"] for rank in ranks), shared_only=True)
         self._is_shared = shared is not None
@@ -117,8 +115,15 @@ class OffloadingScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """See `KVConnectorScheduler.get_num_new_matched_tokens`. The scheduler asks again as long as the request waits for free
-        blocks; a shared store is asked only once."""
+        """How many tokens after the first `num_computed_tokens` can be loaded, and True: they come while the request waits.
+
+        The kept blocks are those of `request.block_hashes` that `_host.contains` finds (by their `_keys`), counted from the beginning
+        of the prompt. `_saved[request_id]` notes the request and their number, in a producer, too. Only whole blocks are loaded, not the one
+        with the last token, whose logits are needed, and none unless `kv_transfer.is_consumer`.
+
+        The scheduler asks again as long as the request waits for free blocks. If other engines share the store (`_is_shared`), it is
+        slow, and the number in `_saved` is used again; host memory is looked up anew, since it may have evicted blocks.
+        """
         if request.request_id not in self._saved or not self._is_shared:
             self._saved[request.request_id] = request, self._host.contains(self._keys(request.block_hashes))
         size, (_, num_saved) = self.config.block_size, self._saved[request.request_id]

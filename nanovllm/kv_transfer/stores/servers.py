@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.data.kv_transfer_config import KVTransferConfig
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, Pair, SealedStore, seal, unpack
+from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, Pair, SealedStore, seal, unpack
 
 BUFFER_BYTES = 32 << 20  # passes at a time
 
@@ -121,9 +121,8 @@ class MooncakeStore(SealedStore):
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
-            raise ValueError(
-                f"the pool 'mooncake' needs a package, pip install 'nanovllm[mooncake]', and the system's libibverbs1: {error}"
-            ) from error
+            mistake = "the pool 'mooncake' needs a package, pip install 'nanovllm[mooncake]'"
+            raise ValueError(f"{mistake}, and the system's libibverbs1: {error}") from error
         self._store: Any = MooncakeDistributedStore()
         if (code := self._store.setup(*list(settings.values())[:-2])) != 0:
             raise ValueError(

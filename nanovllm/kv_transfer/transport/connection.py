@@ -11,7 +11,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 
 import xxhash
 
@@ -46,6 +45,7 @@ class Connection:
     def __init__(self, sock: socket.socket, peer: str, patience: float = 30.0) -> None:
         self.peer, self.patience, self.payload_bytes, self.deadline, self.hello = peer, patience, 0, float("inf"), b""
         self._socket, self._closed, self._sending = sock, False, threading.Lock()
+        sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _TCP_OPTIONS.items():
             if hasattr(socket, name):
@@ -64,7 +64,7 @@ class Connection:
         with self._sending:
             self.send_raw(frame + xxhash.xxh3_64_digest(frame))
             if payload:
-                self.send_raw(self._transfer(memoryview(payload), self._socket.send))
+                self.send_raw(self._transfer(memoryview(payload), is_sending=True))
 
     def receive(self, timeout: float | None = None) -> bytes:
         """The next message. If it has a payload (`payload_bytes`), call `receive_payload` next.
@@ -81,7 +81,7 @@ class Connection:
             raise CorruptFrame(f"{self.peer} sent {self.payload_bytes} bytes with a message that has none")
         if self._closed:
             raise PeerLost(f"the connection to {self.peer} is closed")
-        if not self.is_readable(timeout):
+        if not self.is_ready(timeout):
             raise TimeoutError(f"{self.peer} is silent")
         header = self.read(_HEADER.size)
         magic, length, payload = _HEADER.unpack(header)
@@ -102,22 +102,22 @@ class Connection:
         """
         if len(buffer) != self.payload_bytes:
             raise self._corrupt(f"{self.payload_bytes} bytes where {len(buffer)} were expected")
-        if buffer and self._transfer(buffer, self._socket.recv_into) != self.read(_CHECKSUM_BYTES):
+        if buffer and self._transfer(buffer) != self.read(_CHECKSUM_BYTES):
             raise self._corrupt("a payload with a wrong checksum")
         self.payload_bytes = 0
 
-    def is_readable(self, seconds: float | None = 0) -> bool:
-        """Whether `receive` would return or raise at once; waits for that moment, None: without a limit."""
+    def is_ready(self, seconds: float | None = 0, event: int = select.POLLIN) -> bool:
+        """Whether receiving, or with POLLOUT sending, would return or raise at once; waits for that moment, None: without a limit."""
         poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(None if seconds is None else 1000 * seconds))
+        poller.register(self._socket, event)
+        return bool(poller.poll(None if seconds is None else 1000 * max(0.0, seconds)))
 
     def is_lost(self) -> bool:
         """Whether the other end is gone, as far as can be known without waiting and without taking bytes it has sent."""
         try:
-            return self._closed or (self.is_readable() and self._socket.recv(1, socket.MSG_PEEK) == b"")
-        except OSError:
-            return True
+            return self._closed or self._socket.recv(1, socket.MSG_PEEK) == b""
+        except OSError as error:
+            return not isinstance(error, BlockingIOError)
 
     def close(self) -> None:
         """End the connection: the other end, and threads that wait here, get `PeerLost`."""
@@ -135,22 +135,24 @@ class Connection:
 
     def send_raw(self, data: bytes) -> None:
         """Send bytes without a frame."""
-        self._transfer(memoryview(data), self._socket.send)
+        self._transfer(memoryview(data), is_sending=True)
 
     def read(self, size: int) -> bytes:
         """The next bytes, which have no frame."""
         data = bytearray(size)
-        self._transfer(memoryview(data), self._socket.recv_into)
+        self._transfer(memoryview(data))
         return bytes(data)
 
-    def _transfer(self, data: memoryview, step: Callable[[memoryview], int]) -> bytes:
+    def _transfer(self, data: memoryview, is_sending: bool = False) -> bytes:
         """Send or fill all of `data`, step by step; returns its checksum."""
+        step, event = (self._socket.send, select.POLLOUT) if is_sending else (self._socket.recv_into, select.POLLIN)
         checksum = xxhash.xxh3_64()
         while data:
             try:
-                self._socket.settimeout(max(1e-3, min(self.patience, self.deadline - time.monotonic())))
                 size = step(data[:_STEP_BYTES])
-            except TimeoutError:
+            except BlockingIOError:
+                if self.is_ready(min(self.patience, self.deadline - time.monotonic()), event):
+                    continue
                 self.close()  # the rest of a frame that was cut off would be taken for a header
                 raise PeerLost(f"{self.peer} has stopped in the middle of a message") from None
             except OSError as error:

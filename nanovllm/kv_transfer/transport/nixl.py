@@ -126,7 +126,7 @@ class NixlLink(Link):
     def serve_fetch(self, fetch: messages.Fetch, layers: range) -> None:
         """Let a peer read. On most networks UCX needs both ends to keep it going."""
         self.connection.send(messages.encode(messages.Answer()))
-        while not self.connection.is_readable():
+        while not self.connection.is_ready():
             self.transport.call("update_notifs")
             time.sleep(_PAUSE)
         if not isinstance(self.receive(), messages.Moved):

@@ -3,7 +3,7 @@
 import { byId, setText } from "./dom.js";
 
 const KEY = "nanovllm.key";
-let question = null; // the promise of the open key dialog: whoever is turned away meanwhile waits for the same answer
+let question = null; // the promise of the open key dialog: requests that are refused meanwhile wait for the same answer
 
 /** What the server, or the way to it, has to say. `status` is 0 if it could not be reached. */
 export class ServerError extends Error {
@@ -68,7 +68,7 @@ export async function* chunks(response) {
       }
     }
   }
-  if (!ended) throw new ServerError(0, "The connection was lost before the answer had ended.");
+  if (!ended) throw new ServerError(0, "The connection was lost before the answer was complete.");
 }
 
 function explained(error) {
@@ -91,7 +91,7 @@ function sentence(text) {
   return first + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
 }
 
-/** Ask for another key than the one that was used, unless somebody has given it meanwhile. */
+/** Ask for another key than the one that was used, unless the user has given it meanwhile. */
 async function newKey(used) {
   if ((sessionStorage.getItem(KEY) ?? "") !== used) return;
   question ??= keyDialog(used !== "").finally(() => (question = null));
@@ -112,7 +112,7 @@ function keyDialog(refused) {
     byId("key-form").onsubmit = (event) => {
       event.preventDefault();
       const key = field.value.trim();
-      if (!/^[\x21-\x7e]+$/.test(key)) return say("A key has only letters, digits and signs of ASCII.");
+      if (!/^[\x21-\x7e]+$/.test(key)) return say("A key has only ASCII letters, digits and signs, and no spaces.");
       dialog.close("given");
       resolve(key);
     };

@@ -11,8 +11,8 @@ const SUGGESTIONS = [
   "Write a Python function that adds two numbers.",
 ];
 const WELCOME =
-  "Ask something, and watch the engine answer it: your request takes blocks of the KV pool, grows by a token a step, " +
-  "and gives them back.";
+  "Ask something, and watch the engine answer: your request gets blocks of the KV pool, grows by one token per step, " +
+  "and frees its blocks at the end.";
 const REASONS = {
   stop: "complete",
   length: "cut off at the token limit",
@@ -92,7 +92,7 @@ export class Chat {
     setText(byId("announcer"), answer.error ?? (answer.text || "The answer is empty."));
   }
 
-  /** Abort the answer: the server notices that nobody reads on, and frees its blocks. */
+  /** Abort the answer: the server notices that the connection is closed, and frees its blocks. */
   stop() {
     this.abort?.abort();
   }
@@ -282,7 +282,7 @@ export class Chat {
   _readout(answer, copy) {
     const facts = [];
     if (answer.tokens) facts.push(["tokens", count(answer.tokens, "token")]);
-    if (answer.first !== undefined) facts.push(["ttft", `first after ${seconds(answer.first)}`]);
+    if (answer.first !== undefined) facts.push(["ttft", `first token after ${seconds(answer.first)}`]);
     const span = answer.last - answer.first;
     if (answer.tokens > 1 && span > 0) facts.push(["rate", `${((answer.tokens - 1) / span).toFixed(1)} tokens/s`]);
     if (answer.prompt) facts.push(["cached", `${answer.cached} of ${count(answer.prompt, "prompt token")} cached`]);

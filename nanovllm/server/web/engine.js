@@ -1,7 +1,7 @@
 /** The engine as it works: one stream of its steps, from which the figures and the player are drawn. */
 
 import { ServerError, ask, lines } from "./api.js";
-import { byId, count, element, setText } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { FigureRow, figuresAt } from "./figures.js";
 import { History, TraceReader } from "./history.js";
 import { createPlayer } from "./player.js";
@@ -32,9 +32,9 @@ export class Engine {
     setInterval(() => this._tick(), 250);
   }
 
-  /** Call the requests of an answer by a name of this page's own: "you", or a short one followed by their numbers. */
-  name(answerId, label) {
-    this.names.set(answerId, label);
+  /** Call the requests of an answer by a name of this page's own: "you", or a short one followed by numbers from `first` on. */
+  name(answerId, label, first = 1) {
+    this.names.set(answerId, { label, first });
     for (const request of this.history?.requests.values() ?? []) this._label(request);
     this.player?.changed();
   }
@@ -60,7 +60,7 @@ export class Engine {
   /** Follow the engine, for ever; a recorded trace only to its end. What cannot be read or shown is not asked for again. */
   async run() {
     for (let wait = FIRST_WAIT; ; wait = Math.min(2 * wait, LONGEST_WAIT)) {
-      let problem = "The engine's stream has ended.";
+      let problem = "The server has closed the stream of steps.";
       this.reading = new AbortController();
       const { signal } = this.reading;
       try {
@@ -103,12 +103,12 @@ export class Engine {
         } else this._append(record);
       }
       this.lastNews = performance.now();
-      if (!this.settings.live) this._say("reading", `reading: ${count(this.history.length, "record")}`);
+      if (!this.settings.live) this._say("reading", "reading the trace");
       this.redraw ??= setTimeout(() => this._redraw(), REDRAW_EVERY);
     }
     if (!this.settings || this.settings.live) return;
     this._redraw();
-    this._say("replay", `replay of ${count(this.history.length, "record")}`);
+    this._say("replay", "replay");
   }
 
   _redraw() {
@@ -126,9 +126,9 @@ export class Engine {
     this.row.useUnit(settings.time_unit);
     this.history = new History(settings, { keep: live ? KEEP : Infinity });
     this.rested = false; // whether the newest record is one of `_rest`
-    this.player ??= createPlayer(byId("player"), { views: VIEWS, live, theme: "auto", onStep: () => this._figures() });
+    this.player ??= createPlayer(byId("player"), { views: VIEWS, live, theme: "auto", keysFrom: document, onStep: () => this._figures() });
     this.player.setHistory(this.history);
-    if (live) this._say("live", "live");
+    if (live) this._say("live", "connected");
     this._showChoice(settings);
     this.onHeader(settings);
   }
@@ -138,7 +138,7 @@ export class Engine {
     const options = Array.from({ length: size }, (_, i) => element("option", { value: i }, `Engine ${i}`));
     if (byId("rank").length !== size) byId("rank").replaceChildren(...options); // else it may be open just now
     byId("rank").value = data_rank ?? 0;
-    setText(byId("rank-note"), `The figures and pictures are its own. Chat and demo load go to all ${size} engines.`);
+    setText(byId("rank-note"), `Figures and pictures show this engine. Chat and demo load go to all ${size} engines.`);
   }
 
   _append(record) {
@@ -153,8 +153,8 @@ export class Engine {
   _label(request) {
     // The engine calls the requests of one answer by its id, "-" and a number.
     const [, answer, number] = request.id.match(/^(.*)-(\d+)$/) ?? [];
-    const label = this.names.get(answer);
-    if (label) request.label = label === "you" ? label : `${label}${Number(number) + 1}`;
+    const { label, first } = this.names.get(answer) ?? {};
+    if (label) request.label = label === "you" ? label : `${label}${Number(number) + first}`;
   }
 
   _tick() {

@@ -10,14 +10,14 @@ const TILES = {
   kv: "KV cache",
   hits: "Prefix hits",
   preempted: "Preemptions",
-  step: "Step",
+  step: "Step time",
 };
 
 /** The figures at a record of a history, as plain numbers.
  *
  * `now` is a moment of the engine's clock in seconds: after its last step time goes on, and rates fall to 0; undefined
  * is the end of the record. `sampled` and `computed` are tokens a second, the latter with those of prompts; `hits` is
- * undefined while nobody was admitted, `stepSeconds` and `batch` while nothing was computed. */
+ * undefined while no request was admitted, `stepSeconds` and `batch` while nothing was computed. */
 export function figuresAt(history, index, now) {
   const record = history.record(index);
   const hasEnded = (id) => history.requests.get(id)?.ended <= index; // false for undefined
@@ -77,6 +77,7 @@ export class FigureRow {
 
   _time(span) {
     if (this.unit) return `${Number(span.toPrecision(3))} unit${span === 1 ? "" : "s"}`;
+    if (span >= 1) return `${span.toFixed(1)} s`;
     return `${span < 0.01 ? (1000 * span).toFixed(1) : Math.round(1000 * span)} ms`;
   }
 
@@ -86,11 +87,11 @@ export class FigureRow {
     const swapped = now.swapped ? `, ${now.swapped} swapped` : "";
     const working = now.stepSeconds !== undefined;
     this._set("running", String(now.running), `${now.waiting} waiting${swapped}`);
-    this._set("rate", short(now.sampled), `${short(now.computed)} computed`);
+    this._set("rate", short(now.sampled), `${short(now.computed)} tokens incl. prefill`);
     this._set("kv", percent(share), `${now.held.toLocaleString("en")} of ${count(now.blocks, "block")}`);
-    this._set("hits", now.hits === undefined ? "–" : percent(now.hits), "of prompts");
-    this._set("preempted", now.preemptions.toLocaleString("en"), "so far");
-    if (working) this._set("step", this._time(now.stepSeconds), `of ${now.batch.toFixed(1)} requests`);
+    this._set("hits", now.hits === undefined ? "–" : percent(now.hits), "of prompt tokens");
+    this._set("preempted", now.preemptions.toLocaleString("en"), "in total");
+    if (working) this._set("step", this._time(now.stepSeconds), `average batch ${now.batch.toFixed(1)}`);
     else this._set("step", "–", "idle");
     this.tiles.kv.node.style.setProperty("--share", share);
   }
@@ -101,5 +102,5 @@ export class FigureRow {
   }
 }
 
-const percent = (share) => `${Math.round(100 * share)} %`;
+const percent = (share) => `${share > 0 && share < 0.0995 ? (100 * share).toFixed(1) : Math.round(100 * share)} %`;
 const short = (number) => (number > 0 && number < 10 ? number.toFixed(1) : Math.round(number).toLocaleString("en"));

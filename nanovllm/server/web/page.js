@@ -13,12 +13,12 @@ const engine = new Engine({
     document.title = `${model} · nanovllm${settings.live ? "" : " replay"}`;
     const { data_rank: rank, data_parallel_size: size } = settings.live ? {} : settings; // of a live one, a list says it
     setText(byId("model"), rank === undefined ? model : `${model}, data rank ${rank} of ${size}`);
-    load.settings = settings;
+    load.begin(settings);
     if (!settings.live) openTab("engine");
   },
   onSteps: () => chat.recolor(),
 });
-const load = new Load({ onRequests: (id, label) => engine.name(id, label) });
+const load = new Load({ onRequests: (...request) => engine.name(...request) });
 const chat = new Chat({
   onAnswer: (id) => engine.name(id, "you"),
   onShow(id) {

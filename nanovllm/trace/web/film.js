@@ -27,7 +27,8 @@ export function tellChanges(history, index) {
   return told.map(([what, names]) => `${what}: ${names}.`).join(" ");
 }
 
-/** Put a film of a trace file's text on the page. `show(beat)` draws a beat; it resolves to the caption once it is drawn. */
+/** Put a film of a trace file's text on the page. `fit(indices)` makes its pictures as high as these records need. `show(beat)`
+ * draws a beat; it resolves to the caption once it is drawn. */
 export function openFilm({ text, title, views, settings }) {
   const history = readHistory(new TextEncoder().encode(text));
   const heading = makeElement("h1", {}, title);
@@ -40,6 +41,12 @@ export function openFilm({ text, title, views, settings }) {
   player.setHistory(history);
   const drawn = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
   return {
+    async fit(indices) {
+      await drawn(); // the pictures have their width now
+      for (const view of player.views) {
+        view.height = Math.max(...indices.map((index) => Math.ceil(view.drawing.height(history, view.width, index))));
+      }
+    },
     async show({ index, words, focus }) {
       player.seek(index);
       const kind = typeof focus === "number" ? "block" : "request";

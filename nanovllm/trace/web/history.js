@@ -144,10 +144,12 @@ export class TraceReader {
   }
 }
 
-// A name short enough for a row: ids of HTTP requests differ only behind their common beginning.
-export function shortLabel(id) {
+// A name short enough for a row: of an HTTP request's id, such as cmpl-5c1e35ab77d94d0b-12, the beginning and the number
+// behind it. `digits` is the length of the beginning.
+export function shortLabel(id, digits = 4) {
   const bare = id.replace(/^(chatcmpl|cmpl)-/, "");
-  return bare.length <= 12 ? bare : `${bare.slice(0, 6)}…${bare.slice(-3)}`;
+  const [, beginning, number] = bare.match(/^(\w+).*?(-\d+)?$/) ?? [];
+  return bare.length <= 12 || !beginning ? bare : `${beginning.slice(0, digits)}${number ?? "…"}`;
 }
 
 // All records read so far, and what follows from them. Indices count records from the first one ever appended
@@ -159,6 +161,7 @@ export class History {
   #recent = new Map(); // index -> state
   #tail;
   #blockEvents = new Map(); // block -> [index, what, index, what, ...]
+  #labels = new Map(); // label -> id of its request
   #numNamed = 0;
   #numQueried = 0; // tokens of admitted requests, for which the prefix cache was asked
 
@@ -172,6 +175,7 @@ export class History {
     this.peakEntries = 0; // most table entries at a time
     this.peakLengths = NO_IDS; // lengths of the tables at that time
     this.peakHolders = 0; // most requests with a table at a time
+    this.usedBlocks = new Set(); // blocks that were ever held or had content in the prefix cache
     this.seen = new Set(); // of "cached", "preempted", "swapped", "held", "aborted": what a legend has to explain
     const caching = settings.enable_prefix_caching ?? true;
     this.#tail = new PoolState(settings.num_blocks, settings.block_size, caching);
@@ -188,7 +192,7 @@ export class History {
     this.#records.push(record);
     this.length += 1;
     this.#noteRequests(record, index);
-    this.#noteBlocks(index);
+    this.#noteBlocks(record, index);
     this.#noteSums(record, this.record(index - 1));
     if (this.length - this.first >= this.keep + KEYFRAME_EVERY) this.#forget();
   }
@@ -215,7 +219,7 @@ export class History {
     if (!info || anew) {
       const number = info?.number ?? this.#numNamed++;
       info = {
-        id, number, label: shortLabel(id), prompt: "", text: "",
+        id, number, label: info?.label ?? this.#freeLabel(id), prompt: "", text: "",
         promptTokens: 0, cachedTokens: undefined, outputTokens: 0, outputBefore: 0, peakBlocks: 0,
         firstSeen: this.length - 1, arrived: undefined, firstToken: undefined, lastToken: undefined,
         ended: undefined, reason: undefined, aborted: false, // no reason: the end was missed
@@ -224,6 +228,15 @@ export class History {
       this.requests.set(id, info);
     }
     return info;
+  }
+
+  // A label that no other request has.
+  #freeLabel(id) {
+    let digits = 4;
+    while (this.#labels.get(shortLabel(id, digits)) !== undefined && digits < id.length) digits += 2;
+    const label = shortLabel(id, digits);
+    this.#labels.set(label, id);
+    return label;
   }
 
   #noteRequests(record, index) {
@@ -246,11 +259,11 @@ export class History {
     }
     if (record.swapped.length) this.seen.add("swapped");
     if (Object.keys(record.held).length) this.seen.add("held");
-    for (const id of record.resumed) note(this.#info(id), "came back from host memory");
+    for (const id of record.resumed) note(this.#info(id), "resumed: its blocks are copied back from host memory");
     for (const [id, mode] of record.preempted) {
       this.#info(id).preemptions.push(index);
       this.seen.add("preempted");
-      const where = mode === "swap" ? "went to host memory" : "were lost";
+      const where = mode === "swap" ? "are copied to host memory" : "are freed";
       note(this.#info(id), `preempted: its blocks ${where}`);
     }
     infos.forEach((info, row) => {
@@ -298,7 +311,7 @@ export class History {
       if (afterGap && live.has(info.id)) info.text = ""; // told anew from its beginning
       if (info.ended !== undefined || live.has(info.id)) continue;
       info.ended = index;
-      note(info, "has ended, in steps that were not seen");
+      note(info, "has ended, in steps that are not recorded");
     }
   }
 
@@ -311,7 +324,7 @@ export class History {
     note(info, cached ? `${again}, ${cached} tokens from the prefix cache` : again);
   }
 
-  #noteBlocks(index) {
+  #noteBlocks(record, index) {
     const { hits, allocated, evicted, released, tables } = this.#tail;
     const note = (block, what) => {
       const events = this.#blockEvents.get(block);
@@ -320,7 +333,13 @@ export class History {
     };
     for (const block of released) note(block, "released");
     for (const block of hits) note(block, "hit");
+    for (const blocks of [hits, allocated, ...Object.values(record.held)]) for (const block of blocks) this.usedBlocks.add(block);
     for (const block of allocated) note(block, evicted.has(block) ? "evicted" : "allocated");
+    if (record.snapshot) {
+      for (let block = 0; block < this.#tail.numBlocks; block++) {
+        if (this.#tail.refCount(block) || this.#tail.isCached(block)) this.usedBlocks.add(block);
+      }
+    }
     let entries = 0;
     for (const table of tables.values()) entries += table.length;
     if (entries > this.peakEntries) {
@@ -348,10 +367,11 @@ export class History {
     this.#keyframes.splice(0, (first - this.first) / KEYFRAME_EVERY);
     for (const index of this.#recent.keys()) if (index < first) this.#recent.delete(index);
     this.first = first;
-    // With asynchronous scheduling the first record may still show somebody who ended in the one before.
+    // With asynchronous scheduling the first record may still show a request that ended in the one before.
     const record = this.record(first);
     const shown = new Set([...record.ids, ...record.running, ...this.stateAt(first).tables.keys()]);
     for (const [id, info] of this.requests) if (info.ended < first && !shown.has(id)) this.requests.delete(id);
+    for (const [label, id] of this.#labels) if (!this.requests.has(id)) this.#labels.delete(label);
     for (const events of this.#blockEvents.values()) {
       let gone = 0;
       while (gone < events.length && events[gone] < first) gone += 2;
@@ -360,6 +380,17 @@ export class History {
   }
 
   // ---------------------------------------------------------------- figures
+
+  // Index of the last record whose step is not after this one: of those with one number, it is the one that computes.
+  indexOfStep(step) {
+    let [low, high] = [this.first, this.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.record(middle).step <= step) low = middle + 1;
+      else high = middle;
+    }
+    return Math.max(this.first, low - 1);
+  }
 
   // Index of the first kept record that began at `time` (in the trace's seconds) or later; `length` if none
   // did.
@@ -391,7 +422,7 @@ export class History {
   }
 
   // Share of the tokens of admitted requests that was found in the prefix cache, up to the record; undefined
-  // if nobody was admitted.
+  // if no request was admitted.
   prefixHitRate(index = this.length - 1) {
     const { hit, queried } = this.record(index)?.sums ?? {};
     return queried ? hit / queried : undefined;
@@ -418,10 +449,9 @@ export class History {
     const record = this.record(index);
     const takers = record.ids.filter((id, row) => record.newBlocks.get(row)?.includes(block));
     const names = takers.map((id) => this.requests.get(id)?.label ?? shortLabel(id)).join(", ");
-    if (what === "released") return `step ${record.step}: given up by its last holder`;
+    if (what === "released") return `step ${record.step}: freed by its last request`;
     if (what === "hit") return `step ${record.step}: found in the prefix cache by ${names}`;
-    const over = what === "evicted" ? ", over content that could still be found" : "";
-    return `step ${record.step}: handed to ${names}${over}`;
+    return `step ${record.step}: allocated to ${names}${what === "evicted" ? ", evicts cached content" : ""}`;
   }
 
   // What is known about a request at the record; times in the unit of the trace (seconds, or

@@ -9,6 +9,7 @@ const CALM_INTERVAL = 500; // milliseconds between pictures of a live page, wher
 const LIVE_SHARE = 0.03;
 const LONGEST_INTERVAL = 1000; // milliseconds
 const SHRINK_AFTER = 5000; // milliseconds for which a live picture is too high before it is made smaller
+const SHRINK_IDLE = 1000; // the same, while the engine is idle
 
 const ICONS = {
   back: "M11.5 3v10L4.5 8z",
@@ -38,7 +39,7 @@ function pageIsDark() {
  *
  * Options: `views`: names from VIEWS, top to bottom; `live`: records keep coming, and the player follows the latest until
  * it is paused; `theme`: "light", "dark" or "auto"; `speed`: steps per second; `onStep(index)`: called when the reader moves;
- * `settings`: further things for the views' scene.
+ * `keysFrom`: the element in which keys move the player, by default its own; `settings`: further things for the views' scene.
  */
 export function createPlayer(root, options = {}) {
   return new TracePlayer(root, options);
@@ -46,12 +47,13 @@ export function createPlayer(root, options = {}) {
 
 export class TracePlayer {
   constructor(root, options) {
-    const { views = ["tables", "timeline"], live = false, theme = "auto", speed = 2, onStep, settings } = options;
+    const { views = ["tables", "timeline"], live = false, theme = "auto", speed = 2, onStep, keysFrom, settings } = options;
     const unknown = views.filter((name) => !(name in VIEWS)).join(", ");
     if (unknown) throw new Error(`no such view: ${unknown}; there are ${Object.keys(VIEWS).join(", ")}`);
     this.live = live;
     this.speed = speed;
     this.onStep = onStep ?? (() => {});
+    this.keysFrom = keysFrom;
     this.settings = settings ?? {};
     this.themeOption = theme;
     this.history = null;
@@ -175,19 +177,25 @@ export class TracePlayer {
       this.speedSelect.append(makeElement("option", { value: speed }, `${speed}/s`));
     }
     this.speedSelect.value = String(this.speed);
-    const live = { type: "button", class: "nv-button nv-live", title: "Keep to the latest step" };
-    this.liveButton = makeElement("button", live, "live");
-    this.liveButton.hidden = !this.live;
+    const follow = { type: "button", class: "nv-button nv-follow", title: "Keep to the latest step (end)" };
+    this.followButton = makeElement("button", follow, "Follow");
+    this.followButton.hidden = !this.live;
     const speed = makeElement("label", { class: "nv-speed-label" });
     speed.append(makeElement("span", {}, "Speed "), this.speedSelect);
     const controls = makeElement("div", { class: "nv-controls", role: "group", "aria-label": "Player" });
     const buttons = makeElement("span", { class: "nv-buttons" });
     buttons.append(this.backButton, this.playButton, this.forwardButton);
-    controls.append(buttons, this.slider, this.position, speed, this.liveButton);
+    controls.append(buttons, this.slider, this.position, speed, this.followButton);
 
     this.views = names.map((name) => this._buildView(name));
     this.pictures = makeElement("div", { class: "nv-pictures" });
-    this.pictures.append(...this.views.map((view) => view.figure));
+    // Two columns where a page makes them so, of figures that follow one another without gaps.
+    for (const column of [0, 1].slice(0, names.length)) {
+      const made = makeElement("div", { class: "nv-column" });
+      made.append(...this.views.filter((_, i) => i % 2 === column).map((view) => view.figure));
+      this.pictures.append(made);
+    }
+    this.views.forEach((view, i) => (view.figure.style.order = i));
     this.story = new StoryPanel((selection) => this.select(selection), (index) => this.seek(index));
     const body = makeElement("div", { class: "nv-body" });
     body.append(this.pictures, this.story.element);
@@ -213,19 +221,25 @@ export class TracePlayer {
       this.playButton.replaceChildren(makeIcon(action.toLowerCase()));
       this.playButton.ariaLabel = action;
     }
-    this.liveButton.setAttribute("aria-pressed", String(this.following));
+    this.followButton.setAttribute("aria-pressed", String(this.following));
     if (!any) return;
     this.backButton.disabled = this.index <= this.history.first;
     this.forwardButton.disabled = this.index >= this.history.length - 1;
-    this.slider.min = this.history.first;
-    this.slider.max = this.history.length - 1;
-    this.slider.value = this.index;
+    [this.slider.min, this.slider.max] = this._range();
+    this.slider.value = this.history.record(this.index).step;
+    this.slider.disabled = this.slider.min === this.slider.max;
     this.slider.setAttribute("aria-valuetext", this._positionText());
   }
 
+  /** The numbers of the first and last step that can be looked at: an engine may have counted before the record begins. */
+  _range() {
+    return [this.history.record(this.history.first).step, this.history.record(this.history.length - 1).step];
+  }
+
   _positionText() {
-    const last = this.history.record(this.history.length - 1);
-    return `step ${this.history.record(this.index).step} of ${last.step}`;
+    const { step } = this.history.record(this.index);
+    const [first, last] = this._range();
+    return first === last ? `step ${step}` : `step ${step} of ${first}–${last}`;
   }
 
   // ---------------------------------------------------------------- what the reader does
@@ -235,10 +249,10 @@ export class TracePlayer {
     on(this.backButton, "click", () => this._stepBy(-1));
     on(this.forwardButton, "click", () => this._stepBy(1));
     on(this.playButton, "click", () => this._togglePlay());
-    on(this.liveButton, "click", () => (this.following ? this.pause() : this.follow()));
-    on(this.slider, "input", () => this._scrub(Number(this.slider.value)));
+    on(this.followButton, "click", () => (this.following ? this.pause() : this.follow()));
+    on(this.slider, "input", () => this._scrub(this.history.indexOfStep(Number(this.slider.value))));
     on(this.speedSelect, "change", () => (this.speed = Number(this.speedSelect.value)));
-    on(this.element, "keydown", (event) => this._key(event));
+    on(this.keysFrom ?? this.element, "keydown", (event) => this._key(event));
     for (const view of this.views) {
       on(view.canvas, "pointermove", (event) => this._point(view, event));
       on(view.canvas, "pointerleave", () => this._setHover(null));
@@ -294,8 +308,15 @@ export class TracePlayer {
     else this.play();
   }
 
+  /** Keys of other parts of the page are theirs: of fields and of what scrolls. */
+  _isForOthers({ target }) {
+    if (this.element.contains(target)) return false;
+    return !this.element.offsetParent || target.closest("input, textarea, select, dialog, [role=tab], [tabindex]");
+  }
+
   _key(event) {
-    if (event.altKey || event.ctrlKey || event.metaKey || !this._hasRecords()) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || event.defaultPrevented || !this._hasRecords()) return;
+    if (this._isForOthers(event)) return;
     const own = event.target.tagName; // a button presses itself on space; a slider and a list move by arrows
     const actions = {
       Escape: () => this.select(null),
@@ -389,10 +410,11 @@ export class TracePlayer {
   _fitHeight(view, needed) {
     const loose = this.following && needed < view.height;
     view.looseSince = loose ? (view.looseSince ?? this.lastDrawn) : null;
-    const late = loose && !this.hover && this.lastDrawn - view.looseSince >= SHRINK_AFTER;
+    const wait = this._hasRecords() && this.history.record(this.index).size ? SHRINK_AFTER : SHRINK_IDLE;
+    const late = loose && !this.hover && this.lastDrawn - view.looseSince >= wait;
     view.height = late ? needed : Math.max(view.height, needed);
     if (late) view.looseSince = null;
-    else if (loose) this.shrinking ??= setTimeout(() => this._drawAgain(), SHRINK_AFTER);
+    else if (loose) this.shrinking ??= setTimeout(() => this._drawAgain(), SHRINK_IDLE);
   }
 
   _drawAgain() {

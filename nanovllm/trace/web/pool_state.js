@@ -77,7 +77,7 @@ export class PoolState {
     this.tables = new Map();
     this.numTokens = new Map();
     this.refCounts = new Int32Array(numBlocks);
-    this.cached = new Uint8Array(numBlocks); // 1: free, and its content can still be found
+    this.cached = new Uint8Array(numBlocks); // 1: free, still cached
     this.held = {}; // id -> block ids, of tables that KV transfers hold
     this.#forgetStep();
   }
@@ -222,7 +222,7 @@ export class PoolState {
     return this.#holders[block] ?? NOTHING;
   }
 
-  // Tokens in the block: 0 to the block size. A free block that can still be found is full.
+  // Tokens in the block: 0 to the block size. A free block that is still cached is full.
   filled(block) {
     if (!this.#filled) this.#index();
     return this.#filled[block];

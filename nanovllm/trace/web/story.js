@@ -1,11 +1,12 @@
 // The story of a step, a request or a block in words: what the player shows beside its pictures.
 import { requestColor } from "./views.js";
 import { BLOCKED_BY } from "./views_steps.js";
+import { inDigits } from "./views_style.js";
 
-const ENDINGS = { stop: "it stopped by itself", length: "it reached its length", abort: "aborted" };
+const ENDINGS = { stop: "complete (stop)", length: "at its token limit (length)", abort: "aborted" };
 const PREEMPTIONS = {
-  recompute: "its blocks are given up and computed again later",
-  swap: "its blocks move to host memory",
+  recompute: "its blocks are freed, and computed again later",
+  swap: "its blocks are copied to host memory",
 };
 
 /** A new element with attributes and a text. */
@@ -18,7 +19,7 @@ export function makeElement(tag, attributes = {}, text = "") {
 
 /** "1 token", "2 tokens". */
 function countOf(number, noun) {
-  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+  return `${inDigits(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
 /** A finish reason; there is none for a request that ended unseen. */
@@ -35,7 +36,7 @@ function inTime(history, span) {
 
 /** Tokens that the step computes, "32 prefill, 5 decode". */
 function tokensByKind(record) {
-  return `${record.numTokens - record.numDecode} prefill, ${record.numDecode} decode`;
+  return `${inDigits(record.numTokens - record.numDecode)} prefill, ${record.numDecode} decode`;
 }
 
 /** One step in a sentence, for readers who do not see the pictures. */
@@ -57,7 +58,7 @@ export class StoryPanel {
     this.select = select;
     this.seek = seek;
     this.content = makeElement("div", { class: "nv-story-content" });
-    this.element = makeElement("aside", { class: "nv-story", tabindex: -1,"aria-label": "Story of what is selected" });
+    this.element = makeElement("aside", { class: "nv-story", tabindex: -1,"aria-label": "Details of what is selected" });
     this.element.append(this.content);
     this.actions = new WeakMap(); // of the buttons
     // The panel is made anew with every picture: a press must count although its button may be gone at the release.
@@ -88,8 +89,8 @@ export class StoryPanel {
   }
 
   _tellNothing() {
-    this._title("Nothing yet");
-    this._say("The steps of the engine appear here as soon as there are any.");
+    this._title("No step yet");
+    this._say("The steps of the engine appear here as soon as it computes.");
   }
 
   // ---------------------------------------------------------------- a step
@@ -99,10 +100,10 @@ export class StoryPanel {
     const record = history.record(index);
     this._title(`Step ${record.step}`);
     this._facts([
-      ["computes", `${record.numTokens} of at most ${countOf(record.tokenBudget, "token")}`],
-      ["that is", record.numTokens && tokensByKind(record)],
-      ["lasts", record.duration && inTime(history, record.duration)],
-      ["blocks", `${record.numBlocks - record.numFree} of ${record.numBlocks} held`],
+      ["tokens", `${inDigits(record.numTokens)} of at most ${inDigits(record.tokenBudget)}`],
+      ["of these", record.numTokens && tokensByKind(record)],
+      ["duration", record.duration && inTime(history, record.duration)],
+      ["blocks", `${inDigits(record.numBlocks - record.numFree)} of ${inDigits(record.numBlocks)} held`],
       ["arrived", this._chips(record.arrived)],
       ["admitted", this._chips(record.admitted.keys(), (id) => this._cachedNote(record.admitted.get(id)))],
       ["resumed", this._chips(record.resumed)],
@@ -113,7 +114,7 @@ export class StoryPanel {
       ["swapped", record.swapped.length && this._chips(record.swapped)],
     ]);
     const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
-    if (reason) this._say(`The first in the queue waits: ${reason}.`);
+    if (reason) this._say(`The first waiting request is not admitted: ${reason}.`);
   }
 
   _cachedNote(cached) {
@@ -129,7 +130,7 @@ export class StoryPanel {
     this._facts([
       ["now", this._stateOf(story)],
       ["prompt", countOf(story.promptTokens, "token")],
-      ["from cache", story.cachedTokens > 0 && `${countOf(story.cachedTokens, "token")} of it`],
+      ["cached", story.cachedTokens > 0 && `${countOf(story.cachedTokens, "token")} of it`],
       ["output", countOf(story.outputTokens, "token")],
       ["computed", story.computedTokens && countOf(story.computedTokens, "token")],
       ["first token", this._firstToken(story)],
@@ -147,14 +148,14 @@ export class StoryPanel {
     if (row >= 0) {
       const { start, numTokens } = record.share(row);
       const where = numTokens === 1 ? `position ${start}` : `positions ${start} to ${start + numTokens - 1}`;
-      return `computes ${countOf(numTokens, "token")}: ${where}`;
+      return `running, computes ${countOf(numTokens, "token")}: ${where}`;
     }
     return {
-      "to come": "has not arrived",
-      waiting: "waits",
-      swapped: "its blocks are in host memory",
-      running: "holds its blocks, and has no share in this step",
-      ended: `has ended: ${inWords(reason)}`,
+      "to come": "not arrived yet",
+      waiting: "waiting",
+      swapped: "swapped: its blocks are in host memory",
+      running: "running, computes no token in this step",
+      ended: `ended: ${inWords(reason)}`,
     }[queue];
   }
 
@@ -176,7 +177,7 @@ export class StoryPanel {
       ["held by", story.holders.length ? this._chips(story.holders) : "no request"],
       ["filled", (story.holders.length || story.cached) && `${story.filled} of ${countOf(size, "token")}`],
       ["shared", story.refCount > 1 && `by ${story.refCount} requests`],
-      ["cached", story.cached && !story.holders.length && "free, but its content can still be found"],
+      ["cached", story.cached && !story.holders.length && "free, still cached: a request with the same prefix finds it"],
     ]);
     this._list(story.history.map((line) => makeElement("span", {}, line)));
   }

@@ -9,8 +9,8 @@ import { TIMELINE_VIEW } from "./views_timeline.js";
 import { BUDGET_VIEW, QUEUES_VIEW, USAGE_VIEW } from "./views_steps.js";
 import { ATTENTION_VIEW, BATCH_VIEW } from "./views_batch.js";
 
-export const LIGHT = new Theme("light", STYLE.palette, STYLE);
-export const DARK = new Theme("dark", STYLE.palette, STYLE.dark);
+export const LIGHT = new Theme("light", STYLE, STYLE);
+export const DARK = new Theme("dark", STYLE, STYLE.dark);
 
 // The fill colour of the request that appeared `number`-th, counted from 0.
 export function requestColor(number, theme) {

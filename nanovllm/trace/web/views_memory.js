@@ -1,5 +1,7 @@
 // Views of memory: the block tables of requests, and the pool that they point into.
-import { clamp, drawFresh, drawState, drawTransferring, isSame, makeView, outlineBox, writeText } from "./views_style.js";
+import {
+  clamp, drawFresh, drawState, drawTransferring, inDigits, isSame, makeView, outlineBox, writeText,
+} from "./views_style.js";
 
 const MOST_MAPPED_BLOCKS = 24; // in a larger pool, arrows would hide each other
 const MOST_MAPPED_ENTRIES = 32;
@@ -112,20 +114,52 @@ function veil(ctx, theme, box, grow = 2) {
 
 // ---------------------------------------------------------------- the pool
 
-function poolLayout(numBlocks, width) {
+const POOL_HEIGHT = 340;
+const EASY_PITCH = 12; // pixels a block, from which on its colour and its filling can be read
+const PITCHES = [44, 40, 36, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4];
+const FEW_PITCHES = [44, 28, 20, 14, 12, 8, 6, 5, 4]; // fewer, since squares shrink while a live pool fills
+
+// The squares of the pool: all blocks if they are easy to read, else only rows with a block that was ever in use.
+function poolLayout(history, width) {
+  const numBlocks = numBlocksOf(history);
+  const digits = String(numBlocks - 1).length;
   const usual = Math.max(8, Math.min(32, Math.ceil(Math.sqrt(numBlocks * 2.5))));
-  for (const pitch of [44, 40, 36, 32, 28, 24, 20, 16, 14, 12, 10, 8, 7, 6, 5, 4]) {
-    const fit = Math.max(1, Math.floor((width - 8) / pitch));
-    let columns = numBlocks <= 256 ? Math.min(usual, fit) : fit >= 16 ? fit - (fit % 8) : fit;
-    columns = Math.min(columns, numBlocks);
+  const made = (pitch, columns, rows, label) => {
+    const gap = pitch >= 20 ? 6 : pitch >= 12 ? 4 : pitch >= 8 ? 2 : 1;
+    return { pitch, columns, rows, label, gap, side: pitch - gap, ids: pitch - gap >= 8 + digits * 6.5 };
+  };
+  const columnsOf = (pitch, room) => {
+    const fit = Math.max(1, Math.floor(room / pitch));
+    return Math.min(numBlocks, fit >= 16 ? fit - (fit % 4) : fit);
+  };
+  for (const pitch of PITCHES.filter((each) => each >= EASY_PITCH)) {
+    const columns = numBlocks <= 256 ? Math.min(usual, columnsOf(pitch, width - 8)) : columnsOf(pitch, width - 8);
     const rows = Math.ceil(numBlocks / columns);
-    if (rows * pitch <= 340 || pitch === 4) {
-      const gap = pitch >= 20 ? 6 : pitch >= 12 ? 4 : pitch >= 8 ? 2 : 1;
-      const ids = pitch - gap >= 8 + String(numBlocks - 1).length * 6.5;
-      return { pitch, columns, rows, gap, side: pitch - gap, ids };
-    }
+    if (rows * pitch <= POOL_HEIGHT) return made(pitch, columns, rows, 0);
   }
-  throw new Error("unreachable: the smallest pitch is always taken");
+  const label = digits * 7 + 6; // each row is labelled with its first block
+  let layout = null;
+  for (const pitch of FEW_PITCHES) {
+    const columns = columnsOf(pitch, width - 8 - label);
+    const used = new Set(Array.from(history.usedBlocks, (block) => Math.floor(block / columns))).size || 1;
+    const most = Math.floor(POOL_HEIGHT / pitch);
+    layout = made(pitch, columns, Math.min(used, most), label);
+    // Squares are made smaller than what is easy to read only where blocks that are held would not fit.
+    if (used <= most || (pitch <= EASY_PITCH && history.peakEntries <= most * columns)) break;
+  }
+  return layout;
+}
+
+// The rows that are drawn, in order. Where not all fit, those with held blocks go first, then those with cached content.
+function poolRows(history, state, { columns, rows, label }) {
+  if (!label) return Array.from({ length: rows }, (_, row) => row);
+  const found = [new Set(), new Set(), new Set()];
+  for (const block of history.usedBlocks) {
+    const kind = state.refCount(block) ? 0 : state.isCached(block) ? 1 : 2;
+    found[kind].add(Math.floor(block / columns));
+  }
+  const first = [...new Set([...found[0], ...found[1], ...found[2], 0])].slice(0, rows);
+  return first.sort((one, other) => one - other);
 }
 
 const CACHE_MARKS = ["cached block", "prefix hit", "overwritten"];
@@ -139,33 +173,45 @@ export const POOL_VIEW = makeView({
     return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : [])];
   },
   height(history, width) {
-    const { pitch, rows } = poolLayout(numBlocksOf(history), width);
-    return rows * pitch + 30;
+    const { pitch, rows } = poolLayout(history, width);
+    return rows * pitch + 46;
   },
-  draw(ctx, { width }, scene) {
+  draw(ctx, { width, height }, scene) {
     const { history, index, theme } = scene;
     const state = history.stateAt(index);
-    const { pitch, columns, rows, gap, side, ids } = poolLayout(state.numBlocks, width);
+    const layout = poolLayout(history, width);
+    const { pitch, columns, gap, side, ids, label } = layout;
     const regions = [];
-    for (let block = 0; block < state.numBlocks; block++) {
-      const [x, y] = [4 + (block % columns) * pitch, 4 + Math.floor(block / columns) * pitch];
-      const box = { x, y, width: side, height: side };
-      drawPhysical(ctx, scene, state, block, box, gap);
-      if (ids) drawPoolText(ctx, theme, state, block, box);
-      if (!concerns(scene, state, block)) veil(ctx, theme, box, gap / 2);
-      regions.push({ ...box, kind: "block", id: block });
-    }
-    writeText(ctx, describePool(state), 4, rows * pitch + 16, { color: theme.ink, width: width - 8 });
+    poolRows(history, state, layout).forEach((row, line) => {
+      const [first, y] = [row * columns, 4 + line * pitch];
+      const look = { color: theme.muted, size: 11, align: "right" };
+      if (label && (pitch > EASY_PITCH || line % 2 === 0)) writeText(ctx, String(first), label, y + side / 2 + 0.5, look);
+      for (let block = first; block < Math.min(first + columns, state.numBlocks); block++) {
+        const box = { x: 4 + label + (block - first) * pitch, y, width: side, height: side };
+        drawPhysical(ctx, scene, state, block, box, gap);
+        if (ids) drawPoolText(ctx, theme, state, block, box);
+        if (!concerns(scene, state, block)) veil(ctx, theme, box, gap / 2);
+        regions.push({ ...box, kind: "block", id: block });
+      }
+    });
+    const words = describePool(state, regions.map(({ id }) => id));
+    words.forEach((line, i) => writeText(ctx, line, 4, height - 30 + 16 * i, { color: theme.ink, width: width - 8 }));
     return regions;
   },
 });
 
-function describePool(state) {
-  const held = state.numHeld;
-  let cached = 0;
-  for (let block = 0; block < state.numBlocks; block++) if (state.isCached(block)) cached += 1;
-  const free = state.numBlocks - held - cached;
-  return `${held} of ${state.numBlocks} held, ${cached} free with cached content, ${free} free`;
+// The blocks by what they are, in two lines, and how many of them are not among those `drawn`.
+function describePool(state, drawn) {
+  const kindOf = (block) => (state.refCount(block) ? "held" : state.isCached(block) ? "cached" : "empty");
+  const all = { held: 0, cached: 0, empty: 0 };
+  for (let block = 0; block < state.numBlocks; block++) all[kindOf(block)] += 1;
+  const hidden = { ...all };
+  for (const block of drawn) hidden[kindOf(block)] -= 1;
+  const parts = Object.entries(hidden).filter(([, number]) => number).map(([kind, number]) => `${inDigits(number)} ${kind}`);
+  return [
+    `Held: ${inDigits(all.held)} of ${inDigits(state.numBlocks)} blocks. Free, still cached: ${inDigits(all.cached)}.`,
+    `Free, empty: ${inDigits(all.empty)}.${parts.length ? ` Not drawn: ${parts.join(", ")}.` : ""}`,
+  ];
 }
 
 function drawPoolText(ctx, theme, state, block, box) {
@@ -192,8 +238,9 @@ export const TABLES_VIEW = makeView({
   title: "Block tables",
   nothing: "The block table of each request",
   marks: ["new block", "prefix hit", "overwritten"],
-  height(history, width) {
-    return isMapped(history) ? mappedHeight(history) : rowsLayout(history, width).height;
+  follows: (history) => !isMapped(history),
+  height(history, width, index) {
+    return isMapped(history) ? mappedHeight(history) : rowsLayout(history, width, history.stateAt(index)).height;
   },
   draw(ctx, size, scene) {
     const state = scene.history.stateAt(scene.index);
@@ -303,8 +350,9 @@ function drawArrow(ctx, theme, x0, y0, x1, y1, color) {
   ctx.fill();
 }
 
-// Squares in rows, a request a row; the larger the squares, the better, as long as all fit.
-function rowsLayout(history, width) {
+// Squares in rows, one request per row; the larger the squares, the better, as long as all fit. Their size follows the
+// most that there ever was to draw. So does the height, but not on a live page, which gives up room that is not needed.
+function rowsLayout(history, width, state) {
   const digits = String(numBlocksOf(history) - 1).length;
   const [side, label] = [Math.max(24, digits * 7 + 10), width < 480 ? 64 : 92];
   const options = [{ side, gap: 6, label, narrowest: 380, ids: true }]; // with room for the ids of blocks
@@ -314,17 +362,22 @@ function rowsLayout(history, width) {
   const fixed = history.requests.size <= MOST_FIXED_ROWS;
   const peaks = Array.from(history.requests.values(), (info) => info.peakBlocks);
   const lengths = fixed ? peaks : history.peakLengths;
+  const now = Array.from(state.tables.values(), (table) => table.length);
+  const heightOf = ({ columns, perLine, pitch }, each, others) => {
+    const lines = each.reduce((sum, length) => sum + Math.max(1, Math.ceil(length / perLine)), others);
+    const high = Math.ceil(lines / columns) + (columns > 1 ? 1 : 0); // no request is torn between columns
+    return 12 + Math.max(1, high) * pitch;
+  };
   let best = null;
   for (const option of options) {
     for (let columns = 1; columns <= Math.max(1, Math.floor(width / option.narrowest)); columns++) {
       const square = option.side + option.gap;
       const perLine = Math.max(1, Math.floor((width / columns - option.label - 12) / square));
-      const pitch = Math.max(square, 15);
-      let lines = fixed ? 0 : Math.max(0, history.peakHolders - lengths.length);
-      for (const length of lengths) lines += Math.max(1, Math.ceil(length / perLine));
-      const high = Math.ceil(lines / columns) + (columns > 1 ? 1 : 0); // no request is torn between columns
-      best = { ...option, columns, perLine, pitch, fixed, height: 12 + high * pitch };
-      if (best.height <= HIGHEST_TABLES) return best;
+      best = { ...option, columns, perLine, pitch: Math.max(square, 15), fixed };
+      best.height = heightOf(best, lengths, fixed ? 0 : Math.max(0, history.peakHolders - lengths.length));
+      if (best.height > HIGHEST_TABLES) continue;
+      if (history.settings.live && !fixed) best.height = heightOf(best, now, 0);
+      return best;
     }
   }
   return { ...best, height: HIGHEST_TABLES };
@@ -332,7 +385,7 @@ function rowsLayout(history, width) {
 
 function drawRows(ctx, { width, height }, scene, state) {
   const { history, theme } = scene;
-  const layout = rowsLayout(history, width);
+  const layout = rowsLayout(history, width, state);
   const infos = rowsInOrder(scene, state, layout, height);
   const regions = [];
   const top = 6;
@@ -423,6 +476,6 @@ function drawIdle(ctx, { history, index, theme }, info, x, y) {
   } else if (info.ended <= index) {
     writeText(ctx, info.reason ? `ended: ${info.reason}` : "ended", x, y, { color: theme.muted });
   } else {
-    writeText(ctx, "to come", x, y, { color: theme.muted });
+    writeText(ctx, "not arrived yet", x, y, { color: theme.muted });
   }
 }

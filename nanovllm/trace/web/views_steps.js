@@ -1,38 +1,51 @@
 // Views of single steps and of what is summed up over steps: the token budget, the queues, the use of the
 // pool.
 import {
-  MARGIN, drawEvent, drawLimit, drawTokens, makeView, mixColors, outlineFocus, writeText,
+  MARGIN, drawEvent, drawLimit, drawTokens, inDigits, makeView, mixColors, outlineFocus, writeText,
 } from "./views_style.js";
 import { drawAxis, stepWindow, veilFuture } from "./views_timeline.js";
 
 const AXIS_HEIGHT = 22;
+const BAR_ENDS = [16, 64, 256, 1024, 4096, 16_384]; // tokens
+const FLAT = 0.4; // the share of a limit below which the limit would press what is drawn flat
 
 export const BUDGET_VIEW = makeView({
   title: "Token budget",
   nothing: "How each step spends its token budget",
   marks: ["prefill", "decode", "token budget"],
-  height: () => 62 + 96 + AXIS_HEIGHT,
+  height: () => 76 + 96 + AXIS_HEIGHT,
   draw(ctx, { width, height }, scene) {
-    const regions = drawBudgetHistory(ctx, scene, width, 66, height - AXIS_HEIGHT);
+    const regions = drawBudgetHistory(ctx, scene, width, 80, height - AXIS_HEIGHT);
     return [...regions, ...drawBudgetBar(ctx, scene, width)];
   },
 });
 
-// The current step: its budget as a bar, filled in the order in which tokens are packed.
+// The current step as a bar, filled in the order in which tokens are packed. Its end is the budget; where little of that is
+// used, the bar is drawn to a smaller scale, is open at its end, and both numbers are named.
 function drawBudgetBar(ctx, scene, width) {
   const { history, index, theme } = scene;
   const record = history.record(index);
-  const decode = record.numDecode;
-  const kinds = `${record.numTokens - decode} prefill + ${decode} decode`;
-  const words = `step ${record.step}: ${kinds} of ${record.tokenBudget} tokens`;
+  const { numTokens, numDecode: decode, tokenBudget: budget } = record;
+  const words = `step ${record.step}: ${inDigits(numTokens)} tokens (${inDigits(numTokens - decode)} prefill, ${decode} decode)`;
   writeText(ctx, words, 4, 12, { color: theme.ink, width: width - 8 });
+  const end = BAR_ENDS.find((each) => each >= numTokens && each <= 0.25 * budget) ?? Math.max(1, budget, numTokens);
   const plot = width - 8;
-  const scale = plot / Math.max(1, record.tokenBudget, record.numTokens);
+  const scale = plot / end;
   ctx.strokeStyle = theme.ink;
   ctx.lineWidth = 1.3;
   ctx.setLineDash([5, 3]);
-  ctx.strokeRect(4.5, 26.5, plot - 1, 27);
+  ctx.beginPath();
+  ctx.moveTo(3.5 + plot, 26.5);
+  ctx.lineTo(4.5, 26.5);
+  ctx.lineTo(4.5, 53.5);
+  ctx.lineTo(3.5 + plot, 53.5);
+  if (end >= budget) ctx.closePath();
+  ctx.stroke();
   ctx.setLineDash([]);
+  const look = { color: theme.muted, size: 11 };
+  const limit = end < budget ? `${inDigits(end)} (budget: ${inDigits(budget)} tokens)` : `budget: ${inDigits(budget)} tokens`;
+  writeText(ctx, "0", 4, 63, look);
+  writeText(ctx, limit, 4 + plot, 63, { ...look, align: "right" });
   const regions = [];
   let x = 4;
   for (let row = 0; row < record.size; row++) {
@@ -61,21 +74,29 @@ function drawBudgetHistory(ctx, scene, width, top, bottom) {
     highest = Math.max(highest, history.record(at).numTokens);
     budget = Math.max(budget, history.record(at).tokenBudget);
   }
-  const full = budget && highest > 0.4 * budget; // else the budget's line would press the bars flat
-  const scale = (bottom - top - 8) / (full ? Math.max(budget, highest) : highest);
+  const full = budget && highest > FLAT * budget;
+  const most = full ? Math.max(budget, highest) : highest;
+  const scale = (bottom - top - 8) / most;
   for (let at = window.from; at < window.to; at++) {
     drawStack(ctx, theme, history, history.record(at), window.x(at), bottom, window.cell, scale);
   }
-  drawScale(ctx, theme, full ? Math.max(budget, highest) : highest, "tokens", top + 8, bottom);
+  drawScale(ctx, theme, most, "tokens", top + 8, bottom);
   veilFuture(ctx, theme, scene, window, top, bottom);
   if (full) drawLimit(ctx, theme, MARGIN.left, window.right, bottom - budget * scale);
+  else nameLimit(ctx, theme, `budget: ${inDigits(budget)} ↑`, top - 5);
   drawAxis(ctx, theme, scene, window, top, bottom, regions);
   return regions;
 }
 
 function drawStack(ctx, theme, history, record, x, bottom, cell, scale) {
-  let y = bottom;
   const wide = cell > 6 ? cell - 1 : cell;
+  const low = record.size > 0 && record.numTokens * scale < 2; // would hardly be seen
+  if (low) {
+    ctx.fillStyle = theme.muted;
+    ctx.fillRect(x, bottom - 2, wide, 2);
+    return;
+  }
+  let y = bottom;
   for (let row = 0; row < record.size; row++) {
     const { number } = history.requests.get(record.ids[row]);
     const high = record.counts[row] * scale;
@@ -89,11 +110,16 @@ function drawStack(ctx, theme, history, record, x, bottom, cell, scale) {
   }
 }
 
+// A limit that is above what is drawn.
+function nameLimit(ctx, theme, text, y) {
+  writeText(ctx, text, MARGIN.left, y, { color: theme.muted, size: 11 });
+}
+
 // The ends of the y axis, and what it counts.
 function drawScale(ctx, theme, most, what, top, bottom) {
   const right = MARGIN.left - 6;
   const look = { color: theme.muted, size: 11, align: "right", width: right - 2 };
-  writeText(ctx, String(most), right, top, look);
+  writeText(ctx, inDigits(most), right, top, look);
   writeText(ctx, what, right, (top + bottom) / 2, look);
   writeText(ctx, "0", right, bottom - 5, look);
 }
@@ -105,12 +131,17 @@ export const USAGE_VIEW = makeView({
   nothing: "How many blocks requests hold, step by step",
   marks: ["size of the pool", "preempted"],
   legend: ({ seen }) => (seen.has("preempted") ? ["size of the pool", "preempted"] : ["size of the pool"]),
-  height: () => 112 + AXIS_HEIGHT,
+  height: () => 115 + AXIS_HEIGHT,
   draw(ctx, { width, height }, scene) {
     const { history, index, theme, follow } = scene;
-    const [top, bottom] = [12, height - AXIS_HEIGHT];
+    const [top, bottom] = [15, height - AXIS_HEIGHT];
     const window = stepWindow(history, width, index, follow);
-    const most = history.record(window.to - 1).numBlocks || 1;
+    const pool = history.record(window.to - 1).numBlocks || 1;
+    let peak = 1;
+    for (let at = window.from; at < window.to; at++) {
+      peak = Math.max(peak, history.record(at).numBlocks - history.record(at).numFree);
+    }
+    const most = peak > FLAT * pool ? pool : peak;
     const y = (blocks) => bottom - ((bottom - top) * blocks) / most;
     drawHeld(ctx, theme, history, window, y, bottom);
     drawScale(ctx, theme, most, "blocks", top, bottom);
@@ -119,7 +150,8 @@ export const USAGE_VIEW = makeView({
       if (preempted.size) drawEvent(ctx, theme, "preempted", window.x(at), y(numBlocks - numFree), 7);
     }
     veilFuture(ctx, theme, scene, window, 0, bottom);
-    drawLimit(ctx, theme, MARGIN.left, window.right, top);
+    if (most === pool) drawLimit(ctx, theme, MARGIN.left, window.right, top);
+    else nameLimit(ctx, theme, `pool: ${inDigits(pool)} ↑`, 7);
     const regions = [];
     drawAxis(ctx, theme, scene, window, 4, bottom, regions);
     return regions;
@@ -158,7 +190,7 @@ export const BLOCKED_BY = {
   max_num_batched_tokens: "the token budget of this step is spent",
   preemption: "a request was preempted in this step",
   "static batch": "the running batch admits no more requests",
-  pipeline_parallel_size: "the rest is for the other stages' steps",
+  pipeline_parallel_size: "the other pipeline stages' steps get the rest",
 };
 
 export const QUEUES_VIEW = makeView({
@@ -171,7 +203,7 @@ export const QUEUES_VIEW = makeView({
     const regions = [];
     QUEUES.forEach((name, i) => drawQueue(ctx, scene, name, record[name], 20 + i * 32, width, regions));
     const reason = BLOCKED_BY[record.blockedBy] ?? record.blockedBy;
-    const words = reason ? `The first in line waits: ${reason}.` : "No request has to wait.";
+    const words = reason ? `The first waiting request is not admitted: ${reason}.` : "No request is kept waiting.";
     const color = reason ? theme.ink : theme.muted;
     writeText(ctx, words, 4, QUEUES.length * 32 + 18, { color, width: width - 8 });
     return regions;

@@ -15,6 +15,11 @@ export function mixColors(color, other, share) {
   return `#${from.map((c, i) => Math.round(c + (to[i] - c) * share).toString(16).padStart(2, "0")).join("")}`;
 }
 
+// "11,650".
+export function inDigits(number) {
+  return number.toLocaleString("en");
+}
+
 export function clamp(value, low, high) {
   return Math.min(Math.max(value, low), high);
 }
@@ -36,12 +41,13 @@ export function writeText(ctx, text, x, y, { color, size = 12, align = "left", b
   ctx.fillText(width === undefined ? text : fitText(ctx, text, width), x, y);
 }
 
-// The colours of one theme. Requests are given by their number, in order of appearance.
+// The colours of one theme. Requests are given by their number, in order of appearance: 24 in a row differ.
 export class Theme {
   #cache = new Map();
 
-  constructor(name, palette, { ink, muted, faint, background }) {
-    Object.assign(this, { name, palette, ink, muted, faint, background, dark: name === "dark" });
+  constructor(name, { palette, further = [] }, { ink, muted, faint, background }) {
+    const darker = palette.map((color) => mixColors(color, "#000000", 0.4));
+    Object.assign(this, { name, colors: [...palette, ...darker, ...further], ink, muted, faint, background, dark: name === "dark" });
   }
 
   #remember(key, make) {
@@ -50,20 +56,19 @@ export class Theme {
   }
 
   fill(number) {
-    const color = this.palette[number % this.palette.length];
-    return Math.floor(number / this.palette.length) % 2 ? mixColors(color, "#000000", 0.4) : color;
+    return this.colors[number % this.colors.length];
   }
 
   // The solid edge: on a dark page lighter than the fill, so that dark blues stay visible.
   rim(number) {
     if (!this.dark) return this.fill(number);
-    return this.#remember(`rim ${number % 12}`, () => mixColors(this.fill(number), "#FFFFFF", 0.45));
+    return this.#remember(`rim ${number % this.colors.length}`, () => mixColors(this.fill(number), "#FFFFFF", 0.45));
   }
 
   // The light version of a colour, which stands for decode: mixed with the background.
   pale(number) {
     const share = this.dark ? 0.55 : 0.65;
-    return this.#remember(`pale ${number % 12}`, () => mixColors(this.fill(number), this.background, share));
+    return this.#remember(`pale ${number % this.colors.length}`, () => mixColors(this.fill(number), this.background, share));
   }
 
   // Black or white, whichever reads better on the colour (contrast as in WCAG 2).
@@ -166,9 +171,9 @@ export function drawEvent(ctx, theme, kind, x, y, size) {
 const LEGEND_WORDS = {
   free: "free block",
   cached: "from the prefix cache",
-  "cached block": "free, can still be found",
+  "cached block": "free, still cached",
   "in transfer": "being received, or read by a peer",
-  overwritten: "new block, over cached content",
+  overwritten: "evicts cached content",
 };
 
 function legendWord(kind) {
@@ -202,7 +207,7 @@ function legendHeight(kinds, width) {
 
 // The marks in grey, with their names.
 function drawLegend(ctx, theme, kinds, x, y, width) {
-  const gray = new Theme(theme.name, [theme.muted], theme);
+  const gray = new Theme(theme.name, { palette: [theme.muted] }, theme);
   for (const { kind, x: shift, line } of legendPlaces(kinds, width)) {
     const [left, middle] = [x + shift, y + 18 + line * 20];
     drawLegendMark(ctx, theme, gray, kind, left, middle);
@@ -280,8 +285,9 @@ export function drawFresh(ctx, theme, what, x, y, side, color) {
 
 // A view as the player wants it. Given are its title, the words for when there is `nothing` to show, the
 // marks that its legend may explain and those that it needs for a history, the height of the picture (without
-// the legend), and `draw(ctx, size, scene)`, which draws it and returns its regions.
-export function makeView({ title, nothing, marks = [], legend = () => marks, height, draw }) {
+// the legend), and `draw(ctx, size, scene)`, which draws it and returns its regions. Where the legend `follows`, it
+// is right below them, though the picture may be higher.
+export function makeView({ title, nothing, marks = [], legend = () => marks, height, draw, follows = () => false }) {
   const isEmpty = (history) => history.length === history.first;
   const below = (history, width) => (isEmpty(history) ? 0 : legendHeight(legend(history), width - 8));
   return {
@@ -301,8 +307,10 @@ export function makeView({ title, nothing, marks = [], legend = () => marks, hei
         return [];
       }
       const bottom = whole - below(history, width);
-      drawLegend(ctx, theme, legend(history), 4, bottom, width - 8);
-      return draw(ctx, { width, height: bottom }, scene);
+      const regions = draw(ctx, { width, height: bottom }, scene);
+      const end = follows(history) ? Math.max(30, ...regions.map((r) => r.y + r.height)) : bottom;
+      drawLegend(ctx, theme, legend(history), 4, Math.min(end, bottom), width - 8);
+      return regions;
     },
   };
 }

@@ -17,17 +17,6 @@ export function readHistory(bytes) {
   return history;
 }
 
-// Index of the last record whose step is not after this one: of those with one number, it is the one that computes.
-function indexOfStep(history, step) {
-  let [low, high] = [history.first, history.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (history.record(middle).step <= step) low = middle + 1;
-    else high = middle;
-  }
-  return Math.max(history.first, low - 1);
-}
-
 export function renderWidget({ model, el }) {
   const options = { views: model.get("views"), theme: model.get("theme"), speed: model.get("speed") };
   const failure = makeElement("p", { class: "nv-failure", role: "alert" });
@@ -41,7 +30,7 @@ export function renderWidget({ model, el }) {
   const player = createPlayer(el, { ...options, onStep });
   const seek = () => {
     if (!history?.length) return;
-    const index = indexOfStep(history, model.get("step"));
+    const index = history.indexOfStep(model.get("step"));
     if (index === player.index) return;
     player.pause();
     player.seek(index);

@@ -1,0 +1,118 @@
+"""What a caller may send, in all its spellings, and the checks that it must pass before it is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from nanovllm.data.outputs import Logprob
+from nanovllm.data.request import TokenLogprobs
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
+
+# Text, token ids, or a dictionary with "prompt" or "prompt_token_ids" (and "cache_salt", "kv_transfer_params").
+Prompt = str | Sequence[int] | dict[str, Any]
+Message = dict[str, Any]
+
+
+@dataclass
+class EngineLimits:
+    """The engine's limits and settings that the front end needs to check a request.
+
+    Attributes:
+        max_model_len: the context length in tokens.
+        max_request_tokens: the same, or less if the KV pool is smaller.
+        kv_transfer: for each engine that shares KV, how peers reach it; see `KVConnectorScheduler.information`.
+        scheduling_policy: whether requests may have a priority.
+    """
+
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: list[int] = field(default_factory=list)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)
+    kv_transfer: list[dict[str, Any]] = field(default_factory=list)
+    scheduling_policy: str = "fcfs"
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], dict[str, Any]]:
+    """The prompt's text, if it came as text; its token ids; and what else came with it.
+
+    Raises:
+        ValueError: it is no prompt.
+    """
+    fields: dict[str, Any] = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+    content = fields.get("prompt_token_ids", fields.get("prompt"))
+    text = content if isinstance(content, str) else None
+    token_ids = tokenizer.encode(text) if text is not None else content
+    if not isinstance(token_ids, Sequence) or not all(type(token) is int for token in token_ids):
+        raise ValueError('a prompt must be text, token ids, or a dictionary with "prompt" or "prompt_token_ids"')
+    return text, list(token_ids), fields
+
+
+def check_request(
+    token_ids: list[int], params: SamplingParams, priority: int, limits: EngineLimits, grammars: Callable[[], Any]
+) -> None:
+    """Check what a step could not compute.
+
+    Args:
+        grammars: returns a `GrammarChecker`.
+
+    Raises:
+        ValueError: see `InputProcessor.process`.
+    """
+    if priority and limits.scheduling_policy != "priority":
+        raise ValueError(f"priority must be 0 without --scheduling-policy priority, got {priority}")
+    if not token_ids:
+        raise ValueError("the prompt is empty: it must have at least one token")
+    if len(token_ids) >= limits.max_request_tokens:
+        what = f"the context length of {limits.max_model_len} tokens"
+        if limits.max_request_tokens < limits.max_model_len:
+            what = f"the KV pool, which has room for {limits.max_request_tokens} tokens (raise --kv-cache-memory)"
+        raise ValueError(f"the prompt has {len(token_ids)} tokens and leaves no room for an answer in {what}")
+    checked = [("prompt token ids", token_ids), ("stop_token_ids", params.stop_token_ids)]
+    for name, ids in [*checked, ("logit_bias", list(params.logit_bias or ()))]:
+        if not all(0 <= token < limits.vocab_size for token in ids):
+            raise ValueError(f"{name} must be from 0 to {limits.vocab_size - 1}, the size of the vocabulary")
+    if params.structured_outputs is not None:
+        grammars().check(params.structured_outputs)
+
+
+def pair_prompts(
+    prompts: Prompt | Sequence[Prompt],
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Sequence[int] | None,
+) -> list[tuple[Prompt, SamplingParams, int]]:
+    """Each prompt with its parameters and its priority, which may be one for all or one per prompt.
+
+    Raises:
+        ValueError: lists of different lengths.
+    """
+    single = isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    batch = cast(list[Prompt], [prompts] if single else list(prompts))
+    if isinstance(sampling_params, SamplingParams):
+        sampling_params = [sampling_params] * len(batch)
+    priorities = list(priority) if priority is not None else [0] * len(batch)
+    if not len(batch) == len(sampling_params) == len(priorities):
+        mistake = f"{len(batch)} prompts, {len(sampling_params)} sampling_params, {len(priorities)} priorities"
+        raise ValueError(f"{mistake}: give one for all or one per prompt")
+    return list(zip(batch, sampling_params, priorities, strict=True))
+
+
+def encode_chats(messages: Sequence[Any], tokenizer: Tokenizer, /, **options: Any) -> list[Prompt]:
+    """One or several conversations as prompts; for `options`, see `Tokenizer.apply_chat_template`."""
+    several = not (messages and isinstance(messages[0], dict))
+    conversations = cast(list[list[Message]], messages if several else [messages])
+    texts = [tokenizer.apply_chat_template(list(c), **options) for c in conversations]
+    # The template writes the special tokens itself.
+    return [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+
+
+def logprob_dictionary(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The entry by token id: the chosen token first, then the likeliest ones in order."""
+    position: dict[int, Logprob] = {}
+    for i, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
+        rank = entry.rank if i == 0 else i
+        position.setdefault(token_id, Logprob(logprob, rank, tokenizer.decode_token(token_id)))
+    return position
