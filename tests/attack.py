@@ -416,6 +416,11 @@ def what_is_wrong(attack: Attack, answer: Answer) -> str:
     if set(error) != {"message", "type", "param", "code"} or not error["message"] or len(error["message"]) > 2000:
         return "an error without OpenAI's fields"
     named = error["param"] == attack.field or attack.field in error["message"]
+    if "not valid JSON" in error["message"]:  # the router takes none of Python's additions, such as NaN
+        with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
+            msgspec.json.decode(attack.data.partition(b"\r\n\r\n")[2])
+            return "a valid body is called invalid"
+        named = True
     return "" if named or answer.status != 400 else f"the error does not name {attack.field!r}"
 
 

@@ -25,12 +25,19 @@ def server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
         yield running
 
 
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and engines that this process starts are forked from one that has imported torch."""
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """The process that all others are forked from runs before a test looks which processes and files it leaves."""
     from multiprocessing import forkserver
 
+    import tests.processes  # noqa: F401 -- says what the server imports
+
+    forkserver.ensure_running()
+
+
+@pytest.fixture
+def forked(fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks and engines that this process starts are forked from one that has imported torch."""
     from tests.processes import StartedOrForked
 
-    forkserver.ensure_running()  # before a test looks which processes it leaves
     monkeypatch.setattr("subprocess.Popen", StartedOrForked)

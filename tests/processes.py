@@ -5,8 +5,8 @@ A new interpreter takes two seconds of a core to import them, and most tests of 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import runpy
 import signal
 import socket
 import subprocess
@@ -26,12 +26,12 @@ CONTEXT.set_forkserver_preload([*PRELOADED, *PRELOADED_BY_TESTS])
 
 
 class ForkedProgram:
-    """What `subprocess.Popen` makes of `python -m MODULE FD` and `python -c CODE FD`, forked from the server."""
+    """What `subprocess.Popen` makes of `python -c CODE FD`, forked from the server."""
 
     def __init__(self, command: list[str], env: dict[str, str], pass_fds: list[int], **_: Any) -> None:
         (descriptor,) = pass_fds
         with socket.socket(fileno=os.dup(descriptor)) as connection:
-            self._process = CONTEXT.Process(target=_run, args=(command[1], command[2], connection, env))
+            self._process = CONTEXT.Process(target=_run, args=(command[2], connection, env))
             self._process.start()
         self.args, self.pid = command, self._process.pid
 
@@ -53,7 +53,8 @@ class ForkedProgram:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            os.kill(self._process.pid or 0, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and the server is about to say so
+                os.kill(self._process.pid or 0, number)
 
     def kill(self) -> None:
         """Kill it."""
@@ -68,19 +69,16 @@ class StartedOrForked(subprocess.Popen[Any]):
     """In the place of `subprocess.Popen`: programs of Python that get one descriptor are forked, all others started."""
 
     def __new__(cls, command: Any, *_: Any, **options: Any) -> Any:
-        is_ours = len(command) == 4 and command[0] == sys.executable and command[1] in ("-m", "-c")
+        is_ours = len(command) == 4 and command[0] == sys.executable and command[1] == "-c"
         if is_ours and options.get("pass_fds") == [int(command[3])]:
             return ForkedProgram(command, **options)
         return super().__new__(cls)
 
 
-def _run(kind: str, program: str, connection: socket.socket, environment: dict[str, str]) -> None:
+def _run(program: str, connection: socket.socket, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # type: ignore[assignment] # a test's may be captured
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [kind, str(connection.detach())]
-    if kind == "-m":
-        runpy.run_module(program, run_name="__main__")
-    else:
-        exec(program, {"__name__": "__main__"})
+    sys.argv = ["-c", str(connection.detach())]
+    exec(program, {"__name__": "__main__"})

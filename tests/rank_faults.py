@@ -1,4 +1,4 @@
-"""Ranks that go wrong: `python -m tests.rank_faults FD` runs as `nanovllm.executor.worker`, but for what RANK_FAULT says.
+"""Ranks that go wrong: `RANK` runs in the place of `RemoteExecutor.program`, and does the same but for what RANK_FAULT says.
 
 "1 construct raise" is an exception on rank 1 while it loads, "0 launch exit" the end of rank 0 in its fifth step, "1 launch
 hang 60" a thread that waits for ever after 60 steps, "0 launch burn" a fifth step that takes long, "1 launch skip" a fifth step
@@ -89,18 +89,13 @@ def environment(folder: pathlib.Path, fault: str) -> dict[str, str]:
     """Variables with which a server's ranks are faulty. Python looks for a module of this name when it starts."""
     folder.joinpath("sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'nanovllm.executor.worker' in sys.orig_argv or 'RANK' in os.environ:\n"  # torchrun sets the latter
+        "if 'nanovllm.executor.worker' in ' '.join(sys.orig_argv) or 'RANK' in os.environ:\n"  # torchrun sets the latter
         "    from tests.rank_faults import install\n"
         "    install()\n"
     )
     return {"PYTHONPATH": f"{folder}:{ROOT}", "RANK_FAULT": fault}
 
 
-# What runs as one of several engines.
+# What runs as a rank, and as one of several engines.
+RANK = "from tests.rank_faults import install; install(); from nanovllm.executor.worker import main; main()"
 DATA_RANK = "from tests.rank_faults import install; install(); from nanovllm.engine.client import main; main()"
-
-if __name__ == "__main__":
-    from tests import rank_faults
-
-    rank_faults.install()
-    worker.main()

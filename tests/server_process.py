@@ -20,12 +20,22 @@ import psutil
 START_SECONDS = 120
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 20.0, what: str = "") -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> None:
     """Look again and again until the condition holds; fail if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
         time.sleep(0.02)
+
+
+def wait_for_shared_memory_to_go() -> None:
+    """See that no shared memory is left. What other tests have just made is there for a moment only."""
+
+    def segments() -> set[pathlib.Path]:
+        return set(pathlib.Path("/dev/shm").glob("nanovllm*"))
+
+    found = segments()
+    wait_until(lambda: not found & segments(), 60, f"shared memory is left: {found}")
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:

@@ -31,7 +31,8 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     lists = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
     for requirement in (Requirement(text) for texts in lists for text in texts):
         assert requirement.specifier.contains(pins[canonical(requirement.name)]), requirement
-    assert pins["torch"] == "2.13.0"
+    # PyPI's torch for Linux asks for exactly one version of Triton; the build for CPUs asks for none, so only this test notices.
+    assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
 
 
 def test_environment_yml_agrees_with_pyproject() -> None:

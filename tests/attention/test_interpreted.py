@@ -36,10 +36,12 @@ def how_it_ended(returncode: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("marked", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
-def test_in_the_interpreter(module: pathlib.Path) -> None:
-    result = run_interpreted(str(module.relative_to(ROOT)))
-    assert result.returncode == 0, f"{how_it_ended(result.returncode)}\n{result.stdout[-6000:]}"
+def test_in_the_interpreter(module: pathlib.Path, marked: str) -> None:
+    result = run_interpreted("-m", marked, str(module.relative_to(ROOT)))
+    nothing_marked = marked == "nightly" and result.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    assert result.returncode == 0 or nothing_marked, f"{how_it_ended(result.returncode)}\n{result.stdout[-6000:]}"
 
 
 def test_a_crash_is_seen(tmp_path: pathlib.Path) -> None:
@@ -50,6 +52,8 @@ def test_a_crash_is_seen(tmp_path: pathlib.Path) -> None:
     assert how_it_ended(result.returncode) == "killed by SIGSEGV" and "test_crash" in result.stdout
 
 
-def test_the_ordinary_run_leaves_them_out() -> None:
-    result = run_interpreted("--collect-only", "tests/attention/interpreted", TRITON_INTERPRET="0")
-    assert "no tests collected" in result.stdout
+def test_the_ordinary_run_leaves_them_out(request: pytest.FixtureRequest) -> None:
+    from tests.attention.interpreted.conftest import collect_ignore_glob
+
+    assert collect_ignore_glob == ["test_*.py"]
+    assert not [item for item in request.session.items if "interpreted/" in item.nodeid]

@@ -247,9 +247,8 @@ def test_ranks_share_heads_and_repeat_the_cache(variant: str, tp: int, tmp_path)
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
         {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        *(pytest.param({f"{kind}_parallel_size": 2}, marks=pytest.mark.nightly) for kind in ("tensor", "pipeline")),
     ],
     ids=str,
 )

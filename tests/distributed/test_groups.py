@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pathlib
 import threading
 from collections import Counter
 from typing import Any
@@ -23,6 +22,7 @@ from nanovllm.distributed.process_groups import ProcessGroupCoordinator
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
 from nanovllm.lab.course.ranks import RankError, run_ranks
+from tests.server_process import wait_for_shared_memory_to_go
 
 
 def has_library() -> bool:
@@ -203,7 +203,7 @@ def other_traffic() -> dict[str, Any]:
 def test_rows_objects_and_counters(size):
     for result in run_ranks(other_traffic, Grid(tensor=size), timeout=200):
         assert all(result.values()), result
-    assert not [path for path in pathlib.Path("/dev/shm").iterdir() if "nanovllm" in path.name]
+    wait_for_shared_memory_to_go()
 
 
 # ----------------------------------------------------------------------------- shared memory, in threads

@@ -25,9 +25,9 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import OutputCollector, RequestOutput
 from nanovllm.data.request import EngineOutput
 from nanovllm.distributed import life_signs
-from nanovllm.engine.async_engine import AsyncEngine, EngineDeadError, EngineStartError
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.engine.client import EngineClient
-from nanovllm.engine.request_stream import RequestRefusedError
+from nanovllm.engine.request_stream import EngineDeadError, EngineStartError, RequestRefusedError
 from nanovllm.text import portions
 from nanovllm.trace.trace import Trace
 from tests import engine_faults
@@ -90,6 +90,24 @@ async def test_many_at_once_get_what_the_offline_engine_gives(engine: AsyncEngin
     await until(lambda: is_empty(engine))
 
 
+async def test_a_request_arrives_before_it_is_tokenized_and_sent(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times count from there: the engine's first token may be reported while `send` returns."""
+    process, called = engine.input_processor.process, []
+
+    def note(*arguments: Any) -> Any:
+        called.append(time.monotonic())
+        return process(*arguments)
+
+    monkeypatch.setattr(engine.input_processor, "process", note)
+    stream = await engine.add_request("timed", "abc", SHORT)
+    assert stream.times.arrival <= called[0]
+    assert (await anext(aiter(stream))).outputs
+    stream.close()
+    await until(lambda: is_empty(engine))
+
+
 async def test_closing_the_iterator_frees_the_blocks(engine: AsyncEngine) -> None:
     answer = engine.generate("to be left", LONG, "left")
     await anext(answer)
@@ -107,7 +125,7 @@ async def test_cancelling_the_reader_frees_the_blocks(engine: AsyncEngine) -> No
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await until(lambda: is_empty(engine))
-    assert engine.num_requests == 0
+    assert not engine._streams
 
 
 async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> None:
@@ -124,7 +142,7 @@ async def test_an_aborted_request_ends_with_what_it_has(engine: AsyncEngine) -> 
 
 async def test_a_slow_reader_finds_one_merged_piece(engine: AsyncEngine) -> None:
     stream = await engine.add_request("slow", "slow reader", SHORT.clone(max_tokens=30))
-    await until(lambda: engine.num_requests == 0)  # the engine is done, and nothing has been read
+    await until(lambda: not engine._streams)  # the engine is done, and nothing has been read
     outputs = [output async for output in stream]
     assert len(outputs) == 1
     assert len(outputs[0].outputs[0].token_ids) == 30
@@ -138,7 +156,7 @@ async def test_bad_prompts_and_used_ids_are_refused_at_once(engine: AsyncEngine)
     with pytest.raises(ValueError, match="in use"):
         await engine.add_request("twice", "abc", LONG)
     stream.close()
-    with pytest.raises(ValueError, match="cannot be sent"):
+    with pytest.raises(ValueError, match=r"cache_salt.* must be Unicode"):
         await engine.add_request("salted", {"prompt": "abc", "cache_salt": "\ud800"}, SHORT)
     with pytest.raises(ValueError, match="priority must be 0"):
         await engine.add_request("urgent", "abc", SHORT, priority=2**70)
@@ -224,6 +242,22 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
         assert not engine.is_alive and "SIGKILL" in (engine.error or "")
         with pytest.raises(EngineDeadError):
             await engine.add_request("later", "abc", SHORT)
+    finally:
+        await asyncio.wait_for(engine.shutdown(), 10)
+
+
+async def test_an_engine_that_dies_while_it_drains_ends_no_request_well(tiny_model: pathlib.Path) -> None:
+    engine = await AsyncEngine.start(config(tiny_model))
+    try:
+        stream = await engine.add_request("running", "abc", LONG)
+        await anext(stream)
+        draining = asyncio.ensure_future(engine.drain(60))
+        await asyncio.sleep(0)
+        engine._die("in the test")
+        await draining  # it ends before the reader looks
+        with pytest.raises(EngineDeadError, match="in the test"):
+            async for output in stream:
+                assert not output.finished
     finally:
         await asyncio.wait_for(engine.shutdown(), 10)
 
@@ -332,20 +366,27 @@ async def test_the_end_leaves_a_whole_trace_and_no_files(
 
 
 NO_TORCH = """
-import asyncio, sys
+import asyncio, importlib, pathlib, re, sys
 from nanovllm import SamplingParams
 from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.data.config import EngineConfig
 import nanovllm.server.app
 
 async def main():
+    loaded = set()
     engine = await AsyncEngine.start(EngineConfig(model=sys.argv[1], attention_backend="torch"))
     engine.tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     async for output in engine.generate("abc", SamplingParams(max_tokens=3), "one"):
         pass
     await engine.shutdown()
     assert output.finished
-    assert "torch" not in sys.modules, "the front end has imported torch"
+    # What the server loads when a request asks for it: an import of torch would stop the answers of all others for a second.
+    for path in pathlib.Path(nanovllm.server.app.__file__).parent.glob("*.py"):
+        for module in re.findall(r'load\\("([\\w.]+):', path.read_text()):
+            importlib.import_module(module)
+            loaded.add(module)
+    assert {"nanovllm.kv_transfer.pd.plan", "nanovllm.server.tools", "nanovllm.server.page"} <= loaded
+    assert "torch" not in sys.modules, f"the front end has imported torch, perhaps for one of {loaded}"
 
 if __name__ == "__main__":
     asyncio.run(main())

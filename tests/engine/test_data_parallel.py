@@ -535,7 +535,7 @@ def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_pa
 
 GRIDS = [
     pytest.param({"data_parallel_size": 2}, id="dp2"),
-    pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, id="dp2-tp2", marks=pytest.mark.slow),
+    pytest.param({"data_parallel_size": 2, "tensor_parallel_size": 2}, id="dp2-tp2", marks=pytest.mark.nightly),
     pytest.param({"data_parallel_size": 2, "pipeline_parallel_size": 2}, id="dp2-pp2", marks=pytest.mark.nightly),
 ]
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import json
 import pathlib
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import BACKENDS
 from nanovllm.data.config import EngineConfig, parse_bytes
@@ -144,7 +148,7 @@ def test_the_revision_is_that_of_the_model(checkpoint: str, monkeypatch: pytest.
         asked.append((name, revision))
         return pathlib.Path(checkpoint)
 
-    monkeypatch.setattr("nanovllm.engine.llm.resolve_model", resolve)
+    monkeypatch.setattr("nanovllm.text.tokenizer.resolve_model", resolve)
     monkeypatch.setattr("nanovllm.engine.core.resolve_model", resolve)
     engine("some/model", revision="v1")
     engine("some/model", revision="v1", tokenizer="some/tokenizer")
@@ -218,6 +222,31 @@ def test_default_parameters_come_from_the_checkpoint(tmp_path: pathlib.Path) -> 
     assert (params.temperature, params.top_k, params.max_tokens) == (0.25, 7, 16)
     assert llm.engine.core.limits.eos_token_ids == [2, 9]
     assert len(ask(llm, prompt(5), None)[0].outputs[0].token_ids) <= 16
+    own = engine(str(folder), generation_config="vllm")
+    assert own.get_default_sampling_params() == SamplingParams()
+    assert own.engine.core.limits.eos_token_ids == [2, 9], "the ends of a text are no sampling parameters"
+
+
+def test_names_that_do_not_exist_are_answered_with_similar_ones(checkpoint: str) -> None:
+    wrong: list[tuple[Callable[..., object], str, str]] = [
+        (LLM, "temprature", r"LLM\(\) has no argument 'temprature'; did you mean SamplingParams\(temperature=...\)\?"),
+        (LLM, "top_p", r"did you mean SamplingParams\(top_p=...\)\?"),
+        (LLM, "max_model_length", r"did you mean max_model_len\?"),
+        (LLM, "xyzzy", r"LLM\(\) has no argument 'xyzzy'$"),
+        (SamplingParams, "temprature", r"SamplingParams\(\) has no argument 'temprature'; did you mean temperature\?"),
+        (EngineConfig, "blocksize", r"did you mean block_size\?"),
+    ]
+    for create, name, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            create(**{name: 1})
+    with pytest.raises(ValueError, match=r"'kv_rol'; did you mean kv_role\?"):
+        EngineConfig(kv_transfer_config={"kv_rol": "both"})  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.5, stop=["x"])
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params.clone() == params
+
+
+def test_the_package_lists_its_public_names() -> None:
+    assert dir(nanovllm) == ["LLM", "SamplingParams", "__version__"]
 
 
 # ---------------------------------------------------------------- the end of a text
@@ -384,8 +413,8 @@ STATES = {
     "waiting": {"max_num_seqs": 1},
     "mid-prefill": {"long_prefill_token_threshold": 8},
     "running": {},
-    "swapped": {"num_kv_blocks": 7, "preemption_mode": "swap", "swap_space": 0.01},
-    "preempted": {"num_kv_blocks": 7},
+    "swapped": {"num_kv_blocks": 7, "max_model_len": 112, "preemption_mode": "swap", "swap_space": 0.01},
+    "preempted": {"num_kv_blocks": 7, "max_model_len": 112},
 }
 
 
@@ -626,10 +655,31 @@ def test_settings_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match=r"max_num_batched_tokens \(8\).*max_num_seqs \(9\)"):
         EngineConfig(max_num_batched_tokens=8, max_num_seqs=9)
     with pytest.raises(ValueError, match=r"max_model_len \(300\).*256"):
-        EngineConfig(max_model_len=300).settle(256, 100)
+        EngineConfig(max_model_len=300).check_limits(256, 100)
     config = EngineConfig(enable_chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=4)
     with pytest.raises(ValueError, match="longest request"):
-        config.settle(256, 100)
+        config.check_limits(256, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks", "message"),
+    [
+        (
+            {"max_model_len": 200},
+            12,
+            "200 tokens needs 13 KV blocks, and the pool has 12 .192 tokens.: raise kv_cache_memory",
+        ),
+        ({"max_model_len": 200, "num_kv_blocks": 12}, 12, "raise num_kv_blocks, or lower max_model_len to 192"),
+        ({}, 1, "one request of 17 tokens needs 2 KV blocks"),  # a prompt of one token, and 16 by default
+        ({"block_size": 4}, 4, "needs 5 KV blocks"),
+    ],
+)
+def test_a_pool_too_small_for_one_request_is_refused(options: dict[str, Any], blocks: int, message: str) -> None:
+    config = EngineConfig(**options)
+    with pytest.raises(ValueError, match=message):
+        config.check_limits(256, blocks)
+    config.check_limits(256, blocks + 1)
+    config.check_limits(256, None)
 
 
 def test_swapping_needs_swap_space(checkpoint: str) -> None:

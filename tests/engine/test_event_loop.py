@@ -33,7 +33,8 @@ from nanovllm.server.middleware import MAX_DIGITS, check_contents
 from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
 from nanovllm.text.long_texts import MAX_THREADS, PORTION, LongTexts, TooManyTokensError
 from nanovllm.text.portions import early_portions, in_portions
-from nanovllm.text.processor import OutputProcessor, logprob_dictionary
+from nanovllm.text.processor import OutputProcessor
+from nanovllm.text.prompts import logprob_dictionary
 from nanovllm.text.tokenizer import Tokenizer
 from tests.oracle import make_tokenizer
 from tests.server_process import ServerProcess, wait_until

@@ -39,7 +39,7 @@ def test_memory_that_runs_out_in_mid_decode_preempts(checkpoint: str) -> None:
 
 
 def test_prompt_that_can_never_fit_is_refused_and_others_go_on(checkpoint: str) -> None:
-    llm = engine(checkpoint, num_kv_blocks=4)
+    llm = engine(checkpoint, num_kv_blocks=4, max_model_len=None)
     with pytest.raises(ValueError, match=r"64 tokens \(raise --kv-cache-memory\)"):
         llm.generate([prompt(10), prompt(100)], use_tqdm=False)
     assert not llm.engine.has_unfinished
@@ -49,7 +49,7 @@ def test_prompt_that_can_never_fit_is_refused_and_others_go_on(checkpoint: str) 
 
 
 def test_request_that_grows_to_the_end_of_the_pool_ends_with_length(checkpoint: str) -> None:
-    llm = engine(checkpoint, num_kv_blocks=4)
+    llm = engine(checkpoint, num_kv_blocks=4, max_model_len=None)
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
     out = llm.generate([prompt(50)], params, use_tqdm=False)[0].outputs[0]
     assert (len(out.token_ids), out.finish_reason) == (14, "length")

@@ -20,14 +20,15 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.processes import uninterrupted
 from nanovllm.executor import base, multiprocess
 from nanovllm.executor.base import ExecutorError, check_grid
-from nanovllm.executor.remote import uninterrupted
 from nanovllm.models.config import ModelConfig
 from tests.oracle import greedy, make_checkpoint, reference_tokens
-from tests.rank_faults import BURN_SECONDS, EXIT_CODE
-from tests.server_process import are_gone, wait_until
+from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
+from tests.server_process import are_gone, wait_for_shared_memory_to_go, wait_until
 
+pytestmark = pytest.mark.usefixtures("forked")
 OPTIONS: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "distributed_executor_backend": "mp"}
 # The engine reports a lost rank within 5 s; a busy machine may take longer.
 SOON = 15.0
@@ -42,7 +43,7 @@ def folder_for_temporary_files(tmp_path: pathlib.Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     yield
     assert list(folder.iterdir()) == []
-    assert not list(pathlib.Path("/dev/shm").glob("nanovllm*"))
+    wait_for_shared_memory_to_go()
 
 
 def processes_of(llm: LLM) -> list[psutil.Process]:
@@ -176,7 +177,7 @@ def test_a_rank_that_dies_while_nothing_is_computed(tiny_model: pathlib.Path) ->
 def test_a_rank_that_fails_says_why(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[Exception], words: str
 ) -> None:
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
     before = set(psutil.Process().children())
     with pytest.raises(kind, match=words):
@@ -190,7 +191,7 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, int]
 ) -> None:
     """Rank 0 computes for more than twice the time after which one that rests would be taken to hang."""
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", "0 launch burn")
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     start = time.monotonic()
@@ -225,7 +226,7 @@ def test_who_computes_for_long_or_waits_for_it_does_not_hang(
 def test_ranks_that_wait_for_one_another_are_named(
     tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch, grid: dict[str, Any], fault: str, words: str
 ) -> None:
-    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", "tests.rank_faults")
+    monkeypatch.setattr(multiprocess.MultiprocessExecutor, "program", RANK)
     monkeypatch.setenv("RANK_FAULT", fault)
     llm = LLM(str(tiny_model), **OPTIONS, **grid, num_kv_blocks=64)
     processes = processes_of(llm)

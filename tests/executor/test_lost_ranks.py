@@ -16,7 +16,7 @@ import pytest
 
 from tests import rank_faults
 from tests.oracle import make_checkpoint, make_tokenizer, reference_tokens
-from tests.server_process import ServerProcess, are_gone, wait_until
+from tests.server_process import ServerProcess, are_gone, wait_for_shared_memory_to_go, wait_until
 
 # Errors come within 5 s; a busy machine may take longer.
 SOON = 15.0
@@ -131,7 +131,7 @@ def test_every_request_gets_an_error_and_nothing_is_left(
         wait_until(lambda: are_gone(processes), SOON, "the engine and all ranks have ended")
         assert server.stop() == 0
     assert [path.name for path in tmp_path.iterdir()] == ["output.txt"]
-    assert not list(pathlib.Path("/dev/shm").glob("nanovllm*"))
+    wait_for_shared_memory_to_go()
 
 
 def test_a_rank_is_missed_while_nobody_asks(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:

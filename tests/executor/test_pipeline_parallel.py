@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 import nanovllm.runner.runner
 from nanovllm import LLM, SamplingParams
 from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import Grid, get_pp_group
-from nanovllm.distributed.pipeline_parallel import Elsewhere, check_pipeline_parallel, layer_range, layers_here
+from nanovllm.distributed.pipeline_parallel import Elsewhere, layer_range, layers_here
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.lab.course.ranks import run_ranks
@@ -32,6 +33,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
 
+pytestmark = pytest.mark.usefixtures("forked")
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(n)] for i, n in enumerate((5, 40, 18, 33, 2))]
 PROMPTS.append(PROMPTS[1][:30] + [9] * 10)
 

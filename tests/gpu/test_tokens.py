@@ -17,9 +17,9 @@ from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.request import EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.lab.bench.local import TINY, TINY_DEEPSEEK, TINY_MIXTRAL, run_requests, start_engine, write_checkpoint
+from nanovllm.lab.bench.local import TINY, run_requests, start_engine, write_checkpoint
 from nanovllm.lab.bench.workloads import BenchRequest
-from tests.gpu.setting import DRY_RUN
+from tests.gpu.setting import DRY_RUN, TINY_DEEPSEEK, TINY_MIXTRAL
 
 REFERENCE = {"device": "cpu", "attention_backend": "torch"}
 _GRAPHS = {"device": "cuda", "attention_backend": "triton", "enforce_eager": False}

@@ -413,7 +413,9 @@ def test_other_content_than_believed(engines: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], gate: Any) -> None:
     """A request that is being pushed has to give way to an urgent one: its blocks stay until nobody reads them."""
-    producer = engines("kv_producer", num_kv_blocks=11, long_prefill_token_threshold=1, scheduling_policy="priority")
+    producer = engines(
+        "kv_producer", num_kv_blocks=11, max_model_len=88, long_prefill_token_threshold=1, scheduling_policy="priority"
+    )
     consumer = engines("kv_consumer", policy)
     fleet, opened = Fleet([producer, consumer]), gate(LocalLink, "read")
     ask(consumer, "r", PROMPT, params=decode_first(producer, "push"))
@@ -428,7 +430,7 @@ def test_producer_has_no_room(policy: str, engines: Any, expected: list[int], ga
 
 def test_producer_pushes_what_it_can(engines: Any, expected: list[int]) -> None:
     """With a pool that holds one prompt at a time."""
-    producer = engines("kv_producer", num_kv_blocks=8, max_num_seqs=4, long_prefill_token_threshold=8)
+    producer = engines("kv_producer", num_kv_blocks=8, max_model_len=64, max_num_seqs=4, long_prefill_token_threshold=8)
     fleet = Fleet([producer, engines("kv_consumer", enable_prefix_caching=False)])
     for i in range(4):
         ask(fleet.engines[1], f"r{i}", PROMPT, params=decode_first(producer, "push"))

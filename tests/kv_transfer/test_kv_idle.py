@@ -139,7 +139,7 @@ def test_a_transfer_that_ends_during_a_step_does_not_keep_the_engine_awake(
 
 
 def test_who_waits_for_blocks_under_a_lease_forgets_an_old_notification(tmp_path: Any) -> None:
-    core = make_engine(str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8)
+    core = make_engine(str(make_checkpoint(tmp_path)), "kv_producer", num_kv_blocks=8, max_model_len=64)
     fleet = Fleet([core])
     ask(core, "leased", PROMPT, 1, {"do_remote_decode": True})
     fleet.complete("leased")

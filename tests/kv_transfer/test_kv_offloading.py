@@ -20,10 +20,13 @@ from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.stores import offloading_worker
 from nanovllm.kv_transfer.stores.offloading import OffloadingMetadata, OffloadingScheduler, block_key, share_key
 from nanovllm.kv_transfer.stores.offloading_worker import OffloadingWorker
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, HostStore, KVStore
+from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES
+from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 GIB = 1 << 30
 BLOCK = 4  # tokens

@@ -19,11 +19,11 @@ from tests.kv_fleet import KVFleet
 from tests.server_process import ServerProcess, wait_until
 from tests.soak import MemorySamples, rounds, short_and_nightly
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUM_PROMPTS, MAX_TOKENS = 30, 10
 ROUTER_GROWTH = 5.0  # MB per 1,000 requests, in the nightly form
-ORDERS = {"prefill first": (200, ("--policy", "prefix_aware")), "decode first": (100, ("--kv-order", "decode_first"))}
+ORDERS = {"prefill first": (200, ("--policy", "prefix_aware")), "decode first": (60, ("--kv-order", "decode_first"))}
 
 
 def some_prompts(rng: random.Random) -> list[str]:

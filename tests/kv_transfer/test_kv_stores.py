@@ -27,8 +27,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.kv_transfer.stores import folder as folder_store
 from nanovllm.kv_transfer.stores.folder import LOW_WATER, FolderStore
+from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, SealedStore
 from nanovllm.kv_transfer.stores.servers import MooncakeStore, RedisStore
-from nanovllm.kv_transfer.stores.store import HEADER_BYTES, HostStore, KVStore, SealedStore
+from nanovllm.kv_transfer.stores.store import HostStore, KVStore
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.server_process import wait_until
 
@@ -543,7 +544,7 @@ def test_redis_makes_room(tmp_path: pathlib.Path) -> None:
 def test_redis_goes_and_comes_back(
     redis_pool: tuple[Any, RedisStore], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.kv_transfer.stores.store.RETRY_SECONDS", 1.0)
+    monkeypatch.setattr("nanovllm.kv_transfer.stores.sealed.RETRY_SECONDS", 1.0)
     server, store = redis_pool
     put(store, 1)
     server.kill()

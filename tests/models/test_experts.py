@@ -774,6 +774,7 @@ def test_random_weights_are_the_same_on_every_grid(
     assert len(matrices.unique()) > 0.99 * len(matrices), "numbers come again and again"
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_random_weights_say_the_same_on_every_grid(grid: dict[str, int], tmp_path: pathlib.Path) -> None:
     folder = str(make_checkpoint(tmp_path, "mixtral"))
@@ -797,7 +798,9 @@ MOVING: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", MOVING)
+@pytest.mark.parametrize(
+    "case", ["dp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("tp2", "two-shared"))]
+)
 def test_experts_move_while_the_engine_serves(
     case: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

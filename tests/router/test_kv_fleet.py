@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,7 +66,7 @@ def test_answers_are_those_of_one_engine(
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda prompt: router.complete(prompt=prompt, max_tokens=12), prompts))
         streamed = router.events("/v1/completions", {"prompt": prompts[0], "max_tokens": 12, "temperature": 0})
-        assert not router.router_metrics()["request_errors_total"]
+        assert not router.router_metrics()["request_errors_total"], router.text + fleet.text
     wait_until(fleet.all_blocks_are_back, 60, "all blocks are back")
     texts = [answer["choices"][0]["text"] for answer in answers]
     assert texts == [expected[order, prompt] for prompt in PROMPTS]
@@ -251,3 +252,24 @@ def test_gpus_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     assert divide_gpus(["0"], 3, 1) == ([], 3)
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "3,1")
     assert visible_gpus(EngineConfig()) == ["3", "1"] and visible_gpus(EngineConfig(device="cpu")) == []
+
+
+@pytest.mark.parametrize("more", [{}, {"structured_outputs": {"regex": "a+"}}], ids=["plain", "with a grammar"])
+def test_kv_that_does_not_come_is_an_error_of_the_server(
+    more: dict[str, Any], tiny_model: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Nobody listens where the KV is said to be, and the server may not compute it: not an empty answer, nor the client's fault."""
+    settings = {"kv_connector": "local", "kv_role": "kv_consumer", "kv_load_failure_policy": "fail"}
+    with (
+        socket.socket() as nobody,
+        ServerProcess(tiny_model, tmp_path, "--kv-transfer-config", json.dumps(settings)) as server,
+    ):
+        nobody.bind(("127.0.0.1", 0))
+        place = {"remote_host": "127.0.0.1", "remote_port": nobody.getsockname()[1], "remote_engine_id": "p"}
+        params = {"do_remote_prefill": True, "remote_request_id": "r", "remote_block_ids": [3, 1, 2], **place}
+        body = {"prompt": "a" * 40, "max_tokens": 3, "kv_transfer_params": params, **more}
+        failed = server.post("/v1/completions", body)
+        assert failed.status_code == 500, failed.text + server.text
+        assert "did not come" in failed.json()["error"]["message"]
+        stream = server.post("/v1/completions", body | {"stream": True})
+        assert '"error"' in stream.text and "did not come" in stream.text

@@ -105,6 +105,9 @@ class FakeServer:
         await asyncio.sleep(0)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():  # it was stopped after it had accepted this connection
+            writer.transport.abort()
+            return
         self._connections.add(writer)
         try:
             while True:
@@ -639,6 +642,23 @@ async def test_a_body_that_is_no_json_is_refused(body: bytes) -> None:
     assert not fleet.prefill[0].seen and not fleet.decode[0].seen
 
 
+async def test_the_routers_page_lists_its_servers_and_how_they_are() -> None:
+    async with fleet_of([producer()], [consumer()], health_check_interval=60) as fleet:
+        await fleet.complete()
+        fleet.backends[1].problem = "refuses <connections>"
+        page = (await fleet.client.get("/")).text
+    rows = re.findall(r"<tr><td>(.*)</td></tr>", page)
+    assert [re.sub("<.*?>", " ", row).split()[0] for row in rows] == ["prefill", "decode"]
+    for row, server, state in zip(
+        rows, [*fleet.prefill, *fleet.decode], ["ready", "refuses &lt;connections&gt;"], strict=True
+    ):
+        assert (
+            f'<a href="{server.url}/">' in row
+            and f">{state}</span>" in row
+            and row.endswith("<td>0</td><td>1</td><td>0")
+        )
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
 async def test_clients_do_not_say_where_kv_comes_from_however_they_write_it(encoding: str) -> None:
     body = '{"prompt": "a", "user": NaN, "kv_transfer_params": {"do_remote_prefill": true}}'
@@ -739,12 +759,13 @@ def test_prefix_aware_weighs_prefixes_against_load(loads: list[int], stories: li
 def test_names_of_pieces_tell_prefixes(start: str, one: str, other: str) -> None:
     texts = [(start + end) * 40 + end for end in (one, other)]
     names = [prefix_names({"prompt": text}) for text in texts]
-    raw = [json.dumps([None, None, text], ensure_ascii=False, separators=(",", ":")).encode() for text in texts]
+    raw = [json.dumps([None, None, None, text], ensure_ascii=False, separators=(",", ":")).encode() for text in texts]
     same = next((i for i, (x, y) in enumerate(zip(*raw, strict=False)) if x != y), min(map(len, raw)))
     agreeing = [x == y for x, y in zip(*names, strict=False)]
     assert agreeing == [i < same // PIECE_BYTES for i in range(len(agreeing))]
     assert list(map(len, names)) == [len(text) // PIECE_BYTES for text in raw]
-    assert not set(names[0]) & set(prefix_names({"prompt": texts[0], "cache_salt": "s"}))
+    for other_field in ({"cache_salt": "s"}, {"tools": [{}]}):
+        assert not set(names[0]) & set(prefix_names({"prompt": texts[0]} | other_field))
 
 
 def test_long_prompts_are_looked_at_only_in_their_beginning() -> None:

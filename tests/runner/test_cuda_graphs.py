@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import os
 import pathlib
 import subprocess
 import sys
@@ -95,8 +96,29 @@ def test_the_smallest_that_is_large_enough() -> None:
     assert recorded == [(13, None), *((n, "pool") for n in (8, 4, 2, 1))], "all share the memory of the first"
     assert noted == [("padding", 0, 13), ("upload", 13, 13), *(f"work {n}" for n in (13, 8, 4, 2, 1))]
     assert [graphs.size_for(n) for n in (1, 3, 4, 5, 8, 9, 13)] == [1, 4, 4, 8, 8, 13, 13]
-    out = graphs.replay(SimpleNamespace(rows=[0] * 5, graph_size=8), None)  # type: ignore[arg-type]
+    out = graphs.replay(SimpleNamespace(rows=[0] * 5, input_ids=[0] * 8), None)  # type: ignore[arg-type]
     assert recorded[-1] == "replayed" and len(out) == 5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_replay_returns_the_rows_of_the_requests(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    group = SimpleNamespace(is_last=is_last)
+    monkeypatch.setattr(nanovllm.runner.cuda_graphs, "get_pp_group", lambda: group, raising=False)
+    graphs: Any = object.__new__(DecodeGraphs)
+    graphs._out, graphs._received, replayed = torch.zeros(8, 2), torch.zeros(8, 2), []
+    for size in (4, 8):
+        graphs._graphs = getattr(graphs, "_graphs", {}) | {
+            size: SimpleNamespace(replay=lambda size=size: replayed.append((size, graphs._received.clone())))
+        }
+    received = torch.ones(3, 2)
+    out = graphs.replay(SimpleNamespace(rows=[5, 0, 2], input_ids=[0] * 4), received)
+    assert [size for size, _ in replayed] == [4], "the graph of the size to which the batch was padded"
+    assert torch.equal(replayed[0][1][:3], received), "what the graph reads is in its buffer before the replay"
+    assert out.shape == (3, 2), "the requests' rows, without those of the padding"
+    graphs._out.fill_(7)
+    assert bool((out == 7).all()) == is_last, "the next replay must not change what is still to be sent"
+    graphs.replay(SimpleNamespace(rows=[0] * 8, input_ids=[0] * 8), None)
+    assert replayed[1][0] == 8
 
 
 # ---------------------------------------------------------------- the double
@@ -265,10 +287,10 @@ def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) ->
         n = len(batch.rows)
         if (batch.num_scheduled == 1).all():
             size = min(size for size in (1, 2, 4, 8, 13) if size >= n)
-            assert replayed == [size] == [batch.graph_size] and len(batch.input_ids) == size
+            assert replayed == [size] and len(batch.input_ids) == size
             chosen.add((n, size))
         else:
-            assert replayed == [] and batch.graph_size == 0
+            assert replayed == [] and len(batch.input_ids) == batch.num_scheduled.sum()
     assert {(13, 13), (8, 8), (5, 8), (3, 4), (1, 1)} <= chosen
     assert any(not replayed for replayed in forwards), "no step was mixed"
 
@@ -451,7 +473,7 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     assert make_graph is not None
     graphs = capture_graphs(Rows(make_graph, 2, events))  # type: ignore[arg-type]
     del events[:2]  # the padding
-    graphs.replay(SimpleNamespace(rows=[0, 1], graph_size=2), None)  # type: ignore[arg-type]
+    graphs.replay(SimpleNamespace(rows=[0, 1], input_ids=[0, 1]), None)  # type: ignore[arg-type]
     rounds = [
         [
             "cuda waits for main", "on cuda", f"work {size}", "main waits for cuda",
@@ -517,7 +539,8 @@ def test_gpu_cells_are_reported_as_skipped(lecture, available) -> None:
     answer = f"import torch\n\ntorch.cuda.is_available = lambda: {available}\n"
     (lecture.parent / "conftest.py").write_text(course.read_text().replace("import torch\n", answer))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--nbval", "--nbval-current-env", "-rs"]
-    done = subprocess.run([*command, str(lecture)], capture_output=True, text=True, cwd=lecture.parent)
+    environment = os.environ | {"PYTEST_ADDOPTS": ""}
+    done = subprocess.run([*command, str(lecture)], capture_output=True, text=True, cwd=lecture.parent, env=environment)
     if available:
         assert done.returncode == 1 and "1 failed, 2 passed" in done.stdout and "no GPU" in done.stdout
     else:

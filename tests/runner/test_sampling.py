@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 import nanovllm.runner.sampling
 from nanovllm import LLM
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.structured_outputs import StructuredOutputsParams
 from nanovllm.runner.sampling import (
     NUCLEUS_GUESS,
     Sampler,
@@ -308,12 +309,12 @@ def test_penalties_of_a_whole_batch_are_those_of_each_row(
     wide = torch.full((len(rows), VOCAB + padding), NAN)
     logits = wide[:, :VOCAB]  # not contiguous if there is padding
     for i, row in enumerate(rows):
-        broken = not row.params.penalized and data.draw(st.booleans())
+        broken = not row.params.looks_back and data.draw(st.booleans())
         logits[i] = NAN if broken else torch.tensor(data.draw(row_of_logits))
     before = logits.clone()
     nanovllm.runner.sampling.apply_penalties(logits, rows)
     for i, row in enumerate(rows):
-        if not row.params.penalized:
+        if not row.params.looks_back:
             assert torch.equal(logits[i].view(torch.int32), before[i].view(torch.int32))
             continue
         moderated = SamplingParams(
@@ -673,6 +674,14 @@ def test_different_counts_in_one_batch_and_more_than_the_vocabulary() -> None:
     assert only.token_ids == [1] and only.logprobs == pytest.approx([-1.407606], abs=1e-5)
 
 
+def test_forbidden_tokens_are_not_among_the_likeliest() -> None:
+    forbidden = float("-inf")
+    logits = torch.tensor([[0.0, forbidden, 2.0, forbidden], [forbidden] * 3 + [1.0], [3.0, 2.0, 1.0, 0.0]])
+    entries = start_logprobs(logits, torch.tensor([0, 3, 1]), [3, 3, 3])()
+    assert [entry.token_ids for entry in entries] == [[0, 2, 0], [3, 3], [1, 0, 1, 2]]
+    assert [len(entry.logprobs) for entry in entries] == [3, 2, 4] and entries[1].logprobs == [0, 0]
+
+
 # ---------------------------------------------------------------- in the engine
 
 
@@ -754,6 +763,7 @@ BAD: dict[str, list[Any]] = {
     "min_tokens": [None, -1, 17, *NOT_INTEGERS],
     "logprobs": [-1, 21, *NOT_INTEGERS],
     "prompt_logprobs": [-1, 21, *NOT_INTEGERS],
+    "structured_outputs": [5, "x", [], True, {}, {"regex": None}, {"json": {}, "regex": "a"}, {"json_object": False}],
 }  # fmt: skip
 GOOD: dict[str, list[Any]] = {
     "n": [1, 128],
@@ -775,6 +785,7 @@ GOOD: dict[str, list[Any]] = {
     "min_tokens": [0, 16],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
+    "structured_outputs": [None, {"json": {}}, {"regex": "a"}, StructuredOutputsParams(json_object=True)],
 }
 
 
@@ -805,9 +816,9 @@ def test_good_values_are_taken(name: str) -> None:
 def test_names_are_normalised() -> None:
     params = SamplingParams(top_k=-1, stop="end", stop_token_ids=(3,), temperature=1)
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, ["end"], [3])
-    assert isinstance(params.temperature, float) and not params.greedy and not params.penalized
+    assert isinstance(params.temperature, float) and not params.greedy and not params.looks_back
     assert SamplingParams(temperature=0).greedy
-    assert all(SamplingParams(**{name: 1.5}).penalized for name in BAD if name.endswith("_penalty"))
+    assert all(SamplingParams(**{name: 1.5}).looks_back for name in BAD if name.endswith("_penalty"))
     assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
     shared = ["a"]
     copy = SamplingParams(stop=shared).clone(n=2)

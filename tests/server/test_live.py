@@ -18,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import nanovllm
@@ -472,7 +473,7 @@ def test_the_stream_over_http_and_its_end(guarded: ServerProcess) -> None:
         assert "".join(step.text.get(request_id, "") for step in steps) == answer["choices"][0]["text"]
         assert steps[0].prompts == {request_id: "open text"}
         guarded.process.send_signal(signal.SIGTERM)  # who looks on does not delay the end
-        assert guarded.process.wait(20) == 0
+        assert guarded.process.wait(60) == 0
         assert all(decoder.decode(line.encode()) for line in lines), "the stream ends with a whole line"
 
 
@@ -509,6 +510,12 @@ def test_the_page_itself() -> None:
     assert "frame-ancestors 'none'" in policy
     scripts = re.findall(r'(?:src|href)="/?web/([\w.]+)"', response.text)
     assert scripts and all(client().get(f"/web/{name}").status_code == 200 for name in scripts)
+
+
+def test_the_page_of_a_demo_server_sends_bursts_by_itself() -> None:
+    demo = TestClient(Starlette(routes=page.page_routes(demo=True)), follow_redirects=False)
+    assert demo.get("/").headers["location"] == "?demo"
+    assert demo.get("/?demo").content == client().get("/").content
 
 
 def test_a_long_trace_arrives_whole() -> None:
@@ -565,7 +572,8 @@ def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:
         wait_until(lambda: "http://" in output.read_text() or process.poll() is not None, 60)
-        (url,) = re.findall(r"(http://\S+)/ ", output.read_text())
+        (last, url) = re.findall(r"watch steps 0 to (\d+) at (http://\S+)/ ", output.read_text())[0]
+        assert int(last) == Trace.load(recorded).steps[-1].step
         assert httpx.get(f"{url}/").text == (FOLDERS[0] / "index.html").read_text()
         header, *lines = httpx.get(f"{url}/trace").content.splitlines(keepends=True)
         trace = Trace.load(recorded)
@@ -574,7 +582,7 @@ def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path:
         taken = subprocess.run([*command[:-1], url.rpartition(":")[2]], capture_output=True, text=True)
         assert taken.returncode == 2 and "cannot listen on" in taken.stderr and taken.stderr.count("\n") == 1
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
 
@@ -593,13 +601,13 @@ def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     rows = dict(re.findall(r"│ (\S.*?) +│ +(.*?) │", printed))
     trace = Trace.load(recorded)
-    assert rows["steps"] == str(sum(bool(step.requests) for step in trace))
+    assert rows["steps"] == f"0 to {trace.steps[-1].step} ({sum(bool(step.requests) for step in trace)} compute)"
     assert rows["requests"] == "8" and rows["ended"] == "8 length"
     assert rows["tokens generated"] == str(8 * 12)
     assert rows["preemptions"] == str(sum(len(step.preempted) for step in trace)) != "0"
     found = sum(tokens for step in trace for tokens in step.admitted.values())
     assert rows["prompt tokens from the prefix cache"].startswith(f"{found} of ") and found
-    assert rows["KV blocks held at most"] == "100% of 20"
+    assert rows["KV blocks held at most"] == "20 of 20 (100%)"
 
 
 def test_a_trace_becomes_a_picture_and_events(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -653,7 +661,8 @@ MISTAKES = [
     (["trace", "{trace}", "--steps", "5:5"], "two step numbers such as 10:20"),
     (["trace", "{trace}", "--gif", "{folder}/a.gif", "--steps", "900:901"], "none of these steps"),
     (["trace", "{folder}/none.jsonl", "--gif", "{folder}/a.gif", "--view", "tarot"], "--view.*'tarot'"),
-    (["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"], "none/a.gif: No such file"),
+    (["trace", "{trace}", "--gif", "{folder}/none/a.gif", "--steps", "0:1"], "--gif: there is no folder .*/none"),
+    (["trace", "{folder}/none.jsonl", "--gif", "out.mp4"], r"--gif: must end in .gif, .*'out.mp4'"),
 ]
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
+from PIL import Image
 from playwright.sync_api import Locator, Page, Route, expect
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.lab.viz import SimulatedRequest, simulate
+from nanovllm.lab.viz.page import photograph
 from tests.server_process import ServerProcess, wait_until
 
 pytest_plugins = ["tests.browser"]
@@ -41,7 +45,7 @@ def live(page: Page, server: ServerProcess) -> Page:
 
 def opened(page: Page, server: ServerProcess) -> Page:
     page.goto(server.url)
-    expect(page.locator("#connection")).to_have_text("live")
+    expect(page.locator("#connection")).to_have_text("connected")
     return page
 
 
@@ -81,7 +85,7 @@ def test_a_question_is_answered_and_shown_at_work(live: Page) -> None:
     expect(fact(live, "reason")).to_have_text("complete", timeout=ANSWER_MS)
     expect(last_answer(live).locator(".prose")).to_have_text("The capital of France is Paris.")
     expect(fact(live, "tokens")).to_have_text("8 tokens")
-    expect(fact(live, "ttft")).to_have_text(re.compile(r"^first after \d+(\.\d+)? m?s$"))
+    expect(fact(live, "ttft")).to_have_text(re.compile(r"^first token after \d+(\.\d+)? m?s$"))
     expect(fact(live, "rate")).to_have_text(re.compile(r"^\d+\.\d tokens/s$"))
     expect(fact(live, "cached")).to_have_text(re.compile(r"^\d+ of 37 prompt tokens cached$"))
     expect(live.locator("#announcer")).to_have_text("The capital of France is Paris.")
@@ -204,21 +208,79 @@ def test_a_burst_fills_the_pool_until_requests_are_preempted(live: Page) -> None
 
 def test_a_burst_is_stopped_and_one_looks_back(live: Page, server: ServerProcess) -> None:
     live.get_by_role("button", name="Fire a burst").click()
-    expect(live.locator("#load-state")).to_contain_text("writing", timeout=ANSWER_MS)
+    expect(live.locator("#load-state")).to_contain_text("generating", timeout=ANSWER_MS)
     expect(figure(live, "running")).to_have_text(re.compile("[1-8]"), timeout=ANSWER_MS)
-    # Looking back: the page stays where it is while the engine goes on, and "live" follows it again.
+    # Looking back: the page stays where it is while the engine goes on, and "Follow" follows it again.
     slider = live.get_by_label("Step", exact=True)
     slider.press("ArrowLeft")
-    expect(live.locator(".nv-live")).to_have_attribute("aria-pressed", "false")
+    expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "false")
     standing = live.locator(".nv-position").inner_text().split(" of ")
     expect(live.locator(".nv-position")).not_to_have_text(" of ".join(standing))
     assert live.locator(".nv-position").inner_text().split(" of ")[0] == standing[0]
-    live.locator(".nv-live").click()
+    live.locator(".nv-follow").click()
     expect(live.locator(".nv-position")).not_to_have_text(re.compile(f"^{standing[0]} of"))
-    live.get_by_role("button", name="Stop them").click()
-    expect(live.locator("#load-state")).to_contain_text("stopped")
+    live.get_by_role("button", name="Cancel burst").click()
+    expect(live.locator("#load-state")).to_contain_text("cancelled")
     expect(figure(live, "running")).to_have_text("0")
     wait_until(server.is_idle, what="the burst has ended")
+
+
+def answer_at_once(page: Page) -> list[list[int]]:
+    """Answer completions in the server's place; the lengths of the prompts of each request."""
+    sent: list[list[int]] = []
+
+    def answer(route: Route) -> None:
+        sent.append([len(prompt) for prompt in route.request.post_data_json["prompt"]])
+        choices = [{"index": i, "text": "a", "finish_reason": "length"} for i in range(len(sent[-1]))]
+        chunk = json.dumps({"id": f"cmpl-{len(sent)}", "choices": choices})
+        route.fulfill(content_type="text/event-stream", body=f"data: {chunk}\n\ndata: [DONE]\n\n")
+
+    page.route("**/v1/completions", answer)
+    return sent
+
+
+def test_the_first_request_of_a_burst_goes_ahead_of_the_long_prompts(live: Page) -> None:
+    """Its first step is short, so that something moves at once, and the others find its prefix in the cache."""
+    sent = answer_at_once(live)
+    live.get_by_role("button", name="Fire a burst").click()
+    expect(live.locator("#load-state")).to_have_text("16 done")
+    expect(live.locator("#load-progress")).to_be_hidden()
+    first, chats, documents = sent
+    assert [len(first), len(chats), len(documents)] == [1, 13, 2]
+    assert first[0] == chats[0] < min(documents)
+
+
+def test_a_demo_sends_bursts_until_it_is_cancelled(page: Page, server: ServerProcess) -> None:
+    sent = answer_at_once(page)
+    page.goto(f"{server.url}?demo")
+    for _ in range(6):  # two bursts
+        with page.expect_request("**/v1/completions"):
+            pass
+    assert [len(prompts) for prompts in sent[:4]] == [1, 13, 2, 1]
+    page.unroute("**/v1/completions")
+    page.get_by_role("button", name="Cancel burst").click(timeout=ANSWER_MS)
+    expect(page.locator("#load-state")).to_contain_text("cancelled")
+    expect(page.get_by_role("button", name="Fire a burst")).to_be_visible()
+
+
+@pytest.mark.nightly
+def test_the_picture_of_the_readme_can_be_taken(server: ServerProcess) -> None:
+    with ThreadPoolExecutor(1) as thread:  # playwright of the fixtures runs in this one
+        picture = Image.open(io.BytesIO(thread.submit(photograph, f"{server.url}?demo").result()))
+    assert picture.format == "PNG" and picture.size == (1440, 1000)
+    assert len(picture.getcolors()) > 24, "requests were drawn"
+
+
+def test_arrows_look_back_while_one_does_not_type(live: Page) -> None:
+    send(live, "Hello", max_tokens="8", temperature="0")
+    expect(fact(live, "reason")).to_be_visible(timeout=ANSWER_MS)
+    live.get_by_label("Your message").press("ArrowLeft")
+    expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "true")
+    live.locator("h1").click()
+    live.keyboard.press("ArrowLeft")
+    expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "false")
+    live.keyboard.press("End")
+    expect(live.locator(".nv-follow")).to_have_attribute("aria-pressed", "true")
 
 
 BEYOND_THE_EDGE = "[...document.querySelectorAll('body, body *')].filter(e => e.getBoundingClientRect().right > 361)"
@@ -287,10 +349,10 @@ def test_the_key_is_asked_for(page: Page, noise: list[str], tiny_model: pathlib.
         page.get_by_role("button", name="Enter the key").click()
         field.fill("sesame")
         field.press("Enter")
-        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#connection")).to_have_text("connected")
         assert "sesame" not in page.url
         page.reload()
-        expect(page.locator("#connection")).to_have_text("live")
+        expect(page.locator("#connection")).to_have_text("connected")
         expect(page.locator("#key-dialog")).to_be_hidden()
     expect(page.locator("#connection")).to_contain_text("Trying again")
 
@@ -313,31 +375,29 @@ def tokens_by_engine(server: ServerProcess) -> list[float]:
 
 def choose(page: Page, engine: int) -> None:
     """Have the page show this one, as somebody without a mouse does."""
-    choice = page.get_by_label("Shown")
+    choice = page.get_by_label("Engine shown")
     if choice.input_value() != str(engine):
         with page.expect_request(f"**/trace{'?engine=1' if engine else ''}"):
             choice.press("ArrowDown" if engine else "ArrowUp")
         expect(choice).to_be_focused()
-    expect(page.locator("#connection")).to_have_text("live")
+    expect(page.locator("#connection")).to_have_text("connected")
 
 
 def test_one_of_several_engines_is_chosen(page: Page, two_engines: ServerProcess) -> None:
     opened(page, two_engines)
-    expect(page.get_by_label("Shown")).to_have_value("0")
-    expect(page.get_by_label("Shown").locator("option")).to_have_text(["Engine 0", "Engine 1"])
+    expect(page.get_by_label("Engine shown")).to_have_value("0")
+    expect(page.get_by_label("Engine shown").locator("option")).to_have_text(["Engine 0", "Engine 1"])
     expect(page.locator("#rank-note")).to_contain_text("Chat and demo load go to all 2 engines.")
     choose(page, 1)
     before = picture(page, "pool")
-    # Each takes half of a burst, and what the other one computes is missing nowhere.
+    # Each takes a part of a burst, and what the other one computes is missing nowhere.
     page.get_by_label("Demo load").fill("16")
     page.get_by_role("button", name="Fire a burst").click()
-    expect(figure(page, "kv")).not_to_have_text("0 %", timeout=ANSWER_MS)
-    page.locator(".nv-live").click()  # stands still from here on
-    assert picture(page, "pool") != before
     expect(page.locator("#load-state")).to_have_text(re.compile("^16 done"), timeout=ANSWER_MS)
-    page.locator(".nv-live").click()
+    expect(page.locator(".nv-position")).to_contain_text(" of ")  # steps of the burst were seen
     expect(figure(page, "running")).to_have_text("0")
     expect(figure(page, "kv")).to_have_text("0 %")
+    assert picture(page, "pool") != before
     assert all(tokens_by_engine(two_engines))
 
 
@@ -365,9 +425,9 @@ def test_the_choice_of_an_engine_fits_a_phone(
     page.set_viewport_size({"width": 360, "height": 740})
     opened(page, two_engines)
     page.get_by_role("tab", name="Engine").click()
-    expect(page.get_by_label("Shown")).to_be_visible()
+    expect(page.get_by_label("Engine shown")).to_be_visible()
     page.wait_for_function(f"() => {BEYOND_THE_EDGE}.length === 0", timeout=DRAWN_MS)
-    assert page.get_by_label("Shown").bounding_box()["height"] >= 34
+    assert page.get_by_label("Engine shown").bounding_box()["height"] >= 34
     for place in ("#rank", "#rank-note", "#rank-choice label"):
         assert page.locator(place).evaluate(CONTRAST) >= 4.5, place
 
@@ -387,10 +447,10 @@ def test_who_looks_at_an_engine_that_is_gone_gets_another(
     page.route("**/trace?engine=1", lambda route: route.fulfill(status=400, body=json.dumps(error)))
     opened(page, two_engines)
     page.evaluate(KEEP_WHAT_IS_SAID)  # the reason stands there for half a second only
-    page.get_by_label("Shown").select_option("Engine 1")
+    page.get_by_label("Engine shown").select_option("Engine 1")
     page.wait_for_function("() => said.some(text => text.includes('Engine must be 0, the only one, not 1.'))")
-    expect(page.locator("#connection")).to_have_text("live")
-    expect(page.get_by_label("Shown")).to_have_value("0")
+    expect(page.locator("#connection")).to_have_text("connected")
+    expect(page.get_by_label("Engine shown")).to_have_value("0")
 
 
 def test_a_burst_is_as_large_as_all_engines_need(live: Page) -> None:
@@ -448,9 +508,10 @@ def test_a_conversation_too_long_to_be_kept_is_shown_all_the_same(live: Page) ->
 def test_a_burst_is_stopped_while_its_prompts_are_made(live: Page) -> None:
     live.route("**/tokenize", lambda route: None)  # never answered
     live.get_by_role("button", name="Fire a burst").click()
-    expect(live.locator("#load-state")).to_contain_text("waiting")
-    live.get_by_role("button", name="Stop them").click()
-    expect(live.locator("#load-state")).to_have_text("0 done · 16 stopped")
+    expect(live.locator("#load-progress")).to_be_visible()  # moves before the engine does
+    expect(live.locator("#load-state")).to_have_text("0 done · 16 without a token yet")
+    live.get_by_role("button", name="Cancel burst").click()
+    expect(live.locator("#load-state")).to_have_text("0 done · 16 cancelled")
     expect(live.get_by_role("button", name="Fire a burst")).to_be_visible()
 
 
@@ -468,7 +529,7 @@ def replaying(path: pathlib.Path, folder: pathlib.Path) -> Iterator[str]:
         yield found[0]
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 def test_a_recorded_trace_is_replayed(page: Page, tmp_path: pathlib.Path) -> None:
@@ -478,11 +539,11 @@ def test_a_recorded_trace_is_replayed(page: Page, tmp_path: pathlib.Path) -> Non
     trace.save(tmp_path / "run.jsonl")
     with replaying(tmp_path / "run.jsonl", tmp_path) as url:
         page.goto(url)
-        expect(page.locator("#connection")).to_have_text(f"replay of {len(trace)} records")
+        expect(page.locator("#connection")).to_have_text("replay")
         expect(page).to_have_title("simulated · nanovllm replay")
         expect(page.locator("#chat")).to_be_hidden()
         expect(page.locator("#load")).to_be_hidden()
-        expect(page.locator(".nv-position")).to_have_text(f"step 0 of {trace.steps[-1].step}")
+        expect(page.locator(".nv-position")).to_have_text(f"step 0 of 0–{trace.steps[-1].step}")
         first = picture(page, "pool")
         page.get_by_label("Step", exact=True).press("End")
         expect(figure(page, "preempted")).to_have_text(str(sum(len(step.preempted) for step in trace)))

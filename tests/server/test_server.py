@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import shutil
 import socket
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -26,7 +28,7 @@ from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Endpoint
 from nanovllm.server.metrics import Metrics
 from nanovllm.server.protocol import ChatCompletionRequest, CompletionRequest
-from nanovllm.text.processor import EngineLimits
+from nanovllm.text.prompts import EngineLimits
 from tests.server_process import ServerProcess, wait_until
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -384,7 +386,7 @@ def test_clients_that_go_away_free_their_blocks(server: ServerProcess, leave: st
                 next(response.iter_lines())
         else:
             post_and_leave(server, json.dumps(body).encode())
-        wait_until(server.is_idle, 5)
+        wait_until(server.is_idle, 60)
         if server.metrics()[aborted] == before + 4:
             return
     raise AssertionError("nobody noticed that the client had left")
@@ -468,10 +470,74 @@ def test_the_course_model_answers_the_line_that_is_printed(tmp_path: pathlib.Pat
 
     with ServerProcess(pathlib.Path("smollm2-135m"), tmp_path, "--num-kv-blocks", "64") as server:
         line = server.text[server.text.index("  curl ") :].split("\n\n")[0]
-        line = line.replace("}]}'", '}], "temperature": 0, "max_tokens": 12}\'')
         answer = subprocess.run(["bash", "-c", line], capture_output=True, timeout=60, check=True).stdout
         assert "Paris" in json.loads(answer)["choices"][0]["message"]["content"]
+        model, tokens = server.get("/v1/models").json()["data"][0], server.post("/tokenize", {"prompt": "a"}).json()
+        assert model["max_model_len"] == tokens["max_model_len"] == 64 * 16, (
+            "the pool is smaller than the model's context"
+        )
         assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def strict(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A strict server of a model that recommends greedy sampling."""
+    folder = tmp_path_factory.mktemp("strict")
+    model = shutil.copytree(tiny_model, folder / "model")
+    (model / "generation_config.json").write_text('{"temperature": 0}')
+    with ServerProcess(model, folder, "--strict") as running:
+        yield running
+
+
+def test_a_request_without_temperature_has_the_models(strict: ServerProcess, server: ServerProcess) -> None:
+    body: dict[str, Any] = {"prompt": "abc", "max_tokens": 12, "ignore_eos": True, "n": 4}
+
+    def texts(where: ServerProcess, **more: Any) -> list[str]:
+        return [choice["text"] for choice in where.post("/v1/completions", body | more).json()["choices"]]
+
+    greedy = texts(server, temperature=0)
+    assert texts(strict) == texts(strict, temperature=None) == greedy
+    assert len({*texts(strict, temperature=1, seed=1)}) == 4, "its own wins"
+    assert len({*texts(server, seed=1)}) == 4, "without a recommendation it is 1, as in vLLM"
+
+
+def test_unknown_fields_are_named_in_a_header_and_once_in_the_log(server: ServerProcess) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 1, "temprature": 0},
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1, "temprature": 0},
+        "/tokenize": {"prompt": "abc", "promt": 1},
+        "/detokenize": {"tokens": [5], "tokns": 1},
+    }
+    for path, body in bodies.items():
+        name = list(body)[-1]
+        right = {"temprature": "temperature", "promt": "prompt", "tokns": "tokens"}[name]
+        for stream in (False, True):
+            response = server.post(path, body | ({"stream": True} if stream and "v1" in path else {}))
+            assert response.status_code == 200
+            found = f"299 nanovllm \"ignored fields: '{name}' is unknown; did you mean {right}?\""
+            assert response.headers["warning"] == found
+        assert server.text.count(f"ignored a request field: '{name}' is unknown; did you mean {right}?") == 1
+        plain = server.post(path, {key: value for key, value in body.items() if key != name})
+        assert "warning" not in plain.headers
+    harmless = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1, "user": "me"})
+    assert harmless.headers["warning"] == "299 nanovllm \"ignored fields: 'user'\""
+    many = {f'unknown{i}\n\u20ac"': i for i in range(3000)} | {"warning": 1, "_ignored": 2}
+    flood = server.post("/v1/completions", {"prompt": "abc", "max_tokens": 1} | many)
+    assert flood.status_code == 200 and len(flood.headers["warning"]) < 2000
+
+
+def test_a_strict_server_refuses_unknown_fields(strict: ServerProcess) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        "/tokenize": {"prompt": "abc", "model": None},
+    }
+    for path, body in bodies.items():
+        response = strict.post(path, body | {"modell": "tiny"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, "modell", "unknown_parameter")
+        assert error["message"] == "the field 'modell' is unknown; did you mean model?"
+        assert strict.post(path, body | {"user": "me"}).status_code == 200, "OpenAI's own, which changes no answer"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +371,28 @@ async def until_closed(reader: asyncio.StreamReader) -> bytes:
         while piece := await asyncio.wait_for(reader.read(2**16), 30):
             found += piece
     return found
+
+
+def test_small_packets_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the system holds the end of an answer back until the client has acknowledged its beginning: 40 ms."""
+    accepted: list[socket.socket] = []
+    made = signalled.GuardedProtocol.connection_made
+
+    def note(self: signalled.GuardedProtocol, transport: Any) -> None:
+        accepted.append(transport.get_extra_info("socket"))
+        made(self, transport)
+
+    async def ask() -> int:
+        async with listening(monkeypatch) as (_, connect):
+            reader, writer = await connect()
+            writer.write(WHOLE)
+            assert (await reader.readline()).startswith(b"HTTP/1.1")
+            option = accepted[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            writer.close()
+            return option
+
+    monkeypatch.setattr(signalled.GuardedProtocol, "connection_made", note)
+    assert asyncio.run(ask())
 
 
 def test_an_idle_connection_stays_open_for_longer_than_clients_keep_it() -> None:

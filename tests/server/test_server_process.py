@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -50,46 +51,47 @@ def test_only_who_has_a_key_comes_in(guarded: ServerProcess) -> None:
     assert guarded.post("/v1/completions", content=b"x" * 20_000_000).status_code == 401
 
 
+@contextlib.contextmanager
+def flood(server: ServerProcess, key: str) -> Iterator[list[httpx.Response]]:
+    """Six clients that ask again and again, and what they are answered: at least twenty refusals when the body begins."""
+    over, answers = threading.Event(), []
+
+    def ask() -> None:
+        with httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=60) as client:
+            while not over.is_set():
+                answers.append(client.post(f"{server.url}/v1/completions", json=LONG))
+
+    with ThreadPoolExecutor(6) as pool:
+        clients = [pool.submit(ask) for _ in range(6)]
+        try:
+            wait_until(lambda: sum(answer.status_code == 429 for answer in answers) > 20)
+            yield answers
+        finally:
+            over.set()
+    for client in clients:
+        client.result()
+
+
 def test_past_the_bound_clients_are_asked_to_come_back(guarded: ServerProcess) -> None:
-    headers = {"Authorization": "Bearer first"}
-
-    def ask(_: int) -> httpx.Response:
-        return httpx.post(f"{guarded.url}/v1/completions", json=LONG, headers=headers, timeout=60)
-
-    with ThreadPoolExecutor(12) as pool:
-        responses = list(pool.map(ask, range(12)))
-    refused = [response for response in responses if response.status_code == 429]
-    assert {response.status_code for response in responses} == {200, 429}
-    # Two can run, and one of this key can wait; as some end, others may come in.
-    assert len(refused) >= 6
-    assert refused[0].headers["retry-after"] == "1"
-    error = refused[0].json()["error"]
+    # Two requests can run, and one of this key can wait: of six clients three are refused at any time.
+    with flood(guarded, "first") as answers:
+        pass
+    assert {answer.status_code for answer in answers} == {200, 429}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    error = refused.json()["error"]
     assert "--max-num-waiting 2, divided among 2 keys" in error["message"]
     assert error["type"] == "rate_limit_error"
     wait_until(guarded.is_idle)
+    headers = {"Authorization": "Bearer first"}
     assert guarded.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=headers).status_code == 200
 
 
 def test_a_flood_with_one_key_leaves_room_for_the_other(guarded: ServerProcess) -> None:
-    over, refused = threading.Event(), []
-
-    def flood() -> None:
-        with httpx.Client(headers={"Authorization": "Bearer first"}, timeout=60) as client:
-            while not over.is_set():
-                status = client.post(f"{guarded.url}/v1/completions", json=LONG).status_code
-                refused.append(status == 429)
-
-    with ThreadPoolExecutor(6) as pool:
-        floods = [pool.submit(flood) for _ in range(6)]
-        try:
-            wait_until(lambda: refused.count(True) > 20)
-            headers = {"Authorization": "Bearer second"}
-            body = LONG | {"max_tokens": 5}
-            answers = [guarded.post("/v1/completions", body, headers=headers) for _ in range(5)]
-        finally:
-            over.set()
+    headers, body = {"Authorization": "Bearer second"}, LONG | {"max_tokens": 5}
+    with flood(guarded, "first"):
+        answers = [guarded.post("/v1/completions", body, headers=headers) for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200] * 5
-    assert [flooding.result() for flooding in floods]
 
 
 def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -109,7 +111,7 @@ def test_a_killed_engine_is_reported_and_nothing_hangs(tiny_model: pathlib.Path,
         wait_until(lambda: 'running{engine="0",model_name="tiny"} 256' in other.get("/metrics").text)
         server.engine.kill()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive(), "somebody waits for a dead engine"
         assert found["whole"].status_code == 503
         error = found["whole"].json()["error"]
@@ -129,10 +131,10 @@ def test_the_engine_ends_with_its_parent(tiny_model: pathlib.Path, tmp_path: pat
             thread.start()
             wait_until(lambda: 'running{engine="0",model_name="tiny"} 128' in httpx.get(f"{server.url}/metrics").text)
         server.process.kill()
-        gone, _ = psutil.wait_procs([server.engine], timeout=10)
+        gone, _ = psutil.wait_procs([server.engine], timeout=60)
         assert gone, "the engine has outlived its parent"
         if busy:
-            thread.join(10)
+            thread.join(60)
     assert not list(tmp_path.glob("nanovllm-*")), "sockets were left behind"
 
 
@@ -149,12 +151,12 @@ def test_a_signal_lets_running_requests_end(tiny_model: pathlib.Path, tmp_path: 
             stream = pool.submit(server.events, "/v1/completions", LONG | {"n": 16})
             wait_until(lambda: 'running{engine="0",model_name="tiny"} 32' in httpx.get(f"{server.url}/metrics").text)
             server.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: _refuses_connections(server.url), 5)
+            wait_until(lambda: _refuses_connections(server.url), 60)
             assert {c["finish_reason"] for c in whole.result().json()["choices"]} == {"length"}
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
             assert reasons.count("length") == 16
-        assert server.process.wait(20) == 0
-        psutil.wait_procs([server.engine], timeout=5)
+        assert server.process.wait(60) == 0
+        psutil.wait_procs([server.engine], timeout=60)
         assert not server.engine.is_running()
     from nanovllm.trace.trace import Trace
 
@@ -167,8 +169,8 @@ def _refuses_connections(url: str) -> bool:
         httpx.get(f"{url}/health")
     except httpx.ConnectError:
         return True
-    except httpx.RemoteProtocolError:
-        pass  # it was taken on at the last moment, and not served
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        pass  # it was taken on at the last moment, and not served; or the socket was closed before the server took it on
     return False
 
 
@@ -180,7 +182,7 @@ def test_after_the_timeout_requests_are_aborted(tiny_model: pathlib.Path, tmp_pa
             server.process.send_signal(signal.SIGINT)
             reasons = [event["choices"][0]["finish_reason"] for event in stream.result()]
             assert reasons.count("abort") == 128
-        assert server.process.wait(20) == 0
+        assert server.process.wait(60) == 0
 
 
 def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -192,10 +194,10 @@ def test_a_second_signal_does_not_wait(tiny_model: pathlib.Path, tmp_path: pathl
         time.sleep(0.3)
         assert server.process.poll() is None, "it still drains"
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(5) == 128 + signal.SIGINT
-        gone, _ = psutil.wait_procs([server.engine], timeout=10)
+        assert server.process.wait(25) == 128 + signal.SIGINT
+        gone, _ = psutil.wait_procs([server.engine], timeout=60)
         assert gone
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_stdout_that_takes_no_more_ends_nothing(

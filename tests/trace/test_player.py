@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
 
 import pytest
 
-from nanovllm.lab.viz import SimulatedRequest, request_metrics, simulate
+from nanovllm.lab.viz import SimulatedRequest, draw_timeline, image_bytes, request_metrics, simulate
 from nanovllm.lab.viz.player import VIEWS, WEB, Player, bundle, play, widget_module
 from nanovllm.lab.viz.what_if import figures, what_if
 from nanovllm.trace.trace import Trace, TraceError
@@ -100,13 +101,13 @@ def click_region(page: Any, view: str, **wanted: Any) -> None:
 def test_buttons_keys_and_slider_move_the_reader_and_all_pictures(page: Any, trace: Trace) -> None:
     start(page, trace)
     last = trace.steps[-1].step
-    assert position(page) == f"step 0 of {last}"
+    assert position(page) == f"step 0 of 0–{last}"
     assert page.get_by_role("button", name="Step back").is_disabled()
     before = {view: picture(page, view) for view in ("tables", "timeline")}
 
     page.get_by_role("button", name="Step forward").click()
     settle(page)
-    assert position(page) == f"step 1 of {last}"
+    assert position(page) == f"step 1 of 0–{last}"
     assert page.evaluate("told") == 1
     assert all(picture(page, view) != before[view] for view in before)
 
@@ -114,18 +115,18 @@ def test_buttons_keys_and_slider_move_the_reader_and_all_pictures(page: Any, tra
     slider.press("ArrowRight")
     slider.press("ArrowRight")
     settle(page)
-    assert position(page) == f"step 3 of {last}"
+    assert position(page) == f"step 3 of 0–{last}"
     assert slider.get_attribute("aria-valuetext") == position(page)
     slider.press("End")
     settle(page)
-    assert position(page) == f"step {last} of {last}"
+    assert position(page) == f"step {last} of 0–{last}"
     assert page.get_by_role("button", name="Step forward").is_disabled()
     slider.press("Home")
     assert {view: picture(page, view) for view in before} == before  # what is drawn depends on the step alone
 
     slider.fill("7")
     settle(page)
-    assert position(page) == f"step 7 of {last}"
+    assert position(page) == f"step 7 of 0–{last}"
     assert page.locator("[data-view=tables] canvas").get_attribute("aria-label").startswith("Block tables, step 7: ")
 
 
@@ -145,6 +146,41 @@ def test_every_control_can_be_reached_by_keyboard_and_shows_where_one_is(page: A
     page.keyboard.press("Tab")  # on into the story, whose names are buttons
     page.keyboard.press("Enter")
     assert "prompt" in story(page)
+
+
+def test_keys_of_a_page_move_the_player_unless_one_types(page: Any, trace: Trace) -> None:
+    open_site(page, body='<input id="field"><div id="root"></div>', head=HEAD)
+    page.evaluate(START.replace("...options,", "keysFrom: document,"), {"text": b"".join(trace.lines()).decode()})
+    for key, index in (("ArrowRight", 1), ("End", len(trace) - 1), ("ArrowLeft", len(trace) - 2), ("Home", 0)):
+        page.keyboard.press(key)
+        assert page.evaluate("player.index") == index
+    page.keyboard.press(" ")
+    assert page.evaluate("player.playing")
+    page.keyboard.press(" ")
+    page.locator("#field").focus()
+    for key in ("ArrowRight", "End", " "):
+        page.keyboard.press(key)
+    assert page.locator("#field").input_value() == " "
+    assert page.evaluate("[player.index, player.playing]") == [0, False]
+
+
+def test_slider_and_label_count_the_steps_of_the_engine(page: Any, trace: Trace) -> None:
+    """A record may begin when the engine has computed for long, and has gaps where it was idle."""
+    later = Trace(settings=trace.settings)
+    later.steps = [dataclasses.replace(record, step=386 + record.step + 5 * (i > 8)) for i, record in enumerate(trace)]
+    last = later.steps[-1].step
+    start(page, later)
+    slider = page.get_by_role("slider", name="Step")
+    shown = "slider => [slider.min, slider.max, slider.value, slider.ariaValueText].join()"
+    assert slider.evaluate(shown) == f"386,{last},386,step 386 of 386–{last}"
+    slider.fill("390")
+    settle(page)
+    assert position(page) == f"step 390 of 386–{last}" and page.evaluate("player.index") == 4
+    slider.fill("397")  # between two records
+    settle(page)
+    assert position(page) == f"step 394 of 386–{last}" and slider.input_value() == "394"
+    start(page, later, read=1)
+    assert position(page) == "step 386" and slider.is_disabled()
 
 
 def test_playing_goes_to_the_end_at_the_chosen_speed(page: Any, trace: Trace) -> None:
@@ -222,8 +258,8 @@ def test_a_request_tells_its_story(page: Any, trace: Trace) -> None:
     ).first.click()
     settle(page)
     assert position(page) in (
-        f"step {preempted.step} of {trace.steps[-1].step}",
-        f"step {preempted.step - 1} of {trace.steps[-1].step}",
+        f"step {preempted.step} of 0–{trace.steps[-1].step}",
+        f"step {preempted.step - 1} of 0–{trace.steps[-1].step}",
     )
 
 
@@ -233,7 +269,7 @@ def test_a_step_says_what_was_scheduled_and_who_waits(page: Any, trace: Trace) -
     page.evaluate("(at) => player.seek(at)", at)
     told = story(page)
     assert told.startswith(f"Step {record.step}\n")
-    assert f"{record.num_tokens} of at most {record.token_budget} tokens" in told
+    assert f"{record.num_tokens} of at most {record.token_budget}" in told
     assert "too few blocks are free" in told
     for request_id in record.waiting:
         assert request_id in told
@@ -278,16 +314,16 @@ def test_live_follows_until_it_is_paused(page: Any, trace: Trace) -> None:
     )
     assert page.evaluate("player.index") == 4
     page.evaluate(append, 9)
-    wait_for_position(page, "step 8 of 8")
-    live = page.get_by_role("button", name="live")
+    wait_for_position(page, "step 8 of 0–8")
+    live = page.get_by_role("button", name="Follow")
     assert live.get_attribute("aria-pressed") == "true"
     page.get_by_role("button", name="Step back").click()
     page.evaluate(append, 12)
-    wait_for_position(page, "step 7 of 11")
+    wait_for_position(page, "step 7 of 0–11")
     assert live.get_attribute("aria-pressed") == "false"
     live.click()
     settle(page)
-    assert (position(page), live.get_attribute("aria-pressed")) == ("step 11 of 11", "true")
+    assert (position(page), live.get_attribute("aria-pressed")) == ("step 11 of 0–11", "true")
 
 
 def test_an_empty_live_page_says_so_and_begins_with_the_first_record(page: Any, trace: Trace) -> None:
@@ -296,7 +332,7 @@ def test_an_empty_live_page_says_so_and_begins_with_the_first_record(page: Any, 
     assert page.get_by_role("button", name="Play").is_disabled()
     page.keyboard.press("ArrowRight")
     page.evaluate("history_.append(whole.record(0)); player.changed()")
-    wait_for_position(page, "step 0 of 0")
+    wait_for_position(page, "step 0")
 
 
 def test_records_that_were_dropped_cannot_be_looked_at(page: Any, trace: Trace) -> None:
@@ -504,7 +540,7 @@ def test_the_widget_keeps_its_step_and_the_kernels_equal(page: Any, trace: Trace
         b"".join(shorter.lines()).decode(),
     )
     settle(page)
-    assert position(page) == f"step {shorter.steps[-1].step} of {shorter.steps[-1].step}"
+    assert position(page) == f"step {shorter.steps[-1].step} of 0–{shorter.steps[-1].step}"
     page.evaluate("model.set('lines', new DataView(new TextEncoder().encode('{}').buffer))")
     assert "not a nanovllm trace" in page.get_by_role("alert").inner_text()
     page.evaluate("finish()")
@@ -514,9 +550,7 @@ def test_the_widget_keeps_its_step_and_the_kernels_equal(page: Any, trace: Trace
 def test_the_players_python_side(trace: Trace, tmp_path: pathlib.Path) -> None:
     player = play(trace, step=12)
     assert repr(player) == f"Player: 6 requests, {len(trace)} steps; run this cell in JupyterLab to play it"
-    assert player.record is trace.steps[12]
-    player.step = 10**6
-    assert player.record is trace.steps[-1]
+    assert player._repr_mimebundle_()[0]["image/png"] == image_bytes(draw_timeline(trace))
     trace.save(tmp_path / "run.jsonl")
     assert play(tmp_path / "run.jsonl").lines == player.lines == (tmp_path / "run.jsonl").read_bytes()
     data, _ = player._repr_mimebundle_()
@@ -524,6 +558,8 @@ def test_the_players_python_side(trace: Trace, tmp_path: pathlib.Path) -> None:
 
 
 def test_what_a_player_refuses(tmp_path: pathlib.Path, trace: Trace) -> None:
+    with pytest.raises(ValueError, match=r"there is no trace: .*trace=True"):
+        play(None)
     with pytest.raises(ValueError, match="no such view: block; there are tables, "):
         play(trace, views=["block"])
     with pytest.raises(ValueError, match="at least one step"):
@@ -531,13 +567,6 @@ def test_what_a_player_refuses(tmp_path: pathlib.Path, trace: Trace) -> None:
     (tmp_path / "foreign").write_text("hello\n")
     with pytest.raises(TraceError, match="not a nanovllm trace"):
         play(tmp_path / "foreign")
-
-
-def test_records_between_which_the_engine_was_idle() -> None:
-    player = play(simulate([SimulatedRequest(0, 4, 2), SimulatedRequest(50, 4, 2)]))
-    assert [record.step for record in player.trace] == [0, 1, 50, 51]
-    player.step = 30
-    assert player.record.step == 1
 
 
 # ---------------------------------------------------------------- what if
@@ -563,6 +592,7 @@ def test_turning_a_control_runs_the_simulation_again() -> None:
     faster = [SimulatedRequest(i, 20 + i % 7, 15) for i in range(16)]
     assert seen.player.trace.steps == simulate(faster, num_kv_blocks=20, block_size=4, max_num_batched_tokens=32).steps
     assert repr(seen) == "What if: 5 controls and a player; run this cell in JupyterLab to turn them"
+    assert seen._repr_mimebundle_()["image/png"] == image_bytes(draw_timeline(seen.player.trace))
 
 
 def test_an_impossible_setting_says_why_and_keeps_the_last_picture() -> None:

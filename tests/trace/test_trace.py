@@ -35,6 +35,8 @@ from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, Tra
 from tests.oracle import make_checkpoint
 from tests.stages import StagedExecutor
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
 COUNTS = st.integers(0, 10**6)
 BLOCKS = st.lists(st.integers(0, 63), max_size=4)

@@ -19,6 +19,7 @@ from tests.browser import open_site
 
 pytest_plugins = ["tests.browser"]
 
+DEFAULT_POOL = 11_650  # blocks, as an engine with the course model has
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 
 # What the page keeps in `window`, beside the modules: how to read a trace, and how to draw a view and look at the picture.
@@ -457,9 +458,9 @@ def test_the_story_of_a_block_is_what_happened_to_it(site):
         encode(trace),
     )
     assert got[0]["holders"] == ["r0", "r1"] and got[0]["refCount"] == 2 and got[0]["filled"] == 8
-    assert got[0]["history"] == ["step 0: handed to r0", "step 3: found in the prefix cache by r1"]
+    assert got[0]["history"] == ["step 0: allocated to r0", "step 3: found in the prefix cache by r1"]
     assert got[1]["cached"] and got[1]["holders"] == []
-    assert got[1]["history"][-1] == "step 15: given up by its last holder"
+    assert got[1]["history"][-1] == "step 15: freed by its last request"
 
 
 def test_hits_and_evictions_are_those_of_the_scheduler(site, trace):
@@ -565,10 +566,98 @@ def test_the_reader_rejects_what_is_foreign(site, lines, message):
 
 def test_colours_are_those_of_the_figures(site):
     got = site.evaluate(
-        "() => [Array.from({length: 14}, (_, i) => requestColor(i, LIGHT)), LIGHT.ink, LIGHT.muted, LIGHT.faint]"
+        "() => [Array.from({length: 30}, (_, i) => requestColor(i, LIGHT)), LIGHT.ink, LIGHT.muted, LIGHT.faint]"
     )
-    assert [color.lower() for color in got[0]] == [request_color(i).lower() for i in range(14)]
+    assert [color.lower() for color in got[0]] == [request_color(i).lower() for i in range(30)]
     assert got[0][:6] == list(PALETTE) and got[1:] == [INK, MUTED, FAINT]
+    assert len(set(got[0])) == 24, "the default burst has 16 requests, and chats come beside it"
+
+
+def test_requests_of_http_clients_have_different_short_names(site):
+    ids = [f"cmpl-5c1e35ab77d94d0b9f2e6a31c1d2e{i:03}-{i}" for i in range(12)] + [
+        "cmpl-5c1e99ab77d94d0b9f2e6a31c1d2e-0"
+    ]
+    trace = simulate([SimulatedRequest(0, 4, 2, request_id=each) for each in ids], num_kv_blocks=40, block_size=4)
+    got = site.evaluate("text => Array.from(readTrace(text).requests.values(), ({ label }) => label)", encode(trace))
+    assert got == [*(f"5c1e-{i}" for i in range(12)), "5c1e99-0"]
+
+
+POOL = """([text, index, width]) => {
+  const history = readTrace(text);
+  const { regions, texts, size } = drawn("pool", history, index, { width });
+  const state = history.stateAt(index);
+  const shown = new Set(regions.map(({ id }) => id));
+  const missing = (is) => Array.from({ length: state.numBlocks }, (_, i) => i).filter((i) => is(i) && !shown.has(i)).length;
+  return { side: regions[0].width, number: regions.length, height: size.height, words: texts.map(({ text }) => text).join(" "),
+    held: missing((i) => state.refCount(i) > 0), cached: missing((i) => state.isCached(i)), inAll: state.numHeld };
+}"""
+
+
+@pytest.mark.parametrize("width", [340, 560, 900])
+def test_a_large_pool_shows_the_blocks_in_use_and_the_rest_as_a_number(site, width):
+    trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
+    got = site.evaluate(POOL, [encode(trace), len(trace) // 2, width])
+    assert got["held"] == got["cached"] == 0 and got["side"] >= 8
+    assert f"Held: {got['inAll']} of 11,650 blocks." in got["words"]
+    assert f"Not drawn: {11_650 - got['number']:,} empty." in got["words"]
+
+
+def test_held_blocks_are_drawn_first_where_all_blocks_have_content(site):
+    trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
+    middle = len(trace) // 2
+    first, *rest = steps_from(trace, middle)
+    assert first.snapshot is not None
+    held = {block for table in first.snapshot.tables.values() for block in table}
+    first.snapshot.cached = [block for block in range(DEFAULT_POOL) if block not in held]
+    got = site.evaluate(POOL, [encode(trace, [first, *rest]), 0, 560])
+    assert got["held"] == 0 < got["cached"] and got["side"] >= 8 and got["height"] < 480
+    assert f"Not drawn: {got['cached']:,} cached." in got["words"]
+
+
+def test_a_full_pool_is_drawn_whole(site):
+    table = list(range(DEFAULT_POOL))
+    share = {
+        "named": [[0, "a", 186_400]],
+        "running": [0],
+        "snapshot": {"tables": [[0, table]], "num_tokens": [[0, 186_400]]},
+    }
+    header = json.dumps({"nanovllm_trace": 2, "settings": {"block_size": 16, "num_blocks": DEFAULT_POOL}})
+    got = site.evaluate(POOL, ["\n".join([header, json.dumps(STEP | share)]), 0, 900])
+    assert got["held"] == 0 and got["number"] == DEFAULT_POOL
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(14, 2048), (300, 2048), (1000, 2048), (7, 0)])
+def test_the_budget_bar_shows_what_is_used_and_names_the_limit(site, tokens, budget):
+    share = {"named": [[0, "a", 9000]], "requests": [[0, 0, tokens, [], []]], "running": [0], "token_budget": budget}
+    got = site.evaluate(
+        """text => {
+          const { regions, texts, size } = drawn("budget", readTrace(text), 0, { width: 560 });
+          const bar = regions.filter((r) => r.kind === "request");
+          return [bar.reduce((sum, r) => sum + r.width, 0) / size.width, texts.map(({ text }) => text).join("; ")];
+        }""",
+        "\n".join([HEADER, json.dumps(STEP | share)]),
+    )
+    assert 0.14 < got[0] < 1 and f"budget: {budget:,} tokens" in got[1] and f"{tokens:,} tokens" in got[1]
+
+
+def test_the_use_of_a_large_pool_is_drawn_to_its_peak_and_the_pool_is_named(site):
+    trace = prefix_trace(num_kv_blocks=DEFAULT_POOL)
+    peak = max(record.num_blocks - record.num_free_blocks for record in trace)
+    got = site.evaluate("text => drawn('usage', readTrace(text), 3).texts.map(({ text }) => text)", encode(trace))
+    assert str(peak) in got and "pool: 11,650 ↑" in got
+
+
+def test_a_live_table_view_gives_up_the_room_that_a_burst_needed(site):
+    trace = prefix_trace(20, max_num_seqs=20, num_kv_blocks=400)
+    trace.settings["live"] = True
+    heights = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          return Array.from({ length: history.length }, (_, i) => VIEWS.tables.height(history, 560, i));
+        }""",
+        encode(trace),
+    )
+    assert heights[-1] < max(heights) / 2
 
 
 def steps_to_look_at(trace: Trace) -> list[int]:
@@ -577,9 +666,11 @@ def steps_to_look_at(trace: Trace) -> list[int]:
     return sorted({0, len(trace) // 2, len(trace) - 1, *rare[1:2], *rare[-1:]})
 
 
-def test_every_view_draws_every_trace(site, trace):
+@pytest.mark.parametrize("name", [*TRACES, "default pool"])
+def test_every_view_draws_every_trace(site, name):
     """No exception, no text that is too small, cut or over another one, regions within the picture, and the same picture
     when drawn again."""
+    trace = TRACES[name]() if name in TRACES else prefix_trace(24, 7, num_kv_blocks=DEFAULT_POOL)
     problems = site.evaluate(
         """([text, names, steps]) => {
           const history = readTrace(text);
@@ -638,13 +729,13 @@ def test_blocks_that_transfers_hold(site):
             const { data } = picture.context.getImageData(x + 2, y + 2, width - 4, width - 4);
             const colors = new Set();
             for (let at = 0; at < data.length; at += 4) colors.add(data.slice(at, at + 3).join());
-            return [stateOf(history, i), picture.texts.at(-1).text, colors.has("34,34,34")];
+            return [stateOf(history, i), picture.texts.map(({ text }) => text).join(), colors.has("34,34,34")];
           });
         }""",
         encode(trace),
     )
     assert [state for state, _, _ in got] == states
-    assert ["2 of 6 held" in text for _, text, _ in got] == [True, True, True, False]
+    assert ["Held: 2 of 6 blocks" in text for _, text, _ in got] == [True, True, True, False]
     assert [state["cached"] for state in states] == ["", "", "", "4"]
     assert got[0][2] and got[2][2]
 

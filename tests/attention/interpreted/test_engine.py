@@ -45,7 +45,14 @@ def generate(checkpoint, **options) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("variant", ["mistral-window", "llama-head-dim", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "mistral-window",
+        "gemma2",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-head-dim", "qwen3")),
+    ],
+)
 def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     expected = [reference_tokens(str(checkpoint), prompt, OUTPUT_LEN) for prompt in prompts()]
@@ -57,7 +64,7 @@ def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
     [
         {"enable_prefix_caching": False, "block_size": 64, "max_num_batched_tokens": 12, "max_num_seqs": 4},
         {"num_kv_blocks": 4, "preemption_mode": "swap", "swap_space": 0.01},
-        {"batching_policy": "static"},
+        pytest.param({"batching_policy": "static"}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

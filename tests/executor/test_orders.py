@@ -1,0 +1,138 @@
+"""Orders and answers, without processes: how an executor waits for its ranks, and when a member of shared memory is lost."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+from nanovllm.data.outputs import KVConnectorOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
+from nanovllm.distributed.groups import Grid
+from nanovllm.distributed.life_signs import TRANSFER_ENDED
+from nanovllm.distributed.shared_memory import Segment
+from nanovllm.executor import remote
+from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.remote import RemoteExecutor, RemoteRank
+from nanovllm.kv.connector import OutputAggregator
+
+
+class Orders(RemoteExecutor):
+    """Two stages of two ranks; what a test puts into `coming` arrives, one message each time that the executor listens."""
+
+    def __init__(self) -> None:
+        self._reason, self._num_orders, self.sent = "", 0, list[bytes]()
+        self.grid = Grid(1, 2, 2)
+        self.ranks = [RemoteRank(number, self.grid) for number in range(4)]
+        self._transfers = OutputAggregator(4)
+        self.coming: list[tuple[int, Any]] = []
+
+    def _send(self, order: bytes) -> None:
+        self.sent.append(order)
+
+    def _hear(self, timeout: float) -> None:
+        assert timeout <= 1, "a rank that dies has to be noticed soon, so no long sleep"
+        assert self.coming, "all answers have come: this waits for one that no rank will send"
+        rank, message = self.coming.pop(0)
+        if isinstance(message, str):
+            self._fail(message)
+        self.ranks[rank].take(message)
+
+    def _end(self, reason: str) -> None:
+        self._reason = reason
+
+
+def test_an_answer_is_waited_for_and_older_ones_are_dropped() -> None:
+    executor = Orders()
+    rank = executor.ranks[1]
+    rank.answers = {3: "old", 5: "next", TRANSFER_ENDED: None}
+    executor.coming = [(0, (4, "of another rank")), (1, (6, "after it")), (1, (4, "this one"))]
+    assert executor._answer(rank, 4) == "this one"
+    assert {5: "next", 6: "after it"}.items() <= rank.answers.items(), "later orders' answers are still to be fetched"
+    assert not {3, 4} & rank.answers.keys(), "an answer that has been fetched, and older ones, must not pile up"
+    assert executor._answer(rank, 5) == "next" and not executor.coming
+    rank.answers[7] = None
+    assert executor._answer(rank, 7) is None, "None is an answer, too"
+
+
+def test_a_rank_that_fails_ends_the_wait() -> None:
+    executor = Orders()
+    executor.coming = [(0, "rank 3, process 7, has died")]
+    with pytest.raises(ExecutorError, match="has died"):
+        executor._answer(executor.ranks[1], 1)
+    executor.ranks[1].answers[1] = "too late"
+    with pytest.raises(ExecutorError, match="has died"):
+        executor._answer(executor.ranks[1], 1)
+
+
+@pytest.mark.parametrize(("is_ready", "what"), [(True, "answered"), (False, "started")])
+def test_a_rank_that_never_answers_is_named(monkeypatch: pytest.MonkeyPatch, is_ready: bool, what: str) -> None:
+    monkeypatch.setattr(remote, "ORDER_SECONDS" if is_ready else "START_SECONDS", 0.01)
+    executor = Orders()
+    executor.ranks[2].is_ready = is_ready
+    monkeypatch.setattr(executor, "_hear", lambda timeout: None)
+    with pytest.raises(ExecutorError, match=rf"rank 2 \(stage 1, tensor rank 0\), .*has not {what} after 0.01 seconds"):
+        executor._answer(executor.ranks[2], 1)
+
+
+def test_the_first_rank_of_the_last_stage_answers() -> None:
+    executor = Orders()
+    first, second = executor.launch(SchedulerOutput()), executor.launch(SchedulerOutput())
+    assert len(executor.sent) == 2, "both steps are with the ranks before either result is waited for"
+    results = [ModelRunnerOutput(), ModelRunnerOutput()]
+    executor.coming = [(2, (1, results[0])), (2, (2, results[1]))]
+    assert first() is results[0], "the result of the step that was launched first, from rank 2"
+    assert second() is results[1]
+
+
+def test_a_transfer_has_ended_when_it_has_ended_on_every_rank() -> None:
+    executor = Orders()
+    for rank in executor.ranks:
+        rank.answers[TRANSFER_ENDED] = None
+    gather = executor.launch(SchedulerOutput(connector_metadata="fetch a"))
+    assert not executor.transfer_has_ended, "this step asks every rank what has ended: the notifications are old"
+    reports = [KVConnectorOutput(finished_recving={"a", "b"} if rank < 3 else {"a"}) for rank in range(4)]
+    executor.coming = [(rank, (1, ModelRunnerOutput({"x": rank}, connector_output=reports[rank]))) for rank in range(4)]  # type: ignore[dict-item]
+    output = gather()
+    assert output.sampled == {"x": 2}, "the tokens come from the first rank of the last stage"
+    assert output.connector_output is not None
+    assert output.connector_output.finished_recving == {"a"}, "rank 3 still receives b"
+    gather = executor.launch(SchedulerOutput(connector_metadata="nothing new"))
+    late = KVConnectorOutput(finished_recving={"b"})
+    executor.coming = [
+        (rank, (2, ModelRunnerOutput(connector_output=late if rank == 3 else None))) for rank in range(4)
+    ]
+    output = gather()
+    assert output.connector_output is not None and output.connector_output.finished_recving == {"b"}
+    executor.ranks[0].answers[TRANSFER_ENDED] = None
+    executor.launch(SchedulerOutput())
+    assert executor.transfer_has_ended, "a step without transfers asks nothing, so the notification must stay"
+
+
+def test_why_a_member_is_lost() -> None:
+    segment = Segment.create(3, 64)
+    assert segment.why_lost(0) == "", "this process is alive"
+    assert segment.why_lost(1) == "", "it has not joined yet"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        segment._words[16 * 1 + 2] = process.pid
+        assert segment.why_lost(1) == "", "it is alive"
+        process.kill()
+        process.wait()
+    assert segment.why_lost(1) == f"process {process.pid} has died"
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        segment._words[16 * 1 + 2] = process.pid
+        process_has_ended(process)
+        assert segment.why_lost(1) == f"process {process.pid} has died", "a zombie is dead, too"
+    other = Segment(segment.handle, 2)
+    assert segment.why_lost(2) == ""
+    other.close()
+    assert segment.why_lost(2) == "it has left"
+
+
+def process_has_ended(process: subprocess.Popen[bytes]) -> None:
+    """Wait until it is a zombie: it has ended, and its parent has not fetched its exit status."""
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        pass

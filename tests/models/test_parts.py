@@ -1,0 +1,67 @@
+"""Parts of the Llama model and of its loader, one by one; `test_against_transformers` has the whole."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from nanovllm.lab.bench.local import SHAPES, TINY
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import rotary_frequencies, rotary_table
+from nanovllm.models.loader import CheckpointError, build_model, checkpoint_tensors, load_model, load_weights
+from tests.oracle import make_checkpoint
+
+LINEAR: dict[str, Any] = TINY | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+ROTARY = {"plain": TINY, "linear": LINEAR, "llama3": SHAPES["Llama-3.2-1B"]}
+
+
+@pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
+    found = rotary_frequencies(ModelConfig.from_dict(ROTARY[kind]))
+    torch.testing.assert_close(found, LlamaRotaryEmbedding(LlamaConfig(**ROTARY[kind])).inv_freq)
+
+
+def test_the_rotary_table_has_cosines_then_sines() -> None:
+    config = ModelConfig.from_dict(TINY)
+    table, frequencies = rotary_table(config, 7), rotary_frequencies(config)
+    assert table.shape == (7, config.head_dim) and table.dtype == torch.float32
+    torch.testing.assert_close(table[5], torch.cat([(5 * frequencies).cos(), (5 * frequencies).sin()]))
+
+
+def test_every_tensor_of_the_file_gets_to_its_place(tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    model = load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
+    tensors = dict(checkpoint_tensors(folder))
+    for name, places in model.checkpoint_places().items():
+        for place in places:
+            assert torch.equal(place.target, tensors[name]), name
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t | {"model.norm.weight": torch.zeros(3)}, r"model.norm.weight has shape \[3\]"),
+        (lambda t: t | {"model.norm.bias": torch.zeros(3)}, "no place for 'model.norm.bias'"),
+        (lambda t: {n: x for n, x in t.items() if n != "model.norm.weight"}, "lacks model.norm.weight"),
+    ],
+    ids=["another shape", "no place", "missing"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(change: Any, words: str, tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        load_weights(
+            build_model(ModelConfig.from_pretrained(folder)),
+            change(dict(checkpoint_tensors(folder, only_shapes=True))).items(),
+        )
+
+
+def test_buffers_of_the_file_that_are_not_needed_are_passed_over(tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    tensors = dict(checkpoint_tensors(folder, only_shapes=True))
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.empty(4, device="meta")
+    load_weights(build_model(ModelConfig.from_pretrained(folder)), tensors.items())

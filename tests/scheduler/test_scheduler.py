@@ -1,0 +1,89 @@
+"""Admission and preemption, rule by rule; `test_scheduler_machine` has the random lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest, Request, RequestStatus
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.scheduler.scheduler import Scheduler
+
+
+def scheduler_of(*prompts: int, num_blocks: int = 8, host_blocks: int = 0, **options: Any) -> Scheduler:
+    """A scheduler with waiting requests r0, r1, ... of so many prompt tokens, all different; blocks have 2 tokens."""
+    config = EngineConfig(block_size=2, num_kv_blocks=num_blocks, **options)
+    config.settle(40, num_blocks)
+    scheduler = Scheduler(config, KVCacheManager(num_blocks, 2, True, host_blocks))
+    for number, length in enumerate(prompts):
+        tokens = [10 * number + i for i in range(length)]
+        scheduler.add_request(Request(EngineRequest(f"r{number}", tokens, SamplingParams(max_tokens=9)), number))
+    return scheduler
+
+
+def test_requests_are_admitted_in_order_until_one_has_to_wait() -> None:
+    scheduler = scheduler_of(4, 4, 2, max_num_seqs=4, max_num_batched_tokens=6)
+    plan = SchedulerOutput()
+    scheduler._admit(plan)
+    assert [(share.request_id, share.num_tokens) for share in plan.requests] == [("r0", 4), ("r1", 2)]
+    assert plan.blocked_by == "max_num_batched_tokens", "the plan says why r2 has to wait"
+    assert [request.request_id for request in scheduler.waiting] == ["r2"]
+
+
+def test_no_request_overtakes_one_that_has_to_wait() -> None:
+    scheduler = scheduler_of(4, 8, 2, num_blocks=5, max_num_seqs=4, max_num_batched_tokens=40)
+    plan = SchedulerOutput()
+    scheduler._admit(plan)
+    assert list(plan.admitted) == ["r0"], "r2 would fit, and r1 is before it"
+    assert plan.blocked_by == "kv blocks"
+
+
+def test_the_plan_blames_nothing_when_all_are_admitted() -> None:
+    scheduler = scheduler_of(2, 2, max_num_seqs=4, max_num_batched_tokens=40)
+    plan = SchedulerOutput()
+    scheduler._admit(plan)
+    assert list(plan.admitted) == ["r0", "r1"] and plan.blocked_by == ""
+
+
+def preempted(mode: str, host_blocks: int) -> tuple[Scheduler, Request, SchedulerOutput]:
+    """Two requests have been scheduled for a step; the later one is preempted."""
+    scheduler = scheduler_of(4, 4, host_blocks=host_blocks, preemption_mode=mode)
+    scheduler.schedule()
+    victim, plan = scheduler.running[1], SchedulerOutput()
+    scheduler._preempt(victim, plan)
+    scheduler.check_invariants()
+    assert victim.num_preemptions == scheduler.num_preemptions == 1, "the request and the scheduler count it"
+    assert scheduler.manager.pool.num_free == 6, "its blocks are free"
+    return scheduler, victim, plan
+
+
+@pytest.mark.parametrize(
+    ("mode", "host_blocks"), [("recompute", 8), ("swap", 1)], ids=["recompute", "host memory is full"]
+)
+def test_a_preempted_request_begins_again(mode: str, host_blocks: int) -> None:
+    scheduler, victim, plan = preempted(mode, host_blocks)
+    assert plan.preempted == {"r1": "recompute"} and not plan.swap_out
+    assert victim.status is RequestStatus.WAITING and scheduler.waiting == [victim]
+    assert victim.num_computed_tokens == 0
+
+
+def test_a_preempted_request_keeps_its_blocks_in_host_memory() -> None:
+    scheduler, victim, plan = preempted("swap", 8)
+    assert plan.preempted == {"r1": "swap"} and plan.swap_out == [(2, 0), (3, 1)]
+    assert victim.status is RequestStatus.SWAPPED and scheduler.swapped == [victim]
+    assert victim.num_computed_tokens == 4
+
+
+def test_a_swapped_request_goes_before_later_ones_that_wait() -> None:
+    scheduler, victim, _ = preempted("swap", 8)
+    scheduler.add_request(Request(EngineRequest("r2", [7], SamplingParams(max_tokens=9)), 2))
+    victim.token_ids.append(5)
+    victim.num_pending_tokens = 0  # the token has come
+    plan = SchedulerOutput()
+    scheduler._admit(plan)
+    assert [share.request_id for share in plan.requests] == ["r1", "r2"]
+    assert plan.resumed == ["r1"] and plan.swap_in == [] and not plan.preempted
