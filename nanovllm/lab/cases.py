@@ -122,20 +122,17 @@ class AttentionCase:
         """The same of the keys and values that `forward` was to write; infinite if it wrote anything else."""
         num_tokens, block_size = len(self.expected), self.kv_cache.shape[3]
         slots = self.metadata.slot_mapping[:num_tokens]
-        pairs = ((0, self.expected_keys), (1, self.v[:num_tokens]))
-        errors = [
-            relative_error(self.kv_cache[slots // block_size, i, :, slots % block_size], rows.double())
-            for i, rows in pairs
-        ]
-        row_size = 2 * self.kv_cache.shape[2] * self.kv_cache.shape[4]
-        if num_written(self.kv_cache) != int(self.metadata.seq_lens.sum()) * row_size:
-            return float("inf")
-        return float(torch.tensor(errors).max())  # Python's max() would pass on NaN only where it comes first
+        written = self.kv_cache[slots // block_size, :, :, slots % block_size]
+        wanted = torch.stack([self.expected_keys, self.v[:num_tokens]], dim=1)
+        return error_in_cache(self.kv_cache, self.metadata, written, wanted)
 
 
-def num_written(cache: Tensor) -> int:
-    """Numbers of a cache that are not NaN."""
-    return sum(int(torch.count_nonzero(part == part)) for part in cache.split(4096))
+def error_in_cache(cache: Tensor, metadata: AttentionMetadata, written: Tensor, wanted: Tensor) -> float:
+    """The largest relative error of the rows that were to be written; infinite if the cache has other tokens than the sequences'."""
+    num_written = sum(int(torch.count_nonzero(part == part)) for part in cache.split(4096))  # all others are NaN
+    if num_written != int(metadata.seq_lens.sum()) * wanted.shape[1:].numel():
+        return float("inf")
+    return relative_error(written, wanted)
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
@@ -266,10 +263,9 @@ class LatentCase:
         infinite if the backend wrote where it should not."""
         cache, tokens = self.kv_cache.clone(), len(self.expected)
         out = backend.forward(self.q, self.latent, self.up, cache, self.metadata, self.scale)
-        rows = cache.flatten(0, 1)
-        wrong = relative_error(rows[self.metadata.slot_mapping[:tokens]], self.latent[:tokens].double())
-        right = num_written(cache) == int(self.metadata.seq_lens.sum()) * rows.shape[1]
-        return relative_error(out[:tokens], self.expected), wrong if right else float("inf")
+        written = cache.flatten(0, 1)[self.metadata.slot_mapping[:tokens]]
+        in_cache = error_in_cache(cache, self.metadata, written, self.latent[:tokens])
+        return relative_error(out[:tokens], self.expected), in_cache
 
 
 def latent_case(

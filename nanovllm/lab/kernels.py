@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES, help="only these (default: all)")
     dims: dict[str, Any] = {"nargs": "+", "type": int, "choices": HEAD_DIMS, "default": HEAD_DIMS}
     parser.add_argument("--head-dim", **dims, help="only these (default: all)")
-    everything = "all combinations of sizes, for hours (default: each size at least once)"
-    parser.add_argument("--all", action="store_true", help=everything)
-    parser.add_argument("--verbose", action="store_true", help="print one line per configuration")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="also write the numbers to a file")
 
 
@@ -53,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     jobs = [
         (launch, target)
         for target in dict.fromkeys(arguments.target or DEFAULT_TARGETS)
-        for launch in engine_launches(target, arguments.dtype, arguments.head_dim, arguments.all)
+        for launch in engine_launches(target, arguments.dtype, arguments.head_dim)
     ]
     progress = Console(stderr=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # the compiler's passes release Python's lock
@@ -61,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         options: dict[str, Any] = {"console": progress, "transient": True, "disable": not progress.is_terminal}
         rows = list(track(found, "compiling", len(jobs), **options))
     console = Console(width=None if sys.stdout.isatty() else 170, highlight=False)
-    console.print(as_table(rows, arguments.verbose))
+    console.print(as_table(rows))
     failed = [row for row in rows if row["problems"]]
     for row in failed:
         line = " ".join([row["target"], row["kernel"], row["dtype"], _words(row["constants"])])
@@ -102,14 +99,14 @@ def examine(launch: Launch, target: str) -> dict[str, Any]:
     return row | {"problems": [problem for problem, applies in problems.items() if applies]}
 
 
-def as_table(rows: Iterable[dict[str, Any]], verbose: bool) -> rich.table.Table:
-    """A table with one line per configuration, or per kernel and tile.
+def as_table(rows: Iterable[dict[str, Any]]) -> rich.table.Table:
+    """A table with one line per kernel and tile.
 
     A line shows the largest use of each scarce resource, and the smallest number of each wanted instruction.
     """
     from rich.table import Table
 
-    table = Table("target", "kernel", "dtype", *(("constants",) if verbose else ("head", "tile")))
+    table = Table("target", "kernel", "dtype", "head", "tile")
     numbers = "of, registers, spilled, shared KiB, tensor cores, cp.async, 16-byte load, warps, stages"
     for name in numbers.split(", "):
         table.add_column(name, justify="right")
@@ -120,7 +117,7 @@ def as_table(rows: Iterable[dict[str, Any]], verbose: bool) -> rich.table.Table:
             str(constants[name]) for name in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if name in constants
         )
         head = str(constants.get("HEAD_DIM", constants.get("RANK", "")))
-        return row["target"], kernel, row["dtype"], *([_words(constants)] if verbose else [head, tile])
+        return row["target"], kernel, row["dtype"], head, tile
 
     compiled = sorted((row for row in rows if "registers" in row), key=line_of)
     for line, group in itertools.groupby(compiled, line_of):

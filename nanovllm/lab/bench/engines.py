@@ -22,7 +22,7 @@ from typing import Any, Self, TypeVar
 import httpx
 import psutil
 
-from nanovllm.data.config import parse_bytes
+from nanovllm.data.config import EngineConfig, parse_bytes
 from nanovllm.data.flags import ServerError
 from nanovllm.lab.bench import client
 from nanovllm.lab.bench.machine import peak_memory, process_tree, usable_cores
@@ -287,7 +287,7 @@ class Server(EngineProcess):
         if self.settings.name == "vllm":
             module, extra = ["vllm.entrypoints.openai.api_server"], ["--enforce-eager"]
         address = ["--host", "127.0.0.1", "--port", str(port), "--model", str(self.settings.model)]
-        flags = command_line_flags(self.settings.engine_options())
+        flags = EngineConfig(**self.settings.engine_options()).words()
         return [self.settings.python, "-m", *module, *address, *extra, *flags]
 
     def _first_token(self) -> dict[str, str]:
@@ -312,15 +312,3 @@ class Server(EngineProcess):
             return http.get("/health").status_code == 200
         except httpx.TransportError:  # not listening yet
             return False
-
-
-def command_line_flags(options: dict[str, Any]) -> list[str]:
-    """{"block_size": 16, "enable_x": False} -> ["--block-size", "16", "--no-enable-x"]"""
-    flags = []
-    for name, value in options.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            flags += [f"--{flag}", str(value)]
-    return flags

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
 from pathlib import Path
-from typing import TypeVar
 
 from nanovllm.lab.course.build import (
     build,
@@ -18,10 +18,11 @@ from nanovllm.lab.course.build import (
     read_lectures,
     write,
 )
+from nanovllm.lab.course.copies import FOLDER, copy_lectures
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
-
-Item = TypeVar("Item")
+from nanovllm.lab.course.stages import write_stage
+from nanovllm.lab.course.workbook import check, write_workbook
 
 _DESCRIPTION = """\
 Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
@@ -60,14 +61,37 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("run", parents=[lectures], help="execute lectures and save them normalised")
     command.add_argument("--timeout", type=int, default=300, help="longest a cell may take, in seconds (default: 300)")
     command.set_defaults(command=_run)
+
+    help = "write the engine as it stands after a lecture: a package that generates and serves, with what was taught until then"
+    command = commands.add_parser("stage", help=help)
+    command.add_argument("last", type=int, metavar="LECTURE", help="the lecture's number, such as 18")
+    command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    command.set_defaults(command=_stage)
+
+    command = commands.add_parser("diff", help="show what lectures change: the stages after two of them, compared")
+    command.add_argument("stages", type=int, nargs=2, metavar="LECTURE", help="their numbers, such as 18 23")
+    command.set_defaults(command=_diff)
+
+    command = commands.add_parser("workbook", help="write a lecture whose core methods are blank, for you to write")
+    command.add_argument("lecture", metavar="LECTURE")
+    command.set_defaults(command=_workbook)
+
+    command = commands.add_parser("check", help="say what is wrong with what you wrote in a workbook")
+    command.add_argument("lecture", metavar="LECTURE")
+    command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the workbook, if it was moved")
+    command.add_argument("--out", type=Path, metavar="FOLDER", help="if all are right, write an engine with them")
+    command.set_defaults(command=_check)
+
+    help = f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never overwritten"
+    commands.add_parser("copy", help=help).set_defaults(command=_copy)
     return parser
 
 
 def _build(root: Path, options: argparse.Namespace) -> int:
-    lectures = read_lectures(root, options.lectures)
     if options.pull:
-        return _each(lectures, lambda lecture: pull(root, lecture))
-    built = build(root, lectures)
+        print(*pull(root, options.lectures), sep="\n")
+        return 0
+    built = build(root, read_lectures(root, options.lectures))
     if options.check:
         found = differences(current_texts(root, built), built) + ([] if options.lectures else orphans(root, built))
         sys.stdout.write("".join(found))
@@ -80,24 +104,56 @@ def _build(root: Path, options: argparse.Namespace) -> int:
 def _run(root: Path, options: argparse.Namespace) -> int:
     from nanovllm.lab.course.execute import run  # the notebook machinery is slow to import
 
-    def run_one(path: Path) -> list[str]:
-        changed = run(path, root, options.timeout)
-        return [f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}"]
-
-    return _each(find_lectures(root, options.lectures), run_one)
-
-
-def _each(items: Iterable[Item], action: Callable[[Item], list[str]]) -> int:
-    """Do something for each item, and print its messages or its error. Returns 1 if there was an error."""
     failed = 0
-    for item in items:
+    for path in find_lectures(root, options.lectures):
         try:
-            for message in action(item):
-                print(message, flush=True)
+            changed = run(path, root, options.timeout)
+            print(f"{path.relative_to(root).as_posix()}: {'saved' if changed else 'unchanged'}", flush=True)
         except CourseError as error:
             failed = 1
             print(error, file=sys.stderr, flush=True)
     return failed
+
+
+def _workbook(root: Path, options: argparse.Namespace) -> int:
+    print(f"Your workbook is {write_workbook(root, options.lecture)}; its first lines say what to do.")
+    return 0
+
+
+def _check(root: Path, options: argparse.Namespace) -> int:
+    wrong = 0
+    for name, complaint in check(root, options.lecture, options.file, options.out):
+        wrong += bool(complaint)
+        print(f"{name}: {complaint or 'right'}", flush=True)
+    if options.out and not wrong:
+        _show_engine(options.out, "the engine with your methods")
+    return int(wrong > 0)
+
+
+def _stage(root: Path, options: argparse.Namespace) -> int:
+    write_stage(root, options.last, options.out)
+    _show_engine(options.out, f"the engine as it stands after lecture {options.last}")
+    return 0
+
+
+def _show_engine(folder: Path, what: str) -> None:
+    print(f"{folder} has {what}. To try it:\n  cd {folder} && PYTHONPATH=. {sys.executable} -m nanovllm serve")
+
+
+def _diff(root: Path, options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        for number in set(options.stages):
+            write_stage(root, number, Path(folder, str(number)))
+        return subprocess.run(["git", "diff", "--no-index", *map(str, options.stages)], cwd=folder).returncode // 2
+
+
+def _copy(root: Path, options: argparse.Namespace) -> int:
+    older = copy_lectures(root)
+    print(f"Your copies of the lectures are in {FOLDER}/.")
+    if older:
+        print(f"Lectures have changed since you copied them: {', '.join(older)}.")
+        print("For a fresh copy, rename or delete yours, and run this command again.")
+    return 0
 
 
 if __name__ == "__main__":

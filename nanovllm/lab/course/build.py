@@ -9,15 +9,16 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from nanovllm.lab.course.copies import FOLDER
 from nanovllm.lab.course.fold import MARKER, Module, fold
 from nanovllm.lab.course.notebook import PACKAGE, CourseError, Lecture, read_lecture
 
 # Sorted and used imports, no empty TYPE_CHECKING block; F821 finds names that only the notebook knows.
 _RULES = "I,F401,F821,TC005"
-_NAMED_MODULE = re.compile(r'"#\|\s*(?:default_exp|export)\s+([\w.]+)')
 
 
 def find_root(start: Path) -> Path:
@@ -33,6 +34,8 @@ def find_lectures(root: Path, names: Sequence[str] = ()) -> list[Path]:
     every = sorted((root / "notebooks").glob("*.ipynb"))
     found = []
     for name in names:
+        if Path(name).exists() and Path(name).resolve().parent.name == FOLDER:
+            raise CourseError(f"`{name}` is your copy; name the lecture in notebooks/, which modules are built from")
         wanted = Path(name).name.removesuffix(".ipynb")
         exact = [path for path in every if path.stem == wanted]
         matches = exact or [path for path in every if path.stem.startswith(wanted)]
@@ -43,25 +46,30 @@ def find_lectures(root: Path, names: Sequence[str] = ()) -> list[Path]:
     return list(dict.fromkeys(found)) if names else every
 
 
-def read_lectures(root: Path, names: Sequence[str] = ()) -> list[Lecture]:
-    """Read lectures, all of them for no name.
+def read_lectures(root: Path, names: Sequence[str] = (), data: Mapping[Path, Any] | None = None) -> list[Lecture]:
+    """Read the course; the lectures that are named, or all, with the cells of later lectures that continue their modules.
+
+    Args:
+        data: the JSON of notebooks that is not their files'.
 
     Raises:
-        CourseError: two lectures of the course build the same module, or one cannot be read.
+        CourseError: two lectures build the same module, none builds the one that a cell continues, or one cannot be read.
     """
-    lectures = [read_lecture(path, root) for path in find_lectures(root, names)]
-    owners: dict[str, str] = {}
-    for path in set(find_lectures(root)) - {lecture.path for lecture in lectures}:
-        # Another lecture may be half-written, so its directives are looked at without reading it.
-        for module in _NAMED_MODULE.findall(path.read_text(encoding="utf-8")):
-            owners[module] = path.relative_to(root).as_posix()
-    for lecture in lectures:
+    every = {path: read_lecture(path, root, (data or {}).get(path)) for path in find_lectures(root)}
+    wanted, owners = find_lectures(root, names), dict[str, Lecture]()
+    for lecture in every.values():
+        later = [cell for cell in lecture.exports if cell.extends]
+        lecture.exports = [cell for cell in lecture.exports if not cell.extends]
+        for cell in later:
+            if (owner := owners.get(cell.module or "")) is None:
+                raise cell.error(f"no earlier lecture builds {cell.module}, which this cell is to continue", 1)
+            owner.exports.append(cell)
+            wanted += [owner.path] * (lecture.path in wanted)
         for module in lecture.modules:
-            if module in owners:
-                cell = lecture.openings.get(module) or next(c for c in lecture.exports if c.module == module)
-                raise cell.error(f"{module} is built by {owners[module]} already", 1)
-            owners[module] = lecture.name
-    return lectures
+            if (owner := owners.setdefault(module, lecture)) is not lecture:
+                cell = next(cell for cell in lecture.exports if cell.module == module)
+                raise cell.error(f"{module} is built by {owner.name} already: `#| extend {module}` continues it", 1)
+    return [every[path] for path in dict.fromkeys(wanted)]
 
 
 def build(root: Path, lectures: Iterable[Lecture]) -> list[Module]:

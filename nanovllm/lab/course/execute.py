@@ -20,6 +20,7 @@ GPU_TAG = "gpu"
 
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_READING_TIME = re.compile(r"(?<=Reading time: )about .*?(?=\.(\s|$))")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -93,7 +94,7 @@ def _failure(place: str, error: CellExecutionError) -> str:
 def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
     """Remove from a notebook everything that differs from run to run, in place, and return it.
 
-    Counts become 1..n, timing and widget state go, addresses and paths are masked, and consecutive outputs of one
+    The reading time is stated anew. Counts become 1..n, timing and widget state go, addresses and paths are masked, and consecutive outputs of one
     stream become one. Ids stay. (`viz.use_style` keeps versions and dates out of images.)
     """
     rules = _rules(root)
@@ -102,6 +103,10 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
         notebook.metadata.pop(key, None)
     notebook.metadata["kernelspec"] = NotebookNode(_KERNEL)
     notebook.metadata["language_info"] = NotebookNode(name="python")
+    first = notebook.cells[0]
+    first.source = _READING_TIME.sub(
+        reading_time([(cell.cell_type, cell.source) for cell in notebook.cells[1:]]), first.source
+    )
     count = 0
     for cell in notebook.cells:
         for key in ("execution", "ExecuteTime"):
@@ -114,6 +119,19 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
         for output in cell.outputs:
             _normalise_output(output, count, rules)
     return notebook
+
+
+def reading_time(cells: Iterable[tuple[str, str]]) -> str:
+    """How long a lecture takes: 150 words of text or 15 lines of code a minute, and 25 minutes for an exercise.
+
+    Args:
+        cells: kinds ("markdown" or "code") and sources.
+    """
+    text, code = ("\n".join(source for kind, source in cells if kind == wanted) for wanted in ("markdown", "code"))
+    reading = len(text.split()) / 150 + len([line for line in code.split("\n") if line.strip()]) / 15
+    alone, whole = (15 * round(minutes / 15) for minutes in (reading, reading + 25 * code.count("Exercise(")))
+    words = [f"{minutes // 60} h {minutes % 60} min".removesuffix(" 0 min") for minutes in (alone, whole)]
+    return f"about {words[0]}, and {words[1]} with the exercises"
 
 
 def _rules(root: Path) -> list[tuple[str, str]]:

@@ -67,10 +67,6 @@ class EngineProcess(DataRank):
         """Queue a request."""
         self.send(Command(add=[request]))
 
-    def forget_prefixes(self) -> None:
-        """Empty its prefix cache."""
-        self.send(Command(order="reset_prefix_cache"))
-
     def outputs(self) -> list[tuple[float, EngineOutput]]:
         """Return the outputs since the last call, with the times at which their steps ended.
 

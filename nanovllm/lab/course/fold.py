@@ -31,23 +31,20 @@ class Module:
         """The path of the module, relative to the root."""
         return f"{PACKAGE}/{self.name.replace('.', '/')}.py"
 
+    @property
+    def marker(self) -> str:
+        """The line of its docstring that names its lecture, and the numbers of those that continue it."""
+        later = dict.fromkeys(cell.lecture.split("/")[-1].split("_")[0] for cell in self.cells if cell.extends)
+        return MARKER.format(self.lecture.name + f", continued by {', '.join(later)}" * bool(later))
+
     def source(self) -> str:
         """The source of the pieces, neither sorted nor formatted."""
-        docstring = quoted(f"{self.docstring.text}\n\n{MARKER.format(self.lecture.name)}\n".lstrip())
+        docstring = quoted(f"{self.docstring.text}\n\n{self.marker}\n".lstrip())
         imports = [line for piece in self.imports for line in piece.lines]
-        lines = [*docstring, "", *imports, "", *self._typing_block(), "", *_render(self.pieces)]
+        typing = [line for piece in self.typing for line in piece.lines if line != "if TYPE_CHECKING:"]
+        typing[:0] = ["if TYPE_CHECKING:"] * bool(typing)  # one for the imports of all cells
+        lines = [*docstring, "", *imports, "", *typing, "", *_render(self.pieces)]
         return "\n".join(lines).rstrip() + "\n"
-
-    def _typing_block(self) -> list[str]:
-        """All `if TYPE_CHECKING:` imports under one head, below the comments of each."""
-        above: list[str] = []
-        body: list[str] = []
-        for piece in self.typing:
-            assert piece.node is not None
-            head = first_row(piece.node) - piece.start
-            above += piece.lines[:head]
-            body += piece.lines[head + 1 :]
-        return [*above, "if TYPE_CHECKING:", *body] if body else []
 
 
 def quoted(text: str) -> list[str]:
@@ -75,7 +72,8 @@ def fold(lecture: Lecture, name: str) -> Module:
                 if cell.sets_module is None:
                     raise cell.error("a module's docstring belongs into the cell of its `default_exp`", piece.start + 1)
             elif piece.kind == "import":
-                if getattr(piece.node, "module", None) != _COURSE:  # `extend`, which only lectures need
+                # Only lectures need `extend`, and the class that they continue.
+                if getattr(piece.node, "module", None) not in (_COURSE, f"{PACKAGE}.{name}"):
                     module.imports.append(piece)
             elif piece.kind == "typing":
                 module.typing.append(piece)
@@ -144,46 +142,14 @@ def _extend(module: Module, part: Piece) -> None:
         raise target.source.error(f"write the body of class {name} on its own lines to continue it", target.start + 1)
     comments: list[Piece] = []
     for member in part.members:
-        _refuse_late(target, member)
         if member.kind == "comment":
             comments.append(member)
             continue
-        # In the notebook, a later cell's accessor refers to the property through the finished class.
-        member.lines = [line.replace(f"@{name}.{member.name}", f"@{member.name}") for line in member.lines]
         _place(target.members, member, comments)
         comments = []
     target.members += comments
     target.parts.append(part)
     part.parts = []
-
-
-def _refuse_late(target: Piece, member: Piece) -> None:
-    """Refuse in a reopened class what would act differently in the notebook and in the module."""
-    node = member.node
-    if node is None:
-        return
-    for inner in _own_scope(node):
-        implicit = isinstance(inner, ast.Call) and ast.unparse(inner) == "super()"
-        if implicit or (isinstance(inner, ast.Name) and inner.id == "__class__"):
-            message = "super() without arguments fails in an @extend body: name the base class instead"
-            raise member.source.error(message, getattr(inner, "lineno", member.start + 1))
-    if member.name == "__slots__":
-        raise member.source.error("__slots__ cannot be added to a class that exists", first_row(node) + 1)
-    if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation) and _is_dataclass(target):
-        message = f"@dataclass has already run, so field `{member.name}` cannot be added: write it in the first cell"
-        raise member.source.error(f"{message} of class {target.name}", first_row(node) + 1)
-
-
-def _own_scope(node: ast.AST) -> list[ast.AST]:
-    """The nodes of a member without those of classes inside it, whose `super()` is their own."""
-    if isinstance(node, ast.ClassDef):
-        return []
-    return [node, *(inner for child in ast.iter_child_nodes(node) for inner in _own_scope(child))]
-
-
-def _is_dataclass(piece: Piece) -> bool:
-    decorators = piece.node.decorator_list if isinstance(piece.node, ast.ClassDef) else []
-    return any(ast.unparse(decorator).partition("(")[0].split(".")[-1] == "dataclass" for decorator in decorators)
 
 
 def _render(pieces: list[Piece]) -> list[str]:

@@ -5,6 +5,8 @@ The first lines of a code cell may be directives:
     #| default_exp kv.block_pool    following exports go to nanovllm/kv/block_pool.py
     #| export                       this cell does
     #| export attention.torch       this cell goes to nanovllm/attention/torch.py
+    #| extend kv.block_pool         this cell continues a module of an earlier lecture
+    #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with spaces between, check it
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ PACKAGE = "nanovllm"
 _DIRECTIVE = re.compile(r"#\|\s*(\S*)\s*(.*?)\s*$")
 _MODULE_NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TEST_MARKER = re.compile(r"#\s*NBVAL_")
-_MISPLACED = re.compile(r"#\|\s*(export|default_exp)\b")
+_MISPLACED = re.compile(r"#\|\s*(export|default_exp|extend|yours)\b")
 
 
 class CourseError(Exception):
@@ -58,11 +60,15 @@ class Source:
 
 @dataclass(eq=False)
 class Cell(Source):
-    """A code cell of a lecture. `number` counts all cells of the file from 1."""
+    """A code cell of a lecture. `number` counts all cells of the file from 1; `extends` says that an earlier lecture builds `module`; `yours`
+    has the tests of each function that workbooks leave blank."""
 
+    lecture: str = ""
     number: int = 0
+    extends: bool = False
     module: str | None = None
     sets_module: str | None = None
+    yours: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,7 +79,6 @@ class Docstring:
     number: int
     start: int
     end: int
-    quoted: bool = False
 
 
 @dataclass
@@ -84,9 +89,7 @@ class Lecture:
     name: str
     data: dict[str, Any]
     exports: list[Cell] = field(default_factory=list)
-    openings: dict[str, Cell] = field(default_factory=dict)
     docstrings: dict[str, Docstring] = field(default_factory=dict)
-    quote: Docstring | None = None
 
     @property
     def modules(self) -> list[str]:
@@ -94,16 +97,23 @@ class Lecture:
         return list(dict.fromkeys([*(c.module for c in self.exports if c.module), *self.docstrings]))
 
     def docstring(self, module: str) -> Docstring:
-        """The docstring of a module: its own, else the quote under the lecture's title."""
-        found = self.docstrings.get(module) or self.quote
-        if found is None:
-            raise CourseError(f"{self.name}: {module} has no summary: write a `> ` quote below the `# ` title")
-        return found
+        """The docstring of a module."""
+        if module not in self.docstrings:
+            raise CourseError(f"{self.name}: {module} has no docstring: write it into the cell of its `default_exp`")
+        return self.docstrings[module]
 
 
 def source_of(cell: dict[str, Any]) -> list[str]:
     """The lines of a cell, whose JSON holds them as one string or as a list."""
     return "".join(cell["source"]).split("\n")
+
+
+def load(path: Path, name: str) -> dict[str, Any]:
+    """The JSON of a notebook; `name` is what an error calls it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CourseError(f"{name}: not a notebook: {error}") from None
 
 
 def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> Lecture:
@@ -119,19 +129,14 @@ def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> 
     """
     name = path.relative_to(root).as_posix()
     if data is None:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CourseError(f"{name}: not a notebook: {error}") from None
+        data = load(path, name)
     lecture = Lecture(path, name, data)
     run, current = 0, None
     for number, raw in enumerate(data["cells"], start=1):
         lines = source_of(raw)
-        if raw["cell_type"] == "markdown" and lecture.quote is None and lines[0].startswith("# "):
-            lecture.quote = _quote(lines, number)
-        elif raw["cell_type"] == "code":
+        if raw["cell_type"] == "code":
             run += 1
-            cell = Cell(f"{name}: cell {number} (In [{run}])", lines, number=number)
+            cell = Cell(f"{name}: cell {number} (In [{run}])", lines, lecture=name, number=number)
             current = _direct(cell, current)
             _enter(lecture, cell)
     return lecture
@@ -148,9 +153,15 @@ def _direct(cell: Cell, current: str | None) -> str | None:
         if match is None:
             continue
         directive, argument = match.groups()
-        if directive not in ("default_exp", "export"):
-            raise cell.error(f"unknown directive `{directive}`: there are `default_exp` and `export`", row + 1)
-        if (argument or directive == "default_exp") and not _MODULE_NAME.fullmatch(argument):
+        if directive == "yours":
+            name, _, tests = argument.partition(": ")
+            if not tests:
+                raise cell.error("`yours` needs a function and its tests, with `: ` between them", row + 1)
+            cell.yours[name] = tests
+            continue
+        if directive not in ("default_exp", "export", "extend"):
+            raise cell.error(f"unknown directive `{directive}`: there are default_exp, export, extend, yours", row + 1)
+        if (argument or directive != "export") and not _MODULE_NAME.fullmatch(argument):
             raise cell.error(f"`{directive}` needs the name of a module, such as kv.block_pool", row + 1)
         if argument.split(".")[0] == PACKAGE:
             raise cell.error(f"name the module without `{PACKAGE}.`", row + 1)
@@ -158,7 +169,7 @@ def _direct(cell: Cell, current: str | None) -> str | None:
             current = cell.sets_module = argument
         else:
             exported = True
-            cell.module = argument or None
+            cell.module, cell.extends = argument or None, directive == "extend"
     for row, line in enumerate(cell.lines[cell.body :], start=cell.body):
         if _MISPLACED.match(line):
             raise cell.error("a directive belongs into the first lines of its cell", row + 1)
@@ -174,7 +185,6 @@ def _enter(lecture: Lecture, cell: Cell) -> None:
         lecture.exports.append(cell)
     if not cell.sets_module:
         return
-    lecture.openings.setdefault(cell.sets_module, cell)
     nodes = cell.parse()
     text = ast.get_docstring(ast.Module(nodes, []))
     if text is None:
@@ -183,13 +193,3 @@ def _enter(lecture: Lecture, cell: Cell) -> None:
         raise cell.error(f"{cell.sets_module} has a docstring already", nodes[0].lineno)
     start, end = nodes[0].lineno - 1, nodes[0].end_lineno or nodes[0].lineno
     lecture.docstrings[cell.sets_module] = Docstring(text, cell.number, start, end)
-
-
-def _quote(lines: list[str], number: int) -> Docstring | None:
-    """The first block quote below a title."""
-    rows = [row for row, line in enumerate(lines) if line.startswith(">")]
-    if not rows:
-        return None
-    end = next(row for row in range(rows[0], len(lines) + 1) if row not in rows)
-    text = "\n".join(line[1:].strip() for line in lines[rows[0] : end])
-    return Docstring(text.strip(), number, rows[0], end, quoted=True)

@@ -92,14 +92,11 @@ def label(pieces: Sequence[Piece]) -> None:
 def _cut(source: Source, nodes: list[ast.stmt], start: int, stop: int, parent: Piece | None) -> list[Piece]:
     """The pieces of the lines [start, stop), which hold the statements of one body."""
     pieces: list[Piece] = []
-    column = 4 if parent else 0
     row = start
     for node in nodes:
         first, last = first_row(node), last_row(node)
         if first < row:
             raise source.error("two statements on one line", first + 1)
-        if hasattr(node, "body"):
-            last = _with_trailing_comments(source.lines, last, stop, column)
         above = first
         while above > row and source.lines[above - 1].lstrip().startswith("#"):
             above -= 1
@@ -117,7 +114,7 @@ def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece |
         piece.kind = "typing"
     elif isinstance(node, ast.ClassDef):
         piece.kind, piece.name = "definition", node.name
-        if parent is None and not inline_body(source, node):
+        if parent is None and node.body[0].lineno > node.lineno:  # not `class A: ...`
             _open_class(piece, node)
     elif isinstance(node, Function):
         piece.kind, piece.name = "definition", _function_name(node)
@@ -127,12 +124,6 @@ def _piece(source: Source, node: ast.stmt, start: int, end: int, parent: Piece |
     elif opens and ast.get_docstring(ast.Module([node], [])) is not None:
         piece.kind, piece.name = "docstring", "__doc__"
     return piece
-
-
-def inline_body(source: Source, node: ast.ClassDef) -> str:
-    """The text before the body on the body's first line: `class A:` for `class A: ...`, else nothing."""
-    line = source.lines[node.body[0].lineno - 1].encode()  # the parser counts columns in bytes
-    return line[: node.body[0].col_offset].decode().strip()
 
 
 def _open_class(piece: Piece, node: ast.ClassDef) -> None:
@@ -166,18 +157,6 @@ def _function_name(node: Function) -> str:
         if isinstance(decorator, ast.Attribute) and decorator.attr in ("setter", "deleter"):
             return f"{node.name}.{decorator.attr}"
     return "" if node.name == "_" else node.name
-
-
-def _with_trailing_comments(lines: list[str], last: int, stop: int, column: int) -> int:
-    """The end of a block whose body is followed by comments of its own, indented deeper than the block."""
-    end = last
-    for row in range(last, stop):
-        text = lines[row].lstrip()
-        if text and (not text.startswith("#") or len(lines[row]) - len(text) <= column):
-            break
-        if text:
-            end = row + 1
-    return end
 
 
 def _comments(source: Source, start: int, stop: int, parent: Piece | None) -> list[Piece]:

@@ -1,36 +1,36 @@
-"""Carry an edit made in a module back into the cells of the lecture that builds it."""
+"""Carry edits made in modules back into the cells of the lectures that build them."""
 
 from __future__ import annotations
 
 import ast
 import copy
 import json
-import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.lab.course.build import build, current_texts, differences, polish
-from nanovllm.lab.course.fold import MARKER, Module, quoted
-from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, read_lecture, source_of
+from nanovllm.lab.course.build import build, current_texts, differences, polish, read_lectures
+from nanovllm.lab.course.fold import Module, quoted
+from nanovllm.lab.course.notebook import Cell, CourseError, Lecture, Source, source_of
 from nanovllm.lab.course.pieces import Piece, cut, label
 
 
 class Edits:
-    """Changes to lines [start, end) of cells, by cell number."""
+    """Changes to lines [start, end) of cells, by lecture and number."""
 
     def __init__(self) -> None:
-        self.changes: dict[int, list[tuple[int, int, list[str]]]] = defaultdict(list)
+        self.changes: dict[tuple[str, int], list[tuple[int, int, list[str]]]] = defaultdict(list)
 
     def replace(self, piece: Piece, start: int, end: int, lines: list[str]) -> None:
         """Put `lines` in the place of [start, end) of the cell of a piece, or before `start` where the two are equal."""
         assert isinstance(piece.source, Cell)
-        self.changes[piece.source.number].append((start, end, lines))
+        self.changes[piece.source.lecture, piece.source.number].append((start, end, lines))
 
-    def apply(self, data: dict[str, Any]) -> dict[str, Any]:
+    def apply(self, lecture: Lecture) -> dict[str, Any]:
         """A copy of a notebook's JSON with the edits; ids, outputs and metadata stay."""
-        data = copy.deepcopy(data)
-        for number, changes in self.changes.items():
+        data = copy.deepcopy(lecture.data)
+        for number, changes in ((number, c) for (name, number), c in self.changes.items() if name == lecture.name):
             raw = data["cells"][number - 1]
             lines, done = source_of(raw), 0
             result: list[str] = []
@@ -41,10 +41,10 @@ class Edits:
         return data
 
 
-def pull(root: Path, lecture: Lecture) -> list[str]:
-    """Change the cells of a lecture so that they build the present modules.
+def pull(root: Path, names: Sequence[str]) -> list[str]:
+    """Change the cells of lectures, all of them for no name, so that they build the present modules.
 
-    The modules are sorted and formatted first. The lecture is written only if it then builds all of its modules exactly.
+    The modules are sorted and formatted first. Lectures are written only if they then build all of their modules exactly.
 
     Returns:
         One message per change.
@@ -52,24 +52,23 @@ def pull(root: Path, lecture: Lecture) -> list[str]:
     Raises:
         CourseError: some of the edit cannot be carried back; it names the rest. Nothing is written then.
     """
-    modules = build(root, [lecture])
+    modules = build(root, read_lectures(root, names))
     current = current_texts(root, modules)
     notes = [f"{module.path}: not there yet; build it" for module in modules if module.path not in current]
-    modules = [module for module in modules if module.path in current]
-    edited = [module.path for module in modules if current[module.path] != module.text]
-    polished, problems = polish(root, {path: current[path] for path in edited})
+    edited = [m for m in modules if m.path in current and current[m.path] != m.text]
+    polished, problems = polish(root, {module.path: current[module.path] for module in edited})
     for path, row, message in problems:
         raise CourseError(f"{path}, line {row}: {message}")
-    wanted, edits = {**current, **polished}, Edits()
-    for module in modules:
-        if wanted[module.path] != module.text:
-            _carry_module(module, wanted[module.path], edits)
-    if edited:
-        data = edits.apply(lecture.data)
-        _verify(root, lecture, data, wanted)
-        if edits.changes:
-            lecture.path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    notes += [f"{lecture.name}: changed cell {number}" for number in sorted(edits.changes)]
+    edits = Edits()
+    for module in edited:
+        if polished[module.path] != module.text:
+            _carry_module(module, polished[module.path], edits)
+    lectures = read_lectures(root)
+    data = {lecture.path: new for lecture in lectures if (new := edits.apply(lecture)) != lecture.data}
+    _verify(root, names, data, {**current, **polished})
+    for file, content in data.items():
+        file.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    notes += [f"{name}: changed cell {number}" for name, number in sorted(edits.changes)]
     for path, text in polished.items():
         if current[path] != text:
             (root / path).write_text(text, encoding="utf-8")
@@ -77,11 +76,11 @@ def pull(root: Path, lecture: Lecture) -> list[str]:
     return notes
 
 
-def _verify(root: Path, lecture: Lecture, data: dict[str, Any], wanted: dict[str, str]) -> None:
-    """Check that a changed notebook builds the wanted modules, character by character."""
-    failed = f"{lecture.name}: this cannot be carried back (the lecture is as it was), so edit the lecture instead:"
+def _verify(root: Path, names: Sequence[str], data: dict[Path, Any], wanted: dict[str, str]) -> None:
+    """Check that changed notebooks build the wanted modules, character by character."""
+    failed = "this cannot be carried back (the lectures are as they were), so edit the lecture instead:"
     try:
-        rebuilt = build(root, [read_lecture(lecture.path, root, data)])
+        rebuilt = build(root, read_lectures(root, names, data))
     except CourseError as error:
         raise CourseError(f"{failed}\n{error}") from None
     found = differences(wanted, [item for item in rebuilt if item.path in wanted])
@@ -125,7 +124,7 @@ def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], aft
                 edits.replace(origin, origin.start, origin.start + len(origin.head), new.head)
             _carry_pieces(module, origin.members, old.members, new.members, edits)
         elif new.lines != old.lines:
-            edits.replace(origin, origin.start, origin.end, _for_cell(origin, new.lines))
+            edits.replace(origin, origin.start, origin.end, new.lines)
         if anchor and origin.follows(anchor) and new.blanks != old.blanks:
             edits.replace(origin, anchor.end, origin.start, [""] * new.blanks)
         anchor = origin
@@ -168,23 +167,14 @@ def _carry_docstring(module: Module, before: list[Piece], after: list[Piece], ed
     if new is None or new == old:
         return
     found = module.docstring
-    own_quote = sum(module.lecture.docstring(name) is found for name in module.lecture.modules) == 1
-    number, start, end = found.number, found.start, found.end
     lines = quoted(new + "\n" if "\n" in new else new)
-    if found.quoted and own_quote and "\n\n" not in new:
-        lines = [f"> {line}" for line in new.split("\n")]
-    elif found.quoted:
-        cell = module.lecture.openings.get(module.name)
-        if cell is None:
-            raise CourseError(f"{module.path}: no cell has `default_exp {module.name}` to hold its new docstring")
-        number, start, end, lines = cell.number, cell.body, cell.body, [*lines, ""]
-    edits.changes[number].append((start, end, lines))
+    edits.changes[module.lecture.name, found.number].append((found.start, found.end, lines))
 
 
 def _summary(pieces: list[Piece], module: Module) -> str | None:
-    """The docstring without the line that names the lecture."""
+    """The docstring without the line that names the lectures."""
     text = ast.get_docstring(ast.Module([piece.node for piece in pieces if piece.node], []))
-    return text and text.removesuffix(MARKER.format(module.lecture.name)).strip()
+    return text and text.removesuffix(module.marker).strip()
 
 
 def _carry_imports(module: Module, before: list[Piece], after: list[Piece], edits: Edits) -> None:
@@ -201,10 +191,10 @@ def _carry_imports(module: Module, before: list[Piece], after: list[Piece], edit
                 cell, row = imports[0].source, same[0].start if "from __future__" in statement else same[-1].end
             else:
                 cell, row, lines = module.cells[0], module.cells[0].body, [*lines, ""]
-                if cell.sets_module == module.name and not module.docstring.quoted:
+                if cell.sets_module == module.name:
                     row, lines = module.docstring.end, ["", *lines]
         assert isinstance(cell, Cell)
-        edits.changes[cell.number].append((row, row, lines))
+        edits.changes[cell.lecture, cell.number].append((row, row, lines))
 
 
 def _imports(pieces: list[Piece]) -> set[tuple[str, bool]]:
@@ -215,13 +205,3 @@ def _imports(pieces: list[Piece]) -> set[tuple[str, bool]]:
         for node in (piece.node.body if isinstance(piece.node, ast.If) else [piece.node])
     ]
     return {(ast.unparse(node), typing) for node, typing in nodes if isinstance(node, ast.Import | ast.ImportFrom)}
-
-
-def _for_cell(origin: Piece, lines: list[str]) -> list[str]:
-    """Lines for the place of a piece: in a cell a late accessor finds its property in the finished class."""
-    if origin.parent is None or not origin.name.endswith((".setter", ".deleter")):
-        return lines
-    late = f"@{origin.parent.name}.{origin.name}"
-    if not any(late in line for line in origin.source.lines[origin.start : origin.end]):
-        return lines
-    return [re.sub(rf"^(\s*)@{re.escape(origin.name)}$", rf"\1{late}", line) for line in lines]

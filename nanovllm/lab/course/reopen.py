@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import gc
 import types
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 Class = TypeVar("Class", bound=type)
 
@@ -57,13 +57,6 @@ def extend(cls: Class) -> Class:
             f"name the base class, or write the method where the class is first defined"
         )
     for member, value in members.items():
-        setattr(original, member, _completed(vars(original).get(member), value))
+        setattr(original, member, value)
     abc.update_abstractmethods(original)
     return original  # type: ignore[return-value]
-
-
-def _completed(earlier: Any, value: Any) -> Any:
-    """The new version of a member; accessors complete an earlier property of the same name."""
-    if type(value) is property and type(earlier) is property:
-        return property(value.fget or earlier.fget, value.fset or earlier.fset, value.fdel or earlier.fdel)
-    return value

@@ -3,13 +3,13 @@
 The visual language, the same in every figure, animation and page:
 
 *   **A request has one colour everywhere**, by its order of appearance: six colours that people with the common forms
-    of colour blindness can tell apart (Okabe and Ito, 2008), then the same six darker, then again from the start.
+    of colour blindness can tell apart (Okabe and Ito, 2008), the same six darker, twelve more, then again from the start.
     Colour never carries meaning alone: rows are labelled, and what happens to a token is shown by its mark.
 *   **What happens to a token or a request has one mark**, in the request's colour: `style.MEANINGS` describes each in a
     sentence, `draw_language` draws them all, and figures/README.md shows them.
 *   **A block is a square of `block_size` cells** (a strip of them where blocks are listed), filled from the top left as
     tokens are written. The pool is a grid of blocks in the order of their ids. A shared block is striped in the colours of
-    its holders and carries its reference count; a free block is empty; a free block whose content can still be found is
+    its holders and carries its reference count; a free block is empty; a free block that is still cached is
     hatched in grey, like any cached token.
 *   Figures have a white background, so that they look the same on a light and on a dark page. Text has at least 9 points and
     figures are at most 9 inches wide, so that they are legible at half size.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.lab.viz.metrics import StepScale, step_edges
@@ -153,14 +153,15 @@ class PoolState:
 
     def filled(self, block_id: int) -> int:
         """Tokens written to the block: 0 to `block_size`."""
-        most = 0
-        for request_id in self.holders(block_id):
-            before = self.tables[request_id].index(block_id) * self.block_size
-            written = self.num_tokens.get(request_id, len(self.tables[request_id]) * self.block_size) - before
-            most = max(most, min(self.block_size, written))
-        if not self.holders(block_id) and (block_id in self.cached or self.ref_counts[block_id]):
-            return self.block_size
-        return most
+        if holders := self.holders(block_id):
+            return max(self.filled_by(request_id, self.tables[request_id].index(block_id)) for request_id in holders)
+        return self.block_size if block_id in self.cached or self.ref_counts[block_id] else 0
+
+    def filled_by(self, request_id: str, index: int) -> int:
+        """Tokens that the request has written to its `index`-th block."""
+        everything = len(self.tables[request_id]) * self.block_size
+        written = self.num_tokens.get(request_id, everything)
+        return max(0, min(self.block_size, written - index * self.block_size))
 
 
 def pool_state(
@@ -173,15 +174,11 @@ def pool_state(
 
     Args:
         source: a `BlockPool`, a `KVCacheManager`, a `PoolState` or the number of blocks.
-        tables, num_tokens: as in `PoolState`; a manager and a state bring their own tables.
+        tables, num_tokens: as in `PoolState`, which has its own; a manager brings its own tables.
         block_size: tokens per block, 16 by default; a manager and a state bring their own.
     """
     if isinstance(source, PoolState):
-        given = {"tables": tables, "num_tokens": num_tokens, "block_size": block_size}
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        if tables is not None:
-            changes["ref_counts"] = []  # counted anew
-        return replace(source, **changes)
+        return source
     if tables is None:
         tables = getattr(source, "tables", {})
     size: int = block_size if block_size is not None else getattr(source, "block_size", 16)
@@ -223,9 +220,8 @@ class _PoolReplay:
         self.tables: dict[str, list[int]] = {}
         self.num_tokens: dict[str, int] = {}
         self.held: dict[str, list[int]] = {}
-        self.full: set[int] = (
-            set()
-        )  # blocks that were full when a request left them, and that no request has taken since
+        # Blocks that were full when a request left them, and that no request has taken since.
+        self.full: set[int] = set()
         self.ended: set[str] = set()  # requests that ended in an earlier record and may still hold their blocks
 
     def state(self) -> PoolState:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ VIEWS = {
     "attention": ["attention"],
     "batch": ["batch"],
 }
+Progress = Callable[[Sequence[Any]], Iterable[Any]]
 _UNCHANGED = 255  # the last of the 256 palette entries stands for "as in the frame before"
 _GIF_WIDTH = 900  # pixels
 _TALLEST = 1600  # CSS pixels; the player does not draw views that are outside of the window
@@ -36,10 +38,31 @@ _STYLE = """
 body { margin: 0; padding: 8px 12px 10px; background: #fff; color: #222; font: 15px/1.35 "DejaVu Sans", sans-serif; }
 h1 { margin: 2px 8px 2px; font-size: 17px; }
 h1 .step { float: right; font-weight: normal; color: #767676; }
-.nv-view:only-child figcaption { display: none; }
+.nv-column:only-child .nv-view:only-child figcaption { display: none; }
 p { margin: 0; padding: 8px 12px; height: 40px; border-radius: 8px; background: #f3f3f3; }
 .nv-controls, .nv-story { display: none !important; }
 """
+
+
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A headless browser.
+
+    Raises:
+        ModuleNotFoundError: playwright is not installed.
+        RuntimeError: there is no Chromium.
+    """
+    from playwright.sync_api import Error, sync_playwright
+
+    options: dict[str, Any] = {"args": ["--disable-dev-shm-usage"], "executable_path": shutil.which("chromium")}
+    if os.geteuid() == 0:
+        options["args"].append("--no-sandbox")  # Chromium has no sandbox for root
+    with sync_playwright() as playwright:
+        try:
+            browser = playwright.chromium.launch(**options)
+        except Error as error:
+            raise RuntimeError("Chromium could not be started: `playwright install chromium` installs it") from error
+        yield browser
 
 
 @dataclass(frozen=True)
@@ -82,8 +105,11 @@ class Film:
         script = [self.title, list(self.views), [asdict(beat) for beat in self.beats], dict(self.settings), self.width]
         return hashlib.sha256(b"".join([*list(self.trace.lines())[1:], json.dumps(script).encode()])).hexdigest()
 
-    def shoot(self) -> bytes:
+    def shoot(self, progress: Progress = iter) -> bytes:
         """Play the film in headless Chromium.
+
+        Args:
+            progress: iterates over the beats, and may tell how far it is.
 
         Returns:
             The bytes of a GIF file of 900 pixels width, as high as the views need.
@@ -94,27 +120,15 @@ class Film:
         """
         # Playwright's blocking interface refuses to run in a thread that has an event loop, as a notebook's has.
         with ThreadPoolExecutor(1) as thread:
-            pictures = thread.submit(self._pictures).result()
+            pictures = thread.submit(self._pictures, progress).result()
         return gif_bytes(pictures, [beat.seconds for beat in self.beats], self.digest())
 
-    def _pictures(self) -> list[Image.Image]:
-        from playwright.sync_api import Error, sync_playwright
+    def _pictures(self, progress: Progress) -> list[Image.Image]:
+        window: Any = {"width": self.width, "height": _TALLEST}
+        with chromium() as browser:
+            return self.play(browser.new_page(viewport=window, device_scale_factor=_GIF_WIDTH / self.width), progress)
 
-        options: dict[str, Any] = {"args": ["--disable-dev-shm-usage"], "executable_path": shutil.which("chromium")}
-        if os.geteuid() == 0:
-            options["args"].append("--no-sandbox")  # Chromium has no sandbox for root
-        with sync_playwright() as playwright:
-            try:
-                browser = playwright.chromium.launch(**options)
-            except Error as error:
-                raise RuntimeError(
-                    "an animation is filmed in Chromium, which could not be started: `playwright install chromium` installs it"
-                ) from error
-            window: Any = {"width": self.width, "height": _TALLEST}
-            page = browser.new_page(viewport=window, device_scale_factor=_GIF_WIDTH / self.width)
-            return self.play(page)
-
-    def play(self, page: Any) -> list[Image.Image]:
+    def play(self, page: Any, progress: Progress = iter) -> list[Image.Image]:
         """Screenshots of all beats, taken in a page of a browser."""
         errors: list[Any] = []
         page.on("pageerror", lambda error: errors.append(error))
@@ -127,12 +141,12 @@ class Film:
         page.evaluate("film => { window.film = openFilm(film); }", film)
         index = {record.step: number for number, record in enumerate(self.trace)}
         beats = [{"index": index[beat.step], "words": beat.words, "focus": beat.focus} for beat in self.beats]
-        for beat in beats:  # views grow with what they show: the second round has the height of the highest
-            page.evaluate("beat => film.show(beat)", beat)
+        page.evaluate("indices => film.fit(indices)", [beat["index"] for beat in beats])
+        page.evaluate("beat => film.show(beat)", beats[0])
         height = page.evaluate("document.body.getBoundingClientRect().height")
         clip = {"x": 0, "y": 0, "width": self.width, "height": height}
         pictures = []
-        for beat in beats:
+        for beat in progress(beats):
             page.evaluate("beat => film.show(beat)", beat)
             pictures.append(Image.open(io.BytesIO(page.screenshot(clip=clip))).convert("RGB"))
         if errors:
@@ -143,7 +157,7 @@ class Film:
 def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment: str) -> bytes:
     """An endless animation. All frames share the 255 colours that most of their pixels have, and nothing is dithered: flat
     areas keep their colour, and what stays the same from frame to frame takes no space."""
-    frames = [np.asarray(picture).astype(np.int32) @ [1 << 16, 1 << 8, 1] for picture in pictures]
+    frames = [np.asarray(picture.convert("RGBA")).view("<i4")[..., 0] & 0xFFFFFF for picture in pictures]
     colors, counts = np.unique(np.stack(frames), return_counts=True)
     palette = _channels(colors[np.argsort(-counts, kind="stable")[:_UNCHANGED]])
     nearest = np.array([((palette - color) ** 2).sum(axis=1).argmin() for color in _channels(colors)], np.uint8)
@@ -164,15 +178,15 @@ def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment
 
 
 def _channels(colors: np.ndarray) -> np.ndarray:
-    """0xRRGGBB `[n]` -> `[n, 3]`."""
-    return np.stack([colors >> shift & 255 for shift in (16, 8, 0)], axis=-1)
+    """0xBBGGRR `[n]` -> red, green and blue `[n, 3]`."""
+    return np.stack([colors >> shift & 255 for shift in (0, 8, 16)], axis=-1)
 
 
 def animate(
     trace: Trace | str | pathlib.Path,
     view: str = "tables",
     steps: Iterable[int] | None = None,
-    captions: Mapping[int, str] | None = None,
+    progress: Progress = iter,
 ) -> bytes:
     """An animation of a trace: the bytes of a GIF file with a picture per step.
 
@@ -180,7 +194,7 @@ def animate(
         trace: a trace, or the path of one.
         view: what to show, one of `VIEWS`.
         steps: numbers of the steps to show; those that the trace does not have are left out. By default the first 60.
-        captions: by step number, to be shown instead of what the player says.
+        progress: iterates over the pictures, and may tell how far it is.
 
     Raises:
         ValueError: no such view, or none of the steps is in the trace.
@@ -190,8 +204,7 @@ def animate(
     """
     if view not in VIEWS:
         raise ValueError(f"no such view: {view!r} (there are {', '.join(VIEWS)})")
-    if not isinstance(trace, Trace):
-        trace = Trace.load(trace)
+    trace = trace if isinstance(trace, Trace) else Trace.load(trace)
     present = list(dict.fromkeys(record.step for record in trace))
     wanted = set(present[:DEFAULT_STEPS] if steps is None else steps)
     chosen = [step for step in present if step in wanted]
@@ -199,5 +212,5 @@ def animate(
         reason = f"it has steps {present[0]} to {present[-1]}" if present else "it is empty"
         raise ValueError(f"none of these steps is in the trace: {reason}")
     seconds = min(1.5, max(0.25, 15 / len(chosen)))
-    beats = [Beat(step, (captions or {}).get(step, ""), seconds=seconds) for step in chosen]
-    return Film(trace, f"{view.capitalize()}, step by step", VIEWS[view], beats).shoot()
+    beats = [Beat(step, seconds=seconds) for step in chosen]
+    return Film(trace, f"{view.capitalize()}, step by step", VIEWS[view], beats).shoot(progress)

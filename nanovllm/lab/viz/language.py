@@ -32,9 +32,9 @@ def draw_language() -> Figure:
 
 def _draw_colors(ax: Axes) -> None:
     for number in range(2 * len(PALETTE)):
-        ax.add_patch(Rectangle((number, 0), 0.86, 1, facecolor=style.request_color(number), edgecolor="none"))
-        ink = style.ink_on(style.request_color(number))
-        ax.text(number + 0.43, 0.5, f"r{number}", ha="center", va="center", color=ink)
+        color = style.request_color(number)
+        ax.add_patch(Rectangle((number, 0), 0.86, 1, facecolor=color, edgecolor="none"))
+        ax.text(number + 0.43, 0.5, f"r{number}", ha="center", va="center", color=style.ink_on(color))
     ax.set(xlim=(0, 2 * len(PALETTE)), ylim=(0, 1), title="A request has one colour, by its order of appearance")
     ax.axis("off")
 

@@ -134,16 +134,15 @@ def draw_block(
 
 
 def _draw_cells(ax: Axes, x: float, y: float, width: float, height: float, across: int, down: int) -> None:
-    verticals = [x + i * width / across for i in range(1, across)]
-    horizontals = [y + i * height / down for i in range(1, down)]
-    ax.vlines(verticals, y, y + height, color=BACKGROUND, linewidth=0.7, zorder=3)
-    ax.hlines(horizontals, x, x + width, color=BACKGROUND, linewidth=0.7, zorder=3)
+    ax.vlines(
+        [x + i * width / across for i in range(1, across)], y, y + height, color=BACKGROUND, linewidth=0.7, zorder=3
+    )
+    ax.hlines([y + i * height / down for i in range(1, down)], x, x + width, color=BACKGROUND, linewidth=0.7, zorder=3)
 
 
 def _badge(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str = "center", bold: bool = False) -> None:
     box = {"boxstyle": "round,pad=0.12", "facecolor": BACKGROUND, "edgecolor": "none", "alpha": 0.9}
-    weight = "bold" if bold else "normal"
-    ax.text(x, y, text, ha=ha, va=va, fontsize=9, fontweight=weight, color=INK, bbox=box, zorder=6)
+    ax.text(x, y, text, ha=ha, va=va, fontsize=9, weight="bold" if bold else "normal", color=INK, bbox=box, zorder=6)
 
 
 def draw_block_tables(
@@ -152,9 +151,7 @@ def draw_block_tables(
     block_size: int | None = None,
     pool: Any = None,
     *,
-    colors: RequestColors | None = None,
     title: str = "",
-    ax: Axes | None = None,
 ) -> Axes:
     """Draw the logical blocks of each request on the left, the physical pool on the right, and an arrow from each to its place.
     (The player's view "tables" has room for more than some twenty blocks.)
@@ -164,22 +161,18 @@ def draw_block_tables(
         num_tokens: request id to tokens written; without it, all blocks are full.
         block_size: tokens per block (16 by default).
         pool: as in `draw_pool`; by default just large enough for the tables.
-        colors: to keep colours across figures.
-        ax: where to draw. Without it, a figure is made, with a legend.
     """
     if pool is None:
         pool = max((b for table in tables.values() for b in table), default=0) + 1
     state = pool_state(pool, tables, num_tokens, block_size)
-    colors = colors or RequestColors([*state.appeared, *state.tables])
-    with_legend = ax is None
+    colors = RequestColors([*state.appeared, *state.tables])
     entries = sum(len(table) for table in state.tables.values())
     height = 0.31 * (max(entries + 0.5 * len(state.tables), state.num_blocks) + 1.2)
-    ax = ax or style.new_axes(height + (0.95 if title else 0.7))
+    ax = style.new_axes(height + (0.95 if title else 0.7))
     _draw_mapping(ax, state, colors)
     ax.set_title(title)
     ax.axis("off")
-    if with_legend:
-        _pool_legend(ax, state, colors)
+    _pool_legend(ax, state, colors)
     return ax
 
 
@@ -196,8 +189,7 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         middle = y + len(table) / 2
         ax.text(-0.75, middle, request_id, ha="right", va="center", fontweight="bold")
         for i, block_id in enumerate(table):
-            filled = filled_of(state, request_id, i)
-            owners = [colors[request_id]]
+            filled, owners = state.filled_by(request_id, i), [colors[request_id]]
             draw_block(ax, 0, y, _STRIP_WIDTH, _STRIP_HEIGHT, filled, size, size, owners)
             ax.text(-0.2, y + _STRIP_HEIGHT / 2, str(i), ha="right", va="center", fontsize=9, color=MUTED)
             start = (_STRIP_WIDTH + 0.08, y + _STRIP_HEIGHT / 2)
@@ -218,13 +210,6 @@ def _arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], color
         look: dict[str, Any] = {"color": line_color, "linewidth": width, "shrinkA": 0, "shrinkB": 0, "zorder": 5}
         look |= {"arrowstyle": "-|>", "mutation_scale": 11, "connectionstyle": curve}
         ax.add_patch(FancyArrowPatch(start, end, **look))
-
-
-def filled_of(state: PoolState, request_id: str, index: int) -> int:
-    """Tokens in the request's `index`-th block."""
-    everything = len(state.tables[request_id]) * state.block_size
-    written = state.num_tokens.get(request_id, everything)
-    return max(0, min(state.block_size, written - index * state.block_size))
 
 
 _CATEGORIES: dict[str, dict[str, Any]] = {

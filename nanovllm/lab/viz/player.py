@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import bisect
 import pathlib
 import re
 from collections.abc import Iterable
 from typing import Any
 
 import anywidget
+import matplotlib.pyplot as plt
 import traitlets
 
+from nanovllm.lab.viz import style
 from nanovllm.lab.viz.data import request_ids
-from nanovllm.trace.trace import StepRecord, Trace
+from nanovllm.lab.viz.timeline import draw_timeline
+from nanovllm.trace.trace import Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
@@ -70,43 +72,47 @@ class Player(anywidget.AnyWidget):
     theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
     lines = traitlets.Bytes().tag(sync=True)
 
-    def __init__(self, trace: Trace | str | pathlib.Path, **options: Any) -> None:
+    def __init__(self, trace: Trace | str | pathlib.Path | None, **options: Any) -> None:
         self._esm = widget_module()
         self._css = (WEB / "player.css").read_text(encoding="utf-8")
         self.trace = Trace()
         super().__init__(**options)
         self.show(trace)
 
-    def show(self, trace: Trace | str | pathlib.Path) -> None:
+    def show(self, trace: Trace | str | pathlib.Path | None) -> None:
         """Show another trace, at the step with the same number if there is one.
 
         Raises:
             TraceError: the file is not a trace.
-            ValueError: the trace has no step.
+            ValueError: there is no trace, or it has no step.
         """
+        if trace is None:  # of an LLM without a record
+            raise ValueError('there is no trace: make the LLM with trace=True, or name a file such as "run.jsonl"')
         trace = trace if isinstance(trace, Trace) else Trace.load(trace)
         if not len(trace):
             raise ValueError("a player needs a trace with at least one step")
         self.trace = trace
         self.lines = b"".join(trace.lines())
 
-    @property
-    def record(self) -> StepRecord:
-        """The record that is shown: the last one whose step is not after `step`."""
-        until = bisect.bisect_right(self.trace.steps, self.step, key=lambda record: record.step)
-        return self.trace.steps[max(0, until - 1)]
+    def _repr_mimebundle_(self, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The widget, and a picture of the whole trace for pages where no widget runs."""
+        data, metadata = super()._repr_mimebundle_(**options) or ({}, {})
+        return data | still(self.trace), metadata
 
     def __repr__(self) -> str:
         steps = f"{len(request_ids(self.trace))} requests, {len(self.trace)} steps"
         return f"Player: {steps}; run this cell in JupyterLab to play it"
 
 
+def still(trace: Trace) -> dict[str, bytes]:
+    """The timeline of a trace as a PNG, by its MIME type."""
+    ax = draw_timeline(trace)
+    plt.close(ax.get_figure(root=True))
+    return {"image/png": style.image_bytes(ax)}
+
+
 def play(
-    trace: Trace | str | pathlib.Path,
-    views: Iterable[str] = ("tables", "timeline"),
-    step: int = 0,
-    speed: float = 2.0,
-    theme: str = "auto",
+    trace: Trace | str | pathlib.Path | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0
 ) -> Player:
     """Show a trace in a player: the value of a notebook's cell.
 
@@ -116,14 +122,12 @@ def play(
             steps), "budget" (the step's tokens), "queues", "usage" (blocks and tokens over time), "attention" (pages that
             the step reads and writes), "batch" (the step as the model sees it).
         step: where to begin, a step number.
-        speed: steps per second.
-        theme: "light", "dark", or "auto": as the page around it.
 
     Raises:
         TraceError: the file is not a trace.
-        ValueError: an unknown view, or a trace without steps.
+        ValueError: an unknown view, no trace, or one without steps.
     """
     views = list(views)
     if unknown := [view for view in views if view not in VIEWS]:
         raise ValueError(f"no such view: {', '.join(unknown)}; there are {', '.join(VIEWS)}")
-    return Player(trace, views=views, step=step, speed=speed, theme=theme)
+    return Player(trace, views=views, step=step)

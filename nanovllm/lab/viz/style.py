@@ -6,11 +6,12 @@ import io
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import matplotlib
 import matplotlib.pyplot as plt
+import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -69,16 +70,14 @@ def use_style() -> None:
 
 def request_color(index: int) -> str:
     """The colour (hex) of the request that appeared `index`-th, counted from 0."""
-    color = PALETTE[index % len(PALETTE)]
-    darker = index // len(PALETTE) % 2
-    return mix(color, "#000000", 0.4) if darker else color
+    colors = [*PALETTE, *(mix(color, "#000000", 0.4) for color in PALETTE), *_LANGUAGE["further"]]
+    return colors[index % len(colors)]
 
 
 def mix(color: str, other: str, share: float) -> str:
     """`color` with `share` (0 to 1) of `other` in it, as hex."""
-    return to_hex(
-        tuple(a + (b - a) * share for a, b in zip(to_rgb(color), to_rgb(other), strict=True))  # type: ignore[arg-type]
-    )
+    first, second = np.array([to_rgb(color), to_rgb(other)])
+    return to_hex(first + (second - first) * share)
 
 
 def ink_on(color: str) -> str:
@@ -93,7 +92,7 @@ def pale(color: str) -> str:
     return mix(color, BACKGROUND, 0.65)
 
 
-class RequestColors:
+class RequestColors(dict[str, str]):
     """Gives requests their colours by order of appearance. Pass one object to several figures to keep the colours, for
     example `RequestColors(request_ids(trace))`, or one that is empty at first while a pool is watched.
 
@@ -101,18 +100,11 @@ class RequestColors:
     """
 
     def __init__(self, request_ids: Iterable[str] = ()) -> None:
-        self._index: dict[str, int] = {}
         for request_id in request_ids:
             self[request_id]
 
-    def __getitem__(self, request_id: str) -> str:
-        return request_color(self._index.setdefault(request_id, len(self._index)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __len__(self) -> int:
-        return len(self._index)
+    def __missing__(self, request_id: str) -> str:
+        return self.setdefault(request_id, request_color(len(self)))
 
 
 def mark_style(kind: str, color: str) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
@@ -53,14 +52,8 @@ def draw_timeline(
         _draw_span(ax, span, row, color, num_cached, joined)
         fits = pitch > 0.25 and (span.end - span.begin) * per_unit > 0.09 * digits + 0.08
         if span.kind == "prefill" and fits and not num_cached:
-            look: dict[str, Any] = {
-                "ha": "center",
-                "va": "center",
-                "fontsize": 9,
-                "color": style.ink_on(color),
-                "zorder": 5,
-            }
-            ax.text((span.begin + span.end) / 2, row, str(span.num_tokens), **look)
+            look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9, "color": style.ink_on(color)}
+            ax.text((span.begin + span.end) / 2, row, str(span.num_tokens), zorder=5, **look)
     for event in timeline_events(trace, x):
         _draw_event(ax, event, rows[event.request_id], pitch)
     every = max(1, math.ceil(_LABEL_PITCH / pitch))
@@ -68,7 +61,7 @@ def draw_timeline(
     ax.tick_params(axis="y", length=0, labelsize=10 if pitch > 0.17 else 9)
     ax.set_title(title)
     if legend:
-        style.legend(ax, *_legend_of(draw_timeline, [trace]))
+        _explain([ax], trace)
     return ax
 
 
@@ -111,7 +104,7 @@ def _draw_event(ax: Axes, event: Event, row: int, pitch: float) -> None:
 
 
 def draw_budget(
-    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
+    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, ax: Axes | None = None
 ) -> Axes:
     """Draw how each step spends its token budget: a bar stacked by request, in the order in which tokens are packed.
 
@@ -120,54 +113,50 @@ def draw_budget(
     """
     colors = colors or RequestColors(request_ids(trace))
     legend = ax is None
-    ax = ax or style.new_axes(2.9 + (0.4 if legend else 0) + (0.3 if title else 0))
+    ax = ax or style.new_axes(3.3)
     edges, highest = step_edges(trace, x), 1
     boxes, faces, rims = [], [], []
     for step, (begin, end) in zip(trace, edges, strict=True):
         level = 0
         for share in step.requests:
             top = level + share.num_tokens
-            kind = share.kind
-            look = style.mark_style(kind, colors[share.request_id])
+            look = style.mark_style(share.kind, colors[share.request_id])
             boxes.append([(begin, level), (begin, top), (end, top), (end, level)])
             faces.append(look["facecolor"])
-            rims.append(style.BACKGROUND if kind == "prefill" else look["edgecolor"])
+            rims.append(style.BACKGROUND if share.kind == "prefill" else look["edgecolor"])
             level = top
         highest = max(highest, level, step.token_budget)
     # Rims would hide small bars.
     rim_width = 0.6 if highest <= 64 and len(edges) <= 2 * _MOST_CELLS else 0.0
     ax.add_collection(PolyCollection(boxes, facecolors=faces, edgecolors=rims, linewidths=rim_width, zorder=2))
-    budgets = [step.token_budget for step in trace]
-    _draw_levels(ax, edges, budgets, idle=None, **_BUDGET_LINE)
+    _draw_levels(ax, edges, [step.token_budget for step in trace], None, label="token budget", **_LIMIT_LINE)
     _set_x(ax, trace, x)
-    ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step", title=title)
+    ax.set(ylim=(0, highest * 1.08), ylabel="tokens per step")
     if legend:
-        style.legend(ax, *_legend_of(draw_budget, [trace]))
+        _explain([ax], trace, kinds={"prefill", "decode"})
     return ax
 
 
-def draw_usage(
-    trace: Trace, x: StepScale = "step", *, colors: RequestColors | None = None, title: str = "", ax: Axes | None = None
-) -> Axes:
+def draw_usage(trace: Trace, x: StepScale = "step", *, ax: Axes | None = None) -> Axes:
     """Draw the KV blocks that requests hold, step by step, against the size of the pool. A cross marks a preemption.
 
     Args:
-        x, ax: as in `draw_timeline`. `colors` is not used: `overview` calls all three functions alike.
+        x, ax: as in `draw_timeline`.
     """
     legend = ax is None
-    ax = ax or style.new_axes(2.2 + (0.4 if legend else 0) + (0.3 if title else 0))
+    ax = ax or style.new_axes(2.6)
     edges = step_edges(trace, x)
     held = [step.num_blocks - step.num_free_blocks for step in trace]
-    _draw_levels(ax, edges, held, **_HELD_LINE)
+    _draw_levels(ax, edges, held, label="held by requests", color=style.PALETTE[0])
     total = max((step.num_blocks for step in trace), default=1)
-    ax.axhline(total, **_BUDGET_LINE)
+    ax.axhline(total, label="size of the pool", **_LIMIT_LINE)
     for step, (begin, _), level in zip(trace, edges, held, strict=True):
         if step.preempted:
             ax.plot(begin, level, zorder=6, clip_on=False, **style.event_style("preempted"))
     _set_x(ax, trace, x)
-    ax.set(ylim=(0, total * 1.1), ylabel="KV blocks", title=title)
+    ax.set(ylim=(0, total * 1.1), ylabel="KV blocks")
     if legend:
-        style.legend(ax, *_legend_of(draw_usage, [trace]))
+        _explain([ax], trace, kinds={"preempted"})
     return ax
 
 
@@ -189,10 +178,9 @@ def compare(traces: Mapping[str, Trace], x: StepScale = "step") -> list[Axes]:
     for ax, (name, trace) in zip(axes, traces.items(), strict=True):
         draw_timeline(trace, x, colors=colors, title=name, ax=ax)
         limits.append(ax.get_xlim())
-        if ax is not axes[-1]:
-            ax.set_xlabel("")
+        ax.label_outer()
     axes[-1].set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
-    style.legend(axes[-1], *_legend_of(draw_timeline, list(traces.values())))
+    _explain(axes, *traces.values())
     return axes
 
 
@@ -207,16 +195,12 @@ def overview(trace: Trace, x: StepScale = "step", *, title: str = "") -> list[Ax
     """
     colors = RequestColors(request_ids(trace))
     axes = _stacked([timeline_height(len(colors)), 1.6, 1.6], 1.1 + (0.3 if title else 0))
-    kinds: set[str] = set()
-    lines: dict[str, Line2D] = {}
-    for ax, draw in zip(axes, (draw_timeline, draw_budget, draw_usage), strict=True):
-        draw(trace, x, colors=colors, title=title if ax is axes[0] else "", ax=ax)
-        if ax is not axes[-1]:
-            ax.set_xlabel("")
-        more_kinds, more_lines = _legend_of(draw, [trace])
-        kinds |= more_kinds
-        lines |= {str(line.get_label()): line for line in more_lines}
-    style.legend(axes[-1], kinds, lines.values())
+    draw_timeline(trace, x, colors=colors, title=title, ax=axes[0])
+    draw_budget(trace, x, colors=colors, ax=axes[1])
+    draw_usage(trace, x, ax=axes[2])
+    for ax in axes:
+        ax.label_outer()
+    _explain(axes, trace)
     return axes
 
 
@@ -234,9 +218,8 @@ def _set_x(ax: Axes, trace: Trace, x: StepScale) -> None:
     edges = step_edges(trace, x)
     begin, end = (edges[0][0], edges[-1][1]) if edges else (0.0, 1.0)
     ax.set_xlim(begin, end if end > begin else begin + 1)
-    names = {"step": "step", "tokens": "tokens computed"}
-    unit = trace.settings.get("time_unit", "s")
-    ax.set_xlabel("cost of the steps" if callable(x) else names.get(x, f"time ({unit})"))
+    names = {"step": "step", "tokens": "tokens computed", "time": f"time ({trace.settings.get('time_unit', 's')})"}
+    ax.set_xlabel("cost of the steps" if callable(x) else names[x])
     if x in ("step", "tokens"):
         ax.xaxis.set_major_locator(MaxNLocator(nbins=10, integer=True))
 
@@ -257,17 +240,12 @@ def _draw_levels(
     ax.plot(xs, ys, **look)
 
 
-_BUDGET_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4}
-_HELD_LINE: dict[str, Any] = {"color": style.PALETTE[0]}
+_LIMIT_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1.4}
 
 
-def _legend_of(draw: Callable[..., Axes], traces: Sequence[Trace]) -> tuple[set[str], list[Line2D]]:
-    """The marks and lines in a picture of these traces."""
-    kinds = {span.kind for trace in traces for span in timeline_spans(trace)}
-    kinds |= {event.kind for trace in traces for event in timeline_events(trace)}
-    if draw is draw_timeline:
-        return kinds, []
-    if draw is draw_budget:
-        return kinds & {"prefill", "decode"}, [Line2D([], [], label="token budget", **_BUDGET_LINE)]
-    size = Line2D([], [], label="size of the pool", **_BUDGET_LINE)
-    return kinds & {"preempted"}, [Line2D([], [], label="held by requests", **_HELD_LINE), size]
+def _explain(axes: Sequence[Axes], *traces: Trace, kinds: Iterable[str] = style.MARKS) -> None:
+    """One legend for pictures of these traces: of the marks `kinds`, those that occur, and all lines that have a label."""
+    found = {span.kind for trace in traces for span in timeline_spans(trace)}
+    found |= {event.kind for trace in traces for event in timeline_events(trace)}
+    lines = [line for ax in axes for line in ax.get_legend_handles_labels()[0]]
+    style.legend(axes[-1], found.intersection(kinds), lines)

@@ -12,11 +12,12 @@ import ipywidgets as widgets
 
 from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
 from nanovllm.lab.viz.data import percentile, request_metrics
-from nanovllm.lab.viz.player import play
+from nanovllm.lab.viz.player import play, still
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.trace.trace import Trace
 
 Requests = Sequence[SimulatedRequest] | Callable[..., Sequence[SimulatedRequest]]
+Controls = Mapping[str, Iterable[Any] | None]
 
 CONTROLS = ("block_size", "num_kv_blocks", "max_num_batched_tokens", "batching_policy", "arrival_rate")
 _NAMES = {
@@ -39,7 +40,7 @@ def what_if(
     requests: Requests,
     *,
     views: Iterable[str] = ("tables", "timeline"),
-    controls: Iterable[str] | Mapping[str, Iterable[Any] | None] = CONTROLS,
+    controls: Iterable[str] | Controls = CONTROLS,
     **options: Any,
 ) -> WhatIf:
     """Controls over `simulate`: the value of a notebook's cell. Every change runs the real scheduler again.
@@ -68,13 +69,7 @@ class WhatIf(widgets.VBox):
         error: why the newest settings could not be run; "" if they could.
     """
 
-    def __init__(
-        self,
-        requests: Requests,
-        views: Iterable[str],
-        controls: Mapping[str, Iterable[Any] | None],
-        options: dict[str, Any],
-    ) -> None:
+    def __init__(self, requests: Requests, views: Iterable[str], controls: Controls, options: dict[str, Any]) -> None:
         self._requests, self._options = requests, options
         self._parameters = inspect.signature(requests).parameters if callable(requests) else {}
         if deaf := [name for name in controls if name not in _OPTIONS | self._parameters.keys()]:
@@ -129,6 +124,9 @@ class WhatIf(widgets.VBox):
             self._table.value = _table(self.figures, self._first, self._unit)
         words = f"{self.error.rstrip('.')}. The picture shows the last setting that worked."
         self._message.value = f'<span role="alert">⚠ {html.escape(words)}</span>' if self.error else ""
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        return super()._repr_mimebundle_(**options) | still(self.player.trace)
 
     def __repr__(self) -> str:
         return f"What if: {len(self.controls)} controls and a player; run this cell in JupyterLab to turn them"
@@ -186,27 +184,14 @@ def figures(trace: Trace) -> dict[str, float | None]:
 
 
 def _table(now: Mapping[str, float | None], first: Mapping[str, float | None], unit: str) -> str:
-    """The figures and how they differ from the first setting's, as HTML."""
-    rows = [
-        ["", *now],
-        ["now", *(f"<b>{_value(name, value, unit)}</b>" for name, value in now.items())],
-        ["change", *(_change(value, first[name]) for name, value in now.items())],
-    ]
-    cells = ("".join(f'<td style="padding: 0 1.2em 0 0; text-align: left">{cell}</td>' for cell in row) for row in rows)
-    body = "".join(f"<tr>{row}</tr>" for row in cells)
+    """The figures and how they differ from the first setting's, as HTML: a column each."""
+    units = {"preemptions": "", "KV peak": " (%)"}
+    columns = [["", "now", "change"]]
+    for name, value in now.items():
+        begin = first[name]
+        change = "" if value is None or begin is None else f"{round(value - begin, 6):+z.4g}"
+        number = "none" if value is None else f"{value:.4g}"
+        columns.append([f"{name}{units.get(name, f' ({unit})')}", f"<b>{number}</b>", change])
+    cell = '<td style="padding-right: 1.2em">{}</td>'.format
+    body = "".join(f"<tr>{''.join(map(cell, row))}</tr>" for row in zip(*columns, strict=True))
     return f'<table style="line-height: 1.5; font-variant-numeric: tabular-nums">{body}</table>'
-
-
-def _value(name: str, value: float | None, unit: str) -> str:
-    if value is None:
-        return "none"
-    if name == "preemptions":
-        return f"{value:g}"
-    return f"{value:.0f} %" if name == "KV peak" else f"{value:.4g} {unit.removesuffix('s') if value == 1 else unit}"
-
-
-def _change(now: float | None, first: float | None) -> str:
-    if now is None or first is None:
-        return ""
-    difference = now - first
-    return "0" if abs(difference) < 1e-9 else f"{difference:+.4g}".replace("-", "−")

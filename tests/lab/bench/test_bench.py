@@ -24,7 +24,7 @@ from nanovllm import LLM
 from nanovllm.cli.main import main
 from nanovllm.lab.bench import client, machine, report, watch
 from nanovllm.lab.bench.client import ServerError
-from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, command_line_flags
+from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, Server
 from nanovllm.lab.bench.machine import Limits, Noise, NoiseMeter, peak_memory, process_tree
 from nanovllm.lab.bench.metrics import Timeline, compare, figures, intruder_figures
 from nanovllm.lab.bench.report import Report, goal
@@ -306,9 +306,16 @@ def test_nothing_is_left_when_a_run_is_interrupted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flags() -> None:
-    flags = command_line_flags({"block_size": 16, "enable_prefix_caching": False, "check_invariants": True})
-    assert flags == ["--block-size", "16", "--no-enable-prefix-caching", "--check-invariants"]
+@pytest.mark.parametrize(("engine", "flags"), [("nanovllm", {"--check-invariants"}), ("vllm", {"--enforce-eager"})])
+def test_a_server_gets_the_options_that_it_has_as_flags(
+    engine: str, flags: set[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    options = {"max_num_seqs": 8, "enable_prefix_caching": False, "check_invariants": True}
+    command = Server(EngineSettings(engine, tmp_path, options, 1))._command()
+    words = {word for word in command if word.startswith("--")}
+    expected = {"--host", "--port", "--model", "--max-num-seqs=8", "--no-enable-prefix-caching"}
+    assert words == expected | flags
 
 
 def event(count: int | None) -> bytes:
@@ -513,6 +520,7 @@ def test_a_mistake_is_answered_in_one_line(
     assert code == 2 and len(lines) == 1 and lines[0].startswith("nanovllm bench") and message in lines[0]
 
 
+@pytest.mark.nightly
 def test_watching_from_the_command_line_to_the_files(
     checkpoint: pathlib.Path,
     tmp_path: pathlib.Path,
@@ -520,8 +528,9 @@ def test_watching_from_the_command_line_to_the_files(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("nanovllm.lab.bench.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
+    monkeypatch.setattr("nanovllm.lab.bench.watch.WARM_UP_PAIRS", 1)
     words = ["bench", "watch", "--model", str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "8MiB"]
-    words += ["--pairs", "2", "--window", "0.5", "--streams", "3", "--input-len", "8", "--output-len", "40"]
+    words += ["--pairs", "2", "--window", "0.7", "--streams", "3", "--input-len", "8", "--output-len", "40"]
     words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
     assert main(words) == 0
     compared, (windows,) = json.loads((tmp_path / "r.json").read_text())["tables"].values()

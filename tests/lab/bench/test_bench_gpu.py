@@ -25,7 +25,7 @@ from nanovllm.cli.main import main
 from nanovllm.lab.bench import parts
 from nanovllm.lab.bench.gpu import attention, end_to_end, environment, nccl, plan, proofs, trace
 from nanovllm.lab.bench.gpu.trace import kind_of, split_steps
-from nanovllm.lab.bench.local import SHAPES, TINY, TINY_DEEPSEEK, run_requests, start_engine, write_checkpoint
+from nanovllm.lab.bench.local import SHAPES, TINY, run_requests, start_engine, write_checkpoint
 from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.parts import Part, Runner, Setting, Skip
 from nanovllm.lab.bench.report import DRY_RUN, GOALS, PARTS, Report, Row
@@ -34,6 +34,7 @@ from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.cases import attention_case, oracle, relative_error
 from nanovllm.models.config import ModelConfig
 from tests.gpu import test_divided, test_kernels, test_sanitizer
+from tests.gpu.setting import TINY_DEEPSEEK
 from tests.lab.bench.toy_parts import ROW, crash, hang, proven, refuse, skip, succeed
 from tests.oracle import reference_tokens
 from tests.processes import CONTEXT
@@ -50,7 +51,7 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_dry_run_goes_through_every_part(tmp_path: pathlib.Path, forked_parts: None) -> None:
     files = [tmp_path / "gpu.json", tmp_path / "gpu.md"]
     figures = sorted((ROOT / "figures").iterdir())

@@ -171,9 +171,9 @@ def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
     "names",
     [
         "transport,router",
-        pytest.param("latency", marks=pytest.mark.slow),
-        pytest.param("first-token", marks=pytest.mark.slow),
-        pytest.param("tiers", marks=pytest.mark.slow),
+        pytest.param("latency", marks=pytest.mark.nightly),
+        pytest.param("first-token", marks=pytest.mark.nightly),
+        pytest.param("tiers", marks=pytest.mark.nightly),
     ],
 )
 def test_the_dry_run(

@@ -138,7 +138,8 @@ def test_small_things() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", ["weights,all-reduce,experts", pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.slow)]
+    "names",
+    ["weights,all-reduce,experts", pytest.param("orders,executor,pipeline,throughput", marks=pytest.mark.nightly)],
 )
 def test_the_dry_run(
     names: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], forked_parts: None

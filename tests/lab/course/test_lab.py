@@ -17,6 +17,7 @@ import nbformat
 import pytest
 from playwright.sync_api import TimeoutError as PageTimeoutError
 
+from nanovllm.lab.course.copies import FOLDER, copy_lectures
 from tests.server_process import wait_until
 
 pytest_plugins = ["tests.browser"]
@@ -51,13 +52,15 @@ def noise() -> list[str]:
 
 
 class Lab:
-    """JupyterLab of this Python, without token, with settings of its own, on a folder that is laid out as the project."""
+    """JupyterLab of this Python, without token, with settings of its own, on a repository that is laid out as the project."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder
         self.output = folder / "lab.log"
         self.project = folder / "project"
         (self.project / "notebooks").mkdir(parents=True)
+        shutil.copy(NOTEBOOKS.parent / ".gitignore", self.project)
+        self.git("init", "--quiet")
         shutil.copytree(NOTEBOOKS.parent / "figures", self.project / "figures")  # that lectures show
         for name, values in SETTINGS.items():
             path = folder / "settings" / f"{name}.jupyterlab-settings"
@@ -95,14 +98,19 @@ class Lab:
         found = re.search(r"http://127\.0\.0\.1:\d+/", self.output.read_text(errors="replace"))
         return found[0] if found else ""
 
+    def git(self, *arguments: str) -> str:
+        return subprocess.check_output(["git", "-C", str(self.project), *arguments], text=True)
+
     def add(self, notebook: nbformat.NotebookNode, name: str) -> str:
-        """Put a notebook without outputs into the folder; the address that opens it."""
+        """Make a lecture of a notebook, without outputs; the address that opens its working copy."""
         notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
         for cell in notebook.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
         nbformat.write(notebook, self.project / "notebooks" / f"{name}.ipynb")
-        return f"{self.url}lab/tree/notebooks/{name}.ipynb?reset"
+        self.git("add", ".")
+        copy_lectures(self.project)
+        return f"{self.url}lab/tree/{FOLDER}/{name}.ipynb?reset"
 
 
 @pytest.fixture(scope="module")
@@ -171,8 +179,9 @@ def notebook_of(*cells: str) -> nbformat.NotebookNode:
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell.strip()) for cell in cells])
 
 
+@pytest.mark.nightly
 def test_a_player_and_its_kernel(page: Any, lab: Lab) -> None:
-    cells = [PLAYER_CELL, "player.step = 9", "print('reader at', player.record.step)"]
+    cells = [PLAYER_CELL, "player.step = 9", "print('reader at', player.step)"]
     run_all(page, lab.add(notebook_of(*cells), "tiny"))
     player = page.locator(".nv-player")
     player.wait_for()
@@ -190,6 +199,11 @@ def test_a_player_and_its_kernel(page: Any, lab: Lab) -> None:
         return True
 
     wait_until(kernel_knows, 30, "the kernel knows the reader's step")
+    copy, tracked = lab.project / FOLDER / "tiny.ipynb", lab.git("status", "--porcelain")
+    page.keyboard.press("Control+s")
+    wait_until(lambda: "reader at 3" in copy.read_text(), 30, "the copy is saved with its outputs")
+    assert lab.git("status", "--porcelain") == tracked
+    assert copy_lectures(lab.project) == [] and "reader at 3" in copy.read_text()
 
 
 def test_what_if_runs_the_scheduler_again(page: Any, lab: Lab) -> None:

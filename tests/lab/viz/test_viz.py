@@ -108,12 +108,12 @@ def test_simulation_is_deterministic_and_survives_a_file(tmp_path):
     assert loaded.settings == first.settings
 
 
-def test_simulation_takes_milliseconds():
+def test_simulation_of_many_requests_is_cheap():
     requests = [SimulatedRequest(i * 7, 200, 100) for i in range(256)]
-    start = time.perf_counter()
+    start = time.process_time()
     trace = simulate(requests, num_kv_blocks=2000, max_num_seqs=64)
     assert len(trace) > 1500
-    assert time.perf_counter() - start < 5, "about half a second on a quiet machine"
+    assert time.process_time() - start < 5, "about half a second of a processor's time"
 
 
 def test_idle_steps_are_counted_and_not_recorded():
@@ -301,7 +301,7 @@ def test_pool_state_of_a_pool_and_its_tables():
     assert state.ref_counts == [2, 1, 1, 1, 0, 0]
     assert state.holders(0) == ["a", "b"]
     assert [state.filled(b) for b in range(6)] == [4, 4, 1, 1, 0, 0]
-    assert pool_state(state, {"a": [5]}).ref_counts == [0, 0, 0, 0, 0, 1]
+    assert pool_state(state) is state
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -364,9 +364,8 @@ def test_colors_follow_the_order_of_appearance():
     colors = RequestColors(["x", "y"])
     assert (colors["x"], colors["y"], colors["z"]) == PALETTE[:3]
     assert colors["x"] == PALETTE[0]
-    distinct = {request_color(i) for i in range(2 * len(PALETTE))}
-    assert len(distinct) == 2 * len(PALETTE)
-    assert request_color(2 * len(PALETTE)) == PALETTE[0]
+    assert len({request_color(i) for i in range(24)}) == 24
+    assert request_color(24) == PALETTE[0]
 
 
 @pytest.mark.parametrize(
@@ -502,11 +501,14 @@ def test_engine_and_simulation_write_the_same_record(tmp_path):
 
 def test_every_committed_figure_is_drawn_by_the_command() -> None:
     """tests/lab/viz/test_film.py proves the same of the animations."""
+    import films
+
     from nanovllm.lab.viz.__main__ import FILMS, visual_language
 
     committed = pathlib.Path(__file__).parents[3] / "figures"
-    names = {"visual_language.svg", *FILMS}
+    names = {"visual_language.svg", *FILMS, *films.FILMS}
     assert {path.name for path in committed.iterdir() if path.suffix in (".gif", ".svg")} == names
+    assert (committed / "page.png").stat().st_size < 150_000
     assert visual_language() == (committed / "visual_language.svg").read_bytes(), "run make figures"
     page = (committed / "README.md").read_text(encoding="utf-8")
-    assert all(f"`{name}`" in page or f"({name})" in page for name in names)
+    assert all(f"`{name}`" in page or f"({name})" in page for name in (*names, "page.png"))

@@ -51,10 +51,11 @@ def prefill_flops(query_len: int, context: int) -> int:
 
 
 class Pool:
-    """A paged cache of random numbers whose pages are in random order."""
+    """A paged cache of random numbers whose pages are in random order; of keys and values, or of latents of a width."""
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
-        shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    def __init__(self, num_blocks: int, device: torch.device, latent_width: int = 0) -> None:
+        heads = kv_cache_shape(num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+        shape = (num_blocks, BLOCK_SIZE, latent_width) if latent_width else heads
         self.kv_cache = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
         self.order = torch.randperm(num_blocks, dtype=torch.int32, device=device)
 
@@ -123,18 +124,15 @@ def latent(setting: Setting) -> Iterator[Row]:
 
     batches, contexts = ((2,), (32,)) if setting.dry_run else (BATCHES, CONTEXTS)
     wanted, width = max(batches) * max(contexts) // BLOCK_SIZE, RANK + ROPE
-    num_blocks = _fitting_blocks(wanted, BLOCK_SIZE * width * 2, device)
-    cache = torch.empty(num_blocks, BLOCK_SIZE, width, dtype=torch.bfloat16, device=device).normal_()
-    order = torch.randperm(num_blocks, dtype=torch.int32, device=device)
+    pool = Pool(_fitting_blocks(wanted, BLOCK_SIZE * width * 2, device), device, width)
     for num_heads, num_seqs, context in itertools.product(LATENT_HEADS, batches, contexts):
         row: Row = {"table": LATENT, "heads": num_heads, "sequences": num_seqs, "context": context}
-        if num_seqs * context > num_blocks * BLOCK_SIZE:
+        if num_seqs * context > len(pool.order) * BLOCK_SIZE:
             yield row | {"why not": "does not fit into the memory"}
             continue
         q = torch.randn(num_seqs, num_heads, width, device=device).to(torch.bfloat16)
-        tables = order[: num_seqs * context // BLOCK_SIZE].view(num_seqs, -1)
-        lengths = torch.full((num_seqs,), context, dtype=torch.int32, device=device)
-        arguments = (q, cache, tables, lengths, RANK, width**-0.5)
+        metadata = pool.metadata([1] * num_seqs, context)
+        arguments = (q, pool.kv_cache, metadata.block_tables, metadata.seq_lens, RANK, width**-0.5)
         seconds = median_seconds(functools.partial(TritonLatentBackend().decode, *arguments), device)
         # Two products for each head and row: as wide as the row for the score, and as the latent for the average.
         flops = 2 * num_seqs * context * num_heads * (2 * RANK + ROPE)

@@ -34,16 +34,14 @@ PROFILED_STEPS, REPEATS = 16, 3
 STREAM = NAMED["W1"][0]
 # The lengths of nano-vllm's bench.py.
 MANY = Workload("256 requests", "throughput", "prompts 100-1024, outputs 100-1024", 256, (100, 1024), (100, 1024))
-#: Short enough for transformers to finish in time.
-SOME = Workload("64 requests", "throughput", "prompts 100-1024, outputs 32-256", 64, (100, 1024), (32, 256))
 
 
-def workloads(setting: Setting) -> tuple[Workload, Workload, Workload]:
-    """One stream, many requests, and those that transformers runs instead; tiny ones in a dry run."""
+def workloads(setting: Setting) -> tuple[Workload, Workload]:
+    """One stream, and many requests; tiny ones in a dry run."""
     if not setting.dry_run:
-        return STREAM, MANY, SOME
+        return STREAM, MANY
     small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (5, 6)}
-    return replace(STREAM, input_len=(4, 4), output_len=(6, 6)), replace(MANY, **small), replace(SOME, **small)
+    return replace(STREAM, input_len=(4, 4), output_len=(6, 6)), replace(MANY, **small)
 
 
 def model_folder(setting: Setting, shape: str, work: str) -> pathlib.Path:
@@ -58,7 +56,7 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
         mode: "graphs" or "eager".
         extent: "stream" leaves out all but the single stream.
     """
-    stream, many, some = workloads(setting)
+    stream, many = workloads(setting)
     options: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": TOKEN_BUDGET}
     if setting.dry_run:
         options = {"max_model_len": 64, "max_num_seqs": 8}
@@ -76,8 +74,6 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
     for workload in (stream, many) if extent == "all" else (stream,):
         yield measured(label, workload, core.model_config, run, setting)
         yield {"table": STEP} | label | _split(core, workload, setting)
-    if extent == "all":
-        yield measured(label, some, core.model_config, run, setting)
 
 
 def measured(label: Row, workload: Workload, model: ModelConfig, run: RunRequests, setting: Setting) -> Row:

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
-from nanovllm.lab.bench.metrics import alternate
+from nanovllm.lab.bench.metrics import alternate, percentile
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, paired
 
@@ -58,10 +56,6 @@ class Run:
     gaps: list[float]
     ttfts: list[float]
     tokens_per_second: float
-
-    def percentile(self, percent: float) -> float:
-        """A percentile of the gaps."""
-        return float(np.percentile(self.gaps, percent))
 
 
 @dataclass
@@ -185,14 +179,14 @@ def predict(way: Way, whole: Way, load: Load) -> float:
     Args:
         whole: an engine with as many threads that computes whole prompts, whose time for a prompt is known.
     """
-    step = statistics.median(run.percentile(50) for run in way.runs)
+    step = statistics.median(percentile(run.gaps, 50) for run in way.runs)
     share = 0.0 if way.prefill else min(1.0, way.chunk / load.prompt_len) if way.chunk else 1.0
     return step + share * whole.alone
 
 
 def compare(load: Load, ways: Sequence[Way]) -> Iterator[Row]:
     """Compare each way with the first one, which computes whole prompts with all threads; the last one is divided."""
-    base, late = ways[0], {way.name: [run.percentile(99) for run in way.runs] for way in ways}
+    base, late = ways[0], {way.name: [percentile(run.gaps, 99) for run in way.runs] for way in ways}
     for way in ways:
         whole = next(other for other in ways if not other.chunk and other.threads == way.threads)
         ratio = paired(late[base.name], late[way.name])
@@ -203,9 +197,9 @@ def compare(load: Load, ways: Sequence[Way]) -> Iterator[Row]:
             "table": f"{load.num_streams} streams while a prompt of {load.prompt_len} tokens arrives every "
             f"{load.pause:.1f} s, medians of {len(base.runs)} runs in turn",
             "engines": way.name,
-            "ITL p50, ms": [1e3 * run.percentile(50) for run in way.runs],
+            "ITL p50, ms": [1e3 * percentile(run.gaps, 50) for run in way.runs],
             "p99": [1e3 * seconds for seconds in late[way.name]],
-            "worst": [1e3 * run.percentile(100) for run in way.runs],
+            "worst": [1e3 * max(run.gaps) for run in way.runs],
             "predicted worst": 1e3 * predict(way, whole, load),
             "p99 of the first": ratio,
             "tokens/s": [run.tokens_per_second for run in way.runs],

@@ -14,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
+import httpx
 import numpy as np
 import psutil
 
@@ -81,10 +82,8 @@ def _process(function: Any, *arguments: Any) -> Iterator[tuple[int, psutil.Proce
     process.start()
     listener.close()
     try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)
-        connection.request("GET", "/health")  # it waits in the listener's queue until the server takes it
-        assert connection.getresponse().status == 200, "a server that is ready"
-        connection.close()
+        # It waits in the listener's queue until the server takes it.
+        httpx.get(f"http://127.0.0.1:{port}/health", timeout=START_SECONDS, trust_env=False).raise_for_status()
         yield port, psutil.Process(process.pid)
     finally:
         process.kill()

@@ -15,7 +15,8 @@ from functools import partial
 import numpy as np
 
 from nanovllm.kv.connector import IDLE_SECONDS
-from nanovllm.kv_transfer.stores.store import KEY_BYTES, KVStore
+from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
+from nanovllm.kv_transfer.stores.store import KVStore
 from nanovllm.lab.bench.kv import transport
 from nanovllm.lab.bench.kv.engines import Answer, Engines, EngineSpec, draw
 from nanovllm.lab.bench.kv.places import HOST, HOST_AND_DISK, Place, places

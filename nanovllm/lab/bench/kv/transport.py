@@ -22,7 +22,6 @@ from nanovllm.lab.bench.metrics import alternate, timed
 from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.report import Row, goal, number, paired
 from nanovllm.lab.processes import run_ranks
-from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_dtype
 
 COPY, READ, WRITE, TCP, NIXL = "plain copy", "local, read", "local, write", "TCP, read", "nixl, read"
@@ -33,21 +32,21 @@ _SECRET = b"both ranks are children of this benchmark"
 Seconds = dict[str, list[float]]
 
 
-def layout_of(model: ModelConfig, dtype: torch.dtype, num_bytes: int) -> KVLayout:
-    """The cache of a rank that has the whole model, with room for twice `num_bytes`."""
-    is_latent = bool(model.kv_lora_rank)
-    block = KVLayout(
+def cache_layout(setting: Setting) -> KVLayout:
+    """The cache that is measured: of a rank that has the whole model, with room for twice the bytes that are moved."""
+    model, dtype = setting.model, choose_dtype(setting.dtype, torch.device("cpu"))
+    is_latent, block_size = bool(model.kv_lora_rank), EngineConfig.block_size
+    num_bytes = 64 << 10 if setting.dry_run else NUM_BYTES
+    return KVLayout(
         num_layers=model.num_layers,
         num_kv_heads=0 if is_latent else model.num_kv_heads,
-        block_size=EngineConfig().block_size,
+        block_size=block_size,
         width=model.latent_width if is_latent else model.head_dim,
         dtype=str(dtype).removeprefix("torch."),
-        num_blocks=1,
+        num_blocks=2 * max(1, num_bytes // (block_size * model.kv_elements_per_token * dtype.itemsize)),
         first_layer=0,
         end_layer=model.num_layers,
     )
-    count = max(1, num_bytes // (block.block_bytes * block.num_layers))
-    return KVLayout(**vars(block) | {"num_blocks": 2 * count})
 
 
 class TcpTransport(LocalTransport):
@@ -145,12 +144,6 @@ def _plain_copy(layout: KVLayout, num_blocks: int) -> Callable[[], None]:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), size)
 
     return copy
-
-
-def cache_layout(setting: Setting) -> KVLayout:
-    """The cache that is measured."""
-    dtype = choose_dtype(setting.dtype, torch.device("cpu"))
-    return layout_of(setting.model, dtype, 64 << 10 if setting.dry_run else NUM_BYTES)
 
 
 def measure(setting: Setting, rounds: int) -> tuple[int, Seconds]:

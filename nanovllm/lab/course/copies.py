@@ -1,0 +1,41 @@
+"""Working copies of the lectures, for learners: running a lecture changes its file, and git does not follow the copies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from nanovllm.lab.course.notebook import source_of
+
+# Beside notebooks/, so that links and imports relative to a lecture lead to the same places.
+FOLDER = "my_notebooks"
+# Each file as it was when it was copied.
+_ORIGINALS = ".originals"
+
+
+def copy_lectures(root: Path) -> list[str]:
+    """Bring the working copies up to date: copy what is missing, and replace what the learner has neither run nor changed.
+
+    Returns:
+        The copies that the learner has run or changed and whose lecture has changed since they were made. They stay as they are.
+    """
+    folder, originals = root / FOLDER, root / FOLDER / _ORIGINALS
+    originals.mkdir(parents=True, exist_ok=True)
+    older = []
+    for lecture in sorted((root / "notebooks").iterdir()):
+        if lecture.suffix not in (".ipynb", ".md", ".py") or lecture.name == "conftest.py":
+            continue
+        copy, original = folder / lecture.name, originals / lecture.name
+        if not copy.exists() or (original.exists() and copy.read_bytes() == original.read_bytes()):
+            shutil.copyfile(lecture, copy)
+            shutil.copyfile(lecture, original)
+        elif not original.exists() or _text(original) != _text(lecture):
+            older.append(copy.name)
+    return older
+
+
+def _text(path: Path) -> object:
+    """What an author writes: a notebook's cells without their outputs, which differ from run to run."""
+    text = path.read_text(encoding="utf-8")
+    return [source_of(cell) for cell in json.loads(text)["cells"]] if path.suffix == ".ipynb" else text

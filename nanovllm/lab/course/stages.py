@@ -1,0 +1,69 @@
+"""The engine as it stands after a lecture: a package that generates and serves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from nanovllm.lab.course.build import build, find_lectures, read_lectures, write
+from nanovllm.lab.course.notebook import PACKAGE, CourseError
+
+FIRST = 18  # the lecture that completes an engine
+SERVER = 90  # lectures from here on are about the way in, which every stage has
+
+#: What the package can do without: for each part the first lecture that builds or names it, and patterns of its files.
+PARTS: dict[str, tuple[int, str]] = {
+    "KV on the move": (31, "kv_transfer/**/* router/**/* data/kv_transfer_config.py"),
+    "many processes": (
+        20,
+        "executor/multiprocess.py executor/remote.py executor/ray.py executor/torchrun.py executor/worker.py engine/group.py"
+        " engine/data_rank.py scheduler/data_parallel.py distributed/process_groups.py distributed/stage_link.py"
+        " distributed/shared_collectives.py distributed/life_signs.py distributed/standstill.py distributed/shared_memory.*",
+    ),
+    "experts, latent attention, Gemma 2": (
+        24,
+        "models/moe.py models/moe_config.py models/deepseek.py models/gemma2.py attention/latent*.py ops/triton_grouped.py"
+        " distributed/expert_parallel.py distributed/load_balance.py",
+    ),
+    "Triton": (15, "ops/triton*.py attention/triton*.py attention/latent_kernels.py"),
+    "CUDA graphs": (40, "runner/cuda_graphs.py runner/gpu_memory.py"),
+    "compiled operators": (10, "ops/native.py ops/cpu_*"),
+    "GGUF files": (10, "checkpoint/gguf.py checkpoint/course_model.py checkpoint/pip_run.py"),
+    "structured output": (19, "text/grammars.py runner/structured_output.py server/tools.py"),
+    "traces": (13, "trace/**/* server/page.py server/web/* cli/trace.py cli/replay.py"),
+    "chat in the terminal": (SERVER, "cli/chat.py"),
+    "workshop": (SERVER - 1, "lab/**/*"),
+}
+
+
+def write_stage(root: Path, last: int, folder: Path) -> None:
+    """Write the package as it stands after lecture `last`: without the parts of later lectures, and with modules built from the
+    cells up to that lecture. What later lectures build of the remaining modules is there as it will be.
+
+    Raises:
+        CourseError: there is no such stage, the folder is not empty, or a module cannot be built.
+    """
+    stages = [number for path in find_lectures(root) if FIRST <= (number := _number(path.name)) < SERVER]
+    if last not in stages:
+        raise CourseError(
+            f"there is no stage {last}; lectures after which there is an engine: {', '.join(map(str, stages))}"
+        )
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CourseError(f"{folder} is not empty: name a new folder")
+    copy = Path(shutil.copytree(root / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__")))
+    for first, patterns in PARTS.values():
+        for path in [path for pattern in patterns.split() for path in copy.glob(pattern) if path.is_file()]:
+            if last < first < SERVER:
+                path.unlink(missing_ok=True)
+    lectures = [lecture for lecture in read_lectures(root) if not last < _number(lecture.name) < SERVER]
+    for lecture in lectures:
+        lecture.exports = [cell for cell in lecture.exports if not last < _number(cell.lecture) < SERVER]
+    write(folder, [module for module in build(root, lectures) if (folder / module.path).exists()])
+    for path in sorted(copy.rglob("*"), reverse=True):
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    shutil.copy(root / "pyproject.toml", folder)
+
+
+def _number(lecture: str) -> int:
+    return int(Path(lecture).name[:2])

@@ -1,0 +1,174 @@
+"""Workbooks: a lecture whose core methods are blank, and the check that runs the engine's tests with what the learner wrote.
+
+A blank is named in the cell that defines it, with the tests that decide whether it is right:
+
+    #| yours BlockPool.touch: tests/scheduler/test_block_pool.py tests/scheduler/test_scheduler_machine.py::TestBlockPool
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.lab.course.build import build, find_lectures, read_lectures, write
+from nanovllm.lab.course.copies import FOLDER
+from nanovllm.lab.course.fold import fold
+from nanovllm.lab.course.notebook import PACKAGE, CourseError, load
+from nanovllm.lab.course.pieces import Function, Piece
+from nanovllm.lab.course.pull import Edits
+
+_SOLUTION = re.compile(r"<details><summary>Solution.*?</details>\s*", re.DOTALL)
+_INTRODUCTION = """**This is your workbook.** You write {names}: each has a docstring that says what it does, and raises an error so far. Save the
+notebook and run, in a terminal in the project's folder, `.venv/bin/python -m nanovllm.lab.course check {number}`: this puts what you wrote into the engine,
+runs the engine's own tests, and says what is wrong."""
+# A test that takes longer is in an endless loop.
+_PYTEST = "-p no:nbval -p no:cacheprovider -x -q -rN --tb=short --color=no --show-capture=no --timeout=120"
+
+
+class Workbook:
+    """A lecture and its blanks: the functions that the learner writes.
+
+    Args:
+        path: the lecture in notebooks/.
+        data: the JSON of the learner's copy of it; by default the lecture's own.
+
+    Attributes:
+        tests: for each blank the tests that decide whether it is right, as pytest takes them.
+        blanks: the piece of a cell that defines it.
+
+    Raises:
+        CourseError: a cell cannot be folded, does not define its blank, or names a test that does not exist.
+    """
+
+    def __init__(self, root: Path, path: Path, data: dict[str, Any] | None = None) -> None:
+        self.root, self.path = root, path
+        lectures = self._read(data)
+        self.lecture = next(lecture for lecture in lectures if lecture.path == path)
+        modules = [fold(lecture, name) for lecture in lectures for name in lecture.modules]
+        pieces = [piece for module in modules for piece in module.pieces]
+        self.tests, self.blanks = dict[str, str](), dict[str, Piece]()
+        for cell in (cell for module in modules for cell in module.cells if cell.lecture == self.lecture.name):
+            for name, tests in cell.yours.items():
+                piece = _find(pieces, name)
+                if piece is None or piece.source.place.split(":")[0] != self.lecture.name:
+                    raise cell.error(f"this cell must define `{name}`, and no later lecture may replace it", 1)
+                for file, _, test in (each.partition("::") for each in tests.split() if data is None):
+                    if not (root / file).is_file() or test not in (root / file).read_text(encoding="utf-8"):
+                        raise cell.error(f"there is no test {file}::{test}", 1)
+                self.tests[name], self.blanks[name] = tests, piece
+
+    def _read(self, data: dict[str, Any] | None) -> list[Any]:
+        return read_lectures(self.root, [self.path.stem], {self.path: data} if data else None)
+
+    def replace(self, new: Mapping[str, list[str]]) -> dict[str, Any]:
+        """The notebook's JSON with other lines for some of the blanks."""
+        edits = Edits()
+        for name, lines in new.items():
+            edits.replace(self.blanks[name], self.blanks[name].start, self.blanks[name].end, lines)
+        return edits.apply(self.lecture)
+
+    def write_package(self, new: Mapping[str, list[str]], folder: Path) -> None:
+        """Write the whole package with this notebook's modules and other lines for some of the blanks."""
+        modules = build(self.root, self._read(self.replace(new)))
+        shutil.copytree(self.root / PACKAGE, folder / PACKAGE)
+        write(folder, modules)
+
+    def to_fill_in(self) -> dict[str, Any]:
+        """The JSON of the learner's notebook: docstrings without bodies, no outputs, and no solutions."""
+        data = self.replace({name: blank(name, piece) for name, piece in self.blanks.items()})
+        for cell in data["cells"]:
+            cell["source"] = _SOLUTION.sub("", "".join(cell["source"]))
+            cell |= {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}
+        text = _INTRODUCTION.format(names=", ".join(f"`{name}`" for name in self.blanks), number=self.path.name[:2])
+        first = {"cell_type": "markdown", "id": "workbook", "metadata": {}, "source": text}
+        data["cells"] = [data["cells"][0], first, *(cell for cell in data["cells"][1:] if cell["source"])]
+        return data
+
+
+def _find(pieces: list[Piece], name: str) -> Piece | None:
+    """A function by its name, such as `touch` or `BlockPool.touch`."""
+    first, _, rest = name.partition(".")
+    found = next((piece for piece in pieces if piece.name == first), None)
+    return _find(found.members, rest) if found and rest else found
+
+
+def blank(name: str, piece: Piece) -> list[str]:
+    """The lines of a function up to the end of its docstring, and an error instead of the rest."""
+    node = piece.node
+    if not isinstance(node, Function) or ast.get_docstring(node) is None:
+        raise piece.source.error(f"`{name}` is no function with a docstring, which tells the learner what to write", 1)
+    line = f'{" " * node.body[0].col_offset}raise NotImplementedError("write {name}")'
+    return [*piece.source.lines[piece.start : node.body[0].end_lineno], line]
+
+
+def _complaint(folder: str, name: str, tests: str) -> str:
+    """What pytest says in a folder with the package and the tests; "" if all pass."""
+    command = [sys.executable, "-m", "pytest", *_PYTEST.split(), *tests.split()]
+    done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    if f"NotImplementedError: write {name}" in done.stdout:
+        return "not written yet"
+    lines = re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout)[1:2] or [done.stdout + done.stderr]
+    return "\n".join(["wrong", *lines[0].rstrip().split("\n")[-25:]])
+
+
+def write_workbook(root: Path, lecture: str) -> Path:
+    """Write the workbook of a lecture beside the learner's copies of lectures, and return its path."""
+    original, file = _find_workbook(root, lecture)
+    if file.exists():
+        raise CourseError(f"{file} is there already: rename or delete it for a fresh one")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(original.to_fill_in(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return file
+
+
+def check(root: Path, lecture: str, file: Path | None = None, out: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Run the tests of each blank with the learner's lines for it, and with the lecture's own for all others.
+
+    Args:
+        file: the learner's notebook; by default where `write_workbook` puts it.
+        out: a new folder, to which the package with all of the learner's functions is written if they are right.
+
+    Yields:
+        The name of a blank, and what is wrong with it: "" if it is right.
+
+    Raises:
+        CourseError: there is no such notebook, a cell of it cannot be folded, or the folder is not empty.
+    """
+    original, usual = _find_workbook(root, lecture)
+    file, complaints = file or usual, []
+    if not file.is_file():
+        raise CourseError(f"{file}: there is no such notebook; `workbook {lecture}` writes {usual.name}")
+    if out and out.is_dir() and any(out.iterdir()):
+        raise CourseError(f"{out} is not empty: name a new folder")
+    try:
+        learners = Workbook(root, original.path, load(file, str(file)))
+        for name, tests in original.tests.items():
+            with tempfile.TemporaryDirectory() as folder:
+                others = {other: original.blanks[other].lines for other in learners.blanks if other != name}
+                learners.write_package(others, Path(folder))
+                for shared in ("tests", "pyproject.toml"):
+                    (Path(folder) / shared).symlink_to(root / shared)
+                complaints.append(_complaint(folder, name, tests))
+            yield name, complaints[-1]
+        if out and not any(complaints):
+            learners.write_package({}, out)
+    except CourseError as error:
+        raise CourseError(str(error).replace(original.lecture.name, str(file))) from None
+
+
+def _find_workbook(root: Path, lecture: str) -> tuple[Workbook, Path]:
+    (path,) = find_lectures(root, [lecture])
+    if not (original := Workbook(root, path)).blanks:
+        raise CourseError(f"{path.stem} builds no module, and has no workbook")
+    return original, root / FOLDER / f"{path.stem}_workbook.ipynb"
