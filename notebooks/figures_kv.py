@@ -7,17 +7,19 @@ import matplotlib.pyplot as plt
 import numpy as np
 from figures_parallel import arrow, box, curves
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from nanovllm.lab.viz import PoolState, RequestColors, percentile, request_ids, style, timeline_spans
 from nanovllm.lab.viz.data import Span
-from nanovllm.lab.viz.style import BACKGROUND, INK, MUTED, PALETTE, pale
+from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, pale, request_color
 from nanovllm.trace.trace import Trace
 
 
 def draw_crossing(producer: PoolState, consumer: PoolState, moved: Sequence[tuple[int, int]], title: str) -> Figure:
     """Two pools, one above the other, and the pairs of blocks (there, here) that cross from one to the other."""
-    figure, ax = plt.subplots(figsize=(9, 2.3))
+    figure, ax = plt.subplots(figsize=(9, 2.4))
     for y, name, state in ((0.0, "producer", producer), (2.6, "consumer", consumer)):
         ax.text(-0.3, y + 0.4, name, ha="right", va="center", fontweight="bold")
         for block in range(state.num_blocks):
@@ -28,7 +30,54 @@ def draw_crossing(producer: PoolState, consumer: PoolState, moved: Sequence[tupl
             ax.text(block + 0.42, y + (1.4 if y else -0.2), str(block), ha="center", fontsize=9, color=MUTED)
     for there, here in moved:
         arrow(ax, (there + 0.42, 0.9), (here + 0.42, 2.54))
-    ax.set(xlim=(-2.4, producer.num_blocks), ylim=(3.8, -0.5), aspect="equal", title=title)
+    ax.set(xlim=(-2.4, producer.num_blocks), ylim=(4.2, -0.9), aspect="equal", title=title)
+    ax.axis("off")
+    return figure
+
+
+def draw_stages(next_stage: Mapping[tuple[str, str], str]) -> Figure:
+    """A state machine: a box per stage, an arrow per pair of stages, with the events that lead from one to the other.
+
+    Args:
+        next_stage: a stage and an event to the stage that follows. The first stage begins it.
+    """
+    events: dict[tuple[str, str], list[str]] = {}
+    for (stage, event), following in next_stage.items():
+        events.setdefault((stage, following), []).append(event)
+    column = {
+        next(iter(next_stage))[0]: 0
+    }  # the longest way to a stage; the table has no circle but of a stage to itself
+    for _ in next_stage:
+        for stage, following in events:
+            if stage != following:
+                column[following] = max(column.get(following, 0), column.get(stage, 0) + 1)
+    places = {}
+    for stage, x in column.items():
+        peers = [other for other, at in column.items() if at == x]
+        places[stage] = (2.6 * x, 1.5 * (peers.index(stage) - (len(peers) - 1) / 2))
+    ends = set(column) - {stage for stage, _ in next_stage}
+    figure, ax = plt.subplots(figsize=(9, 3.6))
+    for stage, (x, y) in places.items():
+        fill = FAINT if stage in ends else pale(PALETTE[0])
+        ax.text(x, y, stage, ha="center", va="center", bbox={"boxstyle": "round,pad=0.5", "fc": fill, "ec": MUTED})
+    for (stage, following), names in events.items():
+        (x, y), (to_x, to_y) = places[stage], places[following]
+        bend = -0.42 if column[following] - column[stage] > 2 else 0.0  # over the boxes between them
+        look = {"arrowstyle": "-|>", "color": INK, "connectionstyle": f"arc3,rad={bend}", "shrinkA": 0, "shrinkB": 0}
+        middle = ((x + to_x) / 2, (y + to_y) / 2 + (bend / 2 * (to_x - x) - 0.26 if bend else 0))
+        if stage == following:
+            look["connectionstyle"] = "arc3,rad=1.6"
+            ax.annotate("", (x + 0.3, y + 0.26), (x - 0.3, y + 0.26), arrowprops=look)
+            middle = (x, y + 0.75)
+        else:
+            edge, to_edge = (0.2 + 0.035 * len(name) for name in (stage, following))  # half a box, and a little
+            start, end = (x + edge, y), (to_x - to_edge, to_y)
+            if bend:
+                start, end = (x + 0.2, y - 0.26), (to_x - 0.1, to_y - 0.26)
+            ax.annotate("", end, start, arrowprops=look)
+        label = {"ha": "center", "va": "center", "fontsize": 10, "style": "italic"}
+        ax.text(*middle, "\n".join(names), **label, bbox={"fc": BACKGROUND, "ec": "none", "pad": 1.5})
+    ax.set(xlim=(-0.8, 2.6 * max(column.values()) + 0.8), ylim=(1.6, -2.2))
     ax.axis("off")
     return figure
 
@@ -86,16 +135,26 @@ def draw_engines(engines: Mapping[str, Clocked], since: float, fetched: Mapping[
     return figure
 
 
+def round_ticks(axis: Axis) -> None:
+    """Ticks at 1, 2 and 5 times a power of ten: a logarithmic axis over one decade would have a single one."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def draw_gaps(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
     """Every gap between two tokens as a tick, a row per arrangement; a circle is the median, a diamond the 99th percentile."""
+    label = "seconds from one token to the next   (● median · ◆ 99th percentile, with its value)"
     figure, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(gaps)))
-    for row, (color, values) in enumerate(zip(PALETTE, gaps.values(), strict=False)):
+    for row, values in enumerate(gaps.values()):
+        color = request_color(row)
         ax.plot(values, [row] * len(values), "|", color=color, markersize=13, alpha=0.5)
         ax.plot(percentile(values, 50), row, "o", color=color, markeredgecolor=INK)
         ax.plot(percentile(values, 99), row, "D", color=color, markeredgecolor=INK)
         ax.text(percentile(values, 99), row - 0.3, f"{1000 * percentile(values, 99):.0f} ms", ha="center", fontsize=9)
     ax.set_yticks(range(len(gaps)), list(gaps))
-    ax.set(xlabel="seconds from one token to the next", xscale="log", title=title, ylim=(len(gaps) - 0.5, -0.75))
+    ax.set(xlabel=label, xscale="log", title=title, ylim=(len(gaps) - 0.5, -0.75))
+    round_ticks(ax.xaxis)
     return figure
 
 
@@ -109,17 +168,18 @@ def draw_lengths(
 ) -> None:
     """Seconds by the length of a prefix: computed again (the first line) and fetched. What was measured are points, in the
     order of the lines; dotted: from which length on fetching is faster."""
-    curves(
-        ax,
-        {name: (lengths, seconds) for name, seconds in lines.items()},
-        title=title,
-        xlabel="tokens",
-        ylabel="seconds",
-    )
-    for color, (name, points) in zip(PALETTE, measured.items(), strict=False):
-        ax.plot(*zip(*points, strict=True), "o", color=color, label=name)
+    every = {name: (lengths, seconds) for name, seconds in lines.items()}
+    curves(ax, every, title=title, xlabel="tokens of the prefix", ylabel="seconds")
+    for row, (name, points) in enumerate(measured.items()):
+        ax.plot(*zip(*points, strict=True), "o", color=request_color(row), label=None if name in lines else name)
     for length in crossings:
-        ax.axvline(length, color=MUTED, linewidth=1, linestyle=":")
+        if lengths[0] < length < lengths[-1]:
+            ax.axvline(length, color=MUTED, linewidth=1, linestyle=":")
+    ticks = [2**k for k in range(4, 20, 2 if lengths[-1] > 8192 else 1) if lengths[0] <= 2**k <= lengths[-1]]
+    ax.set_xticks(ticks, [f"{n // 1024}K" if n >= 1024 else n for n in ticks])
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    if ax.get_ylim()[1] < 100 * ax.get_ylim()[0]:
+        round_ticks(ax.yaxis)
     ax.legend(fontsize=9)
 
 
@@ -132,7 +192,7 @@ def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: s
     for values in shares.values():
         ax.plot(1 + int(np.argmax(values)), max(values), "o", color=INK, markersize=13, fillstyle="none")
     ax.set_xticks(splits, [f"{p}P {num_engines - p}D" for p in splits])
-    ax.legend()
+    figure.legend(loc="outside lower center", ncols=len(shares))
     return figure
 
 
@@ -140,7 +200,8 @@ def draw_split(shares: Mapping[str, Sequence[float]], num_engines: int, title: s
 
 
 def draw_places(places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequence[tuple]], title: str) -> Figure:
-    """Places one below the other, with the blocks in their slots ("A0" is block 0 of text A), and how blocks move.
+    """Places one below the other, with the blocks in their slots ("A0" is block 0 of text A; a second line in a slot says
+    what it held before), and how blocks move.
 
     Args:
         moves: kind of move to pairs of a start and an end, each a place and a slot.
@@ -151,7 +212,7 @@ def draw_places(places: Mapping[str, Sequence[str]], moves: Mapping[str, Sequenc
         ax.text(-0.35, rows[name] + 0.42, name, ha="right", va="center", fontweight="bold")
         for slot, block in enumerate(slots):
             box(ax, slot, rows[name], 0.84, 0.84, block, pale(PALETTE["ABC".index(block[0])]) if block else BACKGROUND)
-    for style_, (kind, pairs) in zip(("-", "--", ":"), moves.items(), strict=False):
+    for style_, (kind, pairs) in zip(("-", "--", ":")[: len(moves)], moves.items(), strict=True):
         ax.plot([], [], style_, color=INK, label=kind)
         for (above, here), (below, there) in pairs:
             down = rows[below] > rows[above]
@@ -180,7 +241,7 @@ def draw_presence(
     names = "ABCDEFGH"[:num_documents]
     for ax, (place, shares) in zip(every, presence.items(), strict=True):
         for (document, turn), share in np.ndenumerate(shares):
-            ax.barh(document, 0.9 * share, left=turn, height=0.8, color=PALETTE[document % 6])
+            ax.barh(document, 0.9 * share, left=turn, height=0.8, color=request_color(document))
         for turn, (document, given) in enumerate(zip(asked, served, strict=True)):
             if given.get(place):
                 ax.plot(turn + 0.45, document, "o", color=BACKGROUND, markeredgecolor=INK)
@@ -204,12 +265,14 @@ def draw_deviation(deviation: np.ndarray, bounds: Sequence[int], selected: Seque
     rows = np.linspace(1, len(deviation) - 1, 8).round().astype(int)
     figure, (upper, lower) = plt.subplots(2, 1, sharex=True, height_ratios=[3, 1.2], figsize=(9, 3.9))
     image = upper.imshow(np.log10(np.maximum(deviation[rows], 1e-4)), aspect="auto", cmap="magma_r", vmin=-3, vmax=0.5)
-    figure.colorbar(image, ax=upper, pad=0.01, label="log₁₀")
+    figure.colorbar(image, ax=upper, pad=0.01, label="deviation, log₁₀")
     upper.set_yticks(range(len(rows)), [f"layer {row}" for row in rows], fontsize=9)
     colors = np.where(np.isin(np.arange(len(deviation[1])), selected), PALETTE[1], MUTED)
     lower.bar(range(len(colors)), deviation[1], width=1.0, color=colors)
     lower.set(
-        yscale="log", ylabel="layer 1", xlabel="token of the documents (orange: computed in all layers, grey: reused)"
+        yscale="log",
+        ylabel="deviation\nin layer 1",
+        xlabel="token of the documents (orange: computed in all layers, grey: reused)",
     )
     for bound in bounds[1:-1]:
         upper.axvline(bound - 0.5, color=INK, linewidth=1)
@@ -235,7 +298,7 @@ def draw_trade(
         axes[0],
         {name: (ratios, v) for name, v in seconds.items()},
         "o-",
-        ylabel="TTFT, of computing everything",
+        ylabel="TTFT / TTFT of computing all",
         **linear,
     )
     curves(axes[1], quality, "o-", ylabel=label, **linear)

@@ -1,4 +1,4 @@
-"""The drawings of lectures 21 to 26. Each function makes one picture; the lectures say what it shows."""
+"""The drawings of lectures 20 to 26. Each function makes one picture; the lectures say what it shows."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -22,7 +22,15 @@ Span = tuple[int, float, float]  # of a stage: a micro-batch, when its computati
 def box(ax: Axes, x: float, y: float, width: float, height: float, text: Any = "", fill: str = BACKGROUND) -> None:
     """A filled rectangle with a text in its middle."""
     ax.add_patch(Rectangle((x, y), width, height, facecolor=fill, edgecolor=MUTED, linewidth=0.8))
-    ax.text(x + width / 2, y + height / 2, str(text), ha="center", va="center", fontsize=9, color=ink_on(fill))
+    ax.text(
+        x + width / 2,
+        y + height / 2,
+        str(text),
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=INK if fill == "none" else ink_on(fill),
+    )
 
 
 def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -31,11 +39,72 @@ def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> Non
 
 def curves(ax: Axes, lines: Mapping[str, tuple[Sequence, Sequence]], marks: str = "-", **look: Any) -> Axes:
     """Lines by name, one colour each, with both axes logarithmic. `marks` is matplotlib's format; `look` is set on the axes."""
-    for color, (name, (xs, ys)) in zip(PALETTE, lines.items(), strict=False):
-        ax.plot(xs, ys, marks, color=color, markersize=6, linewidth=1.6, label=name)
+    for row, (name, (xs, ys)) in enumerate(lines.items()):
+        ax.plot(xs, ys, marks, color=request_color(row), markersize=6, linewidth=1.6, label=name)
     ax.set(**{"xscale": "log", "yscale": "log"} | look)
     ax.grid(True)
     return ax
+
+
+# ---------------------------------------------------------------- lecture 20
+
+
+def draw_orders(num_ranks: int) -> Figure:
+    """The way of an order from the engine's process to its ranks, and of the answers back."""
+    figure, ax = plt.subplots(figsize=(9, 0.9 + 0.75 * num_ranks))
+    middle = num_ranks / 2
+    box(ax, 0, middle - 0.9, 2.3, 1.8, "engine core\nschedules", mix(PALETTE[0], BACKGROUND, 0.75))
+    box(ax, 2.5, middle - 0.9, 2.1, 1.8, "executor\nwrites each\norder once", mix(PALETTE[1], BACKGROUND, 0.75))
+    for row, text in enumerate(("order 7", "order 8", "")):
+        box(ax, 5.4, middle - 0.9 + 0.6 * row, 1.3, 0.6, text, pale(PALETTE[2]) if text else BACKGROUND)
+    ax.text(6.05, middle - 1.1, "one ring in\nshared memory", ha="center", va="bottom", fontsize=9, color=MUTED)
+    arrow(ax, (4.65, middle), (5.35, middle))
+    for rank in range(num_ranks):
+        y, is_last = rank + 0.5, rank == 0
+        box(ax, 8.0, y - 0.35, 2.0, 0.7, f"rank {rank}: worker", mix(PALETTE[3], BACKGROUND, 0.75))
+        arrow(ax, (6.75, middle), (7.95, y))
+        ax.plot([10.05, 10.8], [y, y], color=PALETTE[5] if is_last else FAINT, linewidth=2.2)
+        ax.text(10.9, y, "answer 7, heartbeats" if is_last else "heartbeats", va="center", fontsize=9, color=INK)
+    below = num_ranks + 0.25
+    ax.plot([10.8, 10.8, 3.55], [0.5, below, below], color=FAINT, linewidth=2.2)
+    arrow(ax, (3.55, below), (3.55, middle + 0.95))
+    ax.text(7.0, below + 0.1, "one socket per rank", ha="center", va="top", fontsize=9, color=MUTED)
+    ax.set(xlim=(-0.1, 13.2), ylim=(below + 0.5, min(-0.1, middle - 1.8)))
+    ax.axis("off")
+    return figure
+
+
+def draw_ring(frames: Sequence[tuple[str, Sequence[int]]], messages: Sequence[tuple[str, int]], size: int) -> Figure:
+    """A ring step by step: which messages are in it, and how far writer and readers are.
+
+    Args:
+        frames: what has just happened, and the counters after it: of the writer, then of each reader.
+        messages: name and length of each message, in the order of the stream.
+        size: bytes of the ring.
+    """
+    figure, axes = plt.subplots(-(-len(frames) // 2), 2, figsize=(9, 1.2 * -(-len(frames) // 2)), squeeze=False)
+    ends = list(accumulate(length for _, length in messages))
+    for ax, (title, (written, *read)) in zip(axes.flat, frames, strict=False):
+        ax.add_patch(Rectangle((0, 0), size, 1, facecolor=BACKGROUND, edgecolor=MUTED, linewidth=0.8))
+        for number, ((name, length), end) in enumerate(zip(messages, ends, strict=True)):
+            begin, stop = max(end - length, written - size), min(end, written)
+            while begin < stop:  # the ring's end cuts a message in two
+                part = min(stop, (begin // size + 1) * size)
+                is_free = part <= min(read)
+                fill = BACKGROUND if is_free else pale(PALETTE[number % 6])
+                width = part - begin
+                box(ax, begin % size, 0, width, 1, name if width > size / 8 and not is_free else "", fill)
+                begin = part
+        for row, (name, count) in enumerate([("writer", written), *((f"reader {i}", c) for i, c in enumerate(read))]):
+            x, y = count % size, -0.15 if row == 0 else 1.35 + 0.6 * (row - 1)
+            ax.plot(x, y, "v" if row == 0 else "^", color=INK if row == 0 else PALETTE[4 + row % 2], markersize=6)
+            ax.text(x + size / 60, y, f"{name}: {count}", va="bottom" if row == 0 else "center", fontsize=9, color=INK)
+        ax.set(xlim=(-2, size * 1.2), ylim=(1.4 + 0.6 * len(read), -0.75))
+        ax.set_title(title, fontsize=10, loc="left")
+        ax.axis("off")
+    for ax in list(axes.flat)[len(frames) :]:
+        ax.axis("off")
+    return figure
 
 
 # ---------------------------------------------------------------- lecture 21
@@ -65,10 +134,11 @@ def draw_grid(grid: Grid) -> Figure:
 
 
 def draw_collectives(panels: Mapping[str, tuple[Sequence, Sequence]]) -> Figure:
-    """What each rank holds before and after a collective.
+    """What each rank holds before and after a collective: a column per rank, a letter per piece, a colour per origin.
 
     Args:
-        panels: title to two lists with the numbers of each rank. The digit at place r of a number is a piece of rank r.
+        panels: title to two lists with the numbers of each rank. The digit at place r of a number is a piece of rank r: 1 is
+            the piece a.
     """
     figure, axes = plt.subplots(-(-len(panels) // 3), 3, figsize=(9, 2.1 * -(-len(panels) // 3)), squeeze=False)
     for ax in axes.flat:
@@ -76,20 +146,20 @@ def draw_collectives(panels: Mapping[str, tuple[Sequence, Sequence]]) -> Figure:
     for ax, (title, (before, after)) in zip(axes.flat, panels.items(), strict=False):
         for start, side in ((0.0, before), (len(before) + 0.9, after)):
             for rank, numbers in enumerate(side):
-                ax.text(start + rank + 0.44, -0.15, str(rank), ha="center", fontsize=9, color=MUTED)
+                ax.text(start + rank + 0.44, -0.15, f"r{rank}", ha="center", fontsize=9, color=MUTED)
                 for row, number in enumerate(numbers):
-                    pieces = [
-                        (place, int(digit) - 1) for place, digit in enumerate(reversed(str(number))) if digit != "0"
-                    ]
-                    for i, (place, _) in enumerate(pieces):  # a sum has the colours of all its terms
-                        width = 0.88 / len(pieces)
-                        box(ax, start + rank + i * width, row, width, 0.88, "", PALETTE[place])
-                    piece = {
-                        "ha": "center",
-                        "va": "center",
-                        "bbox": {"facecolor": BACKGROUND, "pad": 1, "linewidth": 0},
-                    }
-                    ax.text(start + rank + 0.44, row + 0.44, str(pieces[0][1]), fontsize=9, **piece)
+                    places = [place for place, digit in enumerate(reversed(str(number))) if digit != "0"]
+                    for i, place in enumerate(places):  # a sum has the colours of all its terms
+                        ax.add_patch(
+                            Rectangle(
+                                (start + rank + i * 0.88 / len(places), row),
+                                0.88 / len(places),
+                                0.88,
+                                color=pale(PALETTE[place]),
+                            )
+                        )
+                    piece = "abcdefgh"[int(str(number)[-1 - places[0]]) - 1]
+                    box(ax, start + rank, row, 0.88, 0.88, piece, "none")
         arrow(ax, (len(before) - 0.05, 2), (len(before) + 0.8, 2))
         ax.set(xlim=(-0.3, len(before) + len(after) + 1.2), ylim=(4.1, -0.75), aspect="equal")
         ax.set_title(title, fontsize=11, loc="center")
@@ -121,8 +191,9 @@ def draw_measured(measured: Mapping[str, tuple[Link, Mapping[int, float]]], pred
         for name, (link, _) in measured.items()
     }  # fmt: skip
     curves(ax, lines, xlabel="bytes", ylabel="µs", title="All-reduce on 2 ranks; hollow: not fitted")
-    for color, (_, times) in zip(PALETTE, measured.values(), strict=False):
+    for row, (_, times) in enumerate(measured.values()):
         for size, seconds in times.items():
+            color = request_color(row)
             ax.plot(size, 1e6 * seconds, "o", color=color, markerfacecolor=BACKGROUND if size in predicted else color)
     ax.set_xticks([2**10, 2**14, 2**17, 2**20], ["1 KB", "16 KB", "128 KB", "1 MB"])
     ax.minorticks_off()
@@ -192,10 +263,10 @@ def draw_layer_shards(ax: Axes, config: ModelConfig, tp: int) -> None:
             doing: (4.2 + hidden / 2, middle + 0.4),
             name: (6.5 + across / 2, middle + hidden / 2 + 0.2),
         }
-        notes |= {"all-reduce": (11.6, middle + 0.3), "x whole": (13.2, middle)}
+        notes |= {"all-reduce": (11.6, middle + 0.3), "x whole": (13.25, middle)}
         for text, (x, at) in notes.items():
             ax.text(x, at, text, ha="center", va="center", fontsize=10)
-        for start, end in ((0.6, 1.4), (2.1 + hidden, 6.4), (6.6 + across, 12.6)):
+        for start, end in ((0.75, 1.4), (2.1 + hidden, 6.4), (6.6 + across, 12.5)):
             arrow(ax, (start, middle), (end, middle))
         bottom = y + 0.9
     for rank in range(tp):
@@ -296,8 +367,8 @@ def draw_shuffle(routings: Sequence[Sequence[Sequence[int]]], placement: ExpertP
                         ax.plot([5.4, 8.2], [received + 0.4, top + 1.4 + 2 * slot], color=MUTED, linewidth=0.9)
                     received += 1.1
     for x, text in ((0.85, "its tokens and their experts"), (5.0, "rows received"), (8.85, "its experts")):
-        ax.text(x, -0.3, text, ha="center", fontsize=10, color=MUTED)
-    ax.set(xlim=(-1.5, 9.7), ylim=(len(routings) * height, -1), title=title)
+        ax.text(x, -0.5, text, ha="center", fontsize=10, color=MUTED)
+    ax.set(xlim=(-1.5, 9.7), ylim=(len(routings) * height - 0.4, -1.2), title=title)
     ax.axis("off")
     return ax
 
@@ -324,8 +395,14 @@ def draw_balance(loads: Sequence[int], placements: Mapping[str, ExpertPlacement]
             parts = sorted(((loads[e] / len(placement.replicas[e]), e) for e in slots), reverse=True)
             for bottom, (height, expert) in zip(accumulate((h for h, _ in parts), initial=0.0), parts, strict=False):
                 fill = PALETTE[1] if len(placement.replicas[expert]) > 1 else PALETTE[0]
-                box(ax, rank - 0.4, bottom, 0.8, height, expert if height > 0.2 * mean else "", fill)
-        ax.axhline(mean, color=INK, linestyle="--")
+                box(ax, rank - 0.4, bottom, 0.8, height, "", fill)
+                if height > 0.25 * mean:
+                    middle = bottom + height / 2
+                    if abs(middle - mean) < 0.15 * mean < height / 4:  # the dashed line would go through the number
+                        middle -= height / 4
+                    ax.text(rank, middle, str(expert), ha="center", va="center", fontsize=9, color=ink_on(fill))
+        ax.axhline(mean, color=INK, linestyle="--", linewidth=1)
+        ax.set_xticks(range(len(totals)))
         ax.set(title=f"{name}: max / mean {max(totals) / mean:.2f}", xlabel="rank", xlim=(-0.6, len(totals) - 0.4))
     row[0].set(ylabel="tokens", ylim=(0, 1.03 * max(max(p.rank_loads(loads)) for p in placements.values())))
     figure.supxlabel(
@@ -381,6 +458,7 @@ def draw_waves(kinds: Sequence[Sequence[int]]) -> Figure:
                 box(ax, step + 1.6 * number, row, 1, 0.8, counts[step] or "·", PALETTE[row] if counts[step] else FAINT)
     ax.set_yticks([row + 0.4 for row in range(len(kinds))], [f"data rank {row}" for row in range(len(kinds))])
     ax.set(ylim=(len(kinds), -0.75), xticks=[], xlabel="steps →   (a number: requests computed · grey: a dummy batch)")
+    ax.spines[:].set_visible(False)
     ax.autoscale(axis="x", tight=True)
     return figure
 
@@ -441,11 +519,16 @@ def draw_two_ways() -> Figure:
         "the matrices meet one query,\nand nothing is made per cached token",
     )
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.5))
-    for ax, boxes, arrows, title, note in zip(axes, (naive, absorbed), (flows, turns), titles, notes, strict=True):
+    labels = [(66, 27, "scores"), (83, 55, "weights")], [(66, 31, "scores")]
+    for ax, boxes, arrows, title, note, words in zip(
+        axes, (naive, absorbed), (flows, turns), titles, notes, labels, strict=True
+    ):
         for each in boxes:
             box(ax, *each)
         for start, end in arrows:
             arrow(ax, start, end)
+        for x, y, word in words:
+            ax.text(x, y, word, fontsize=9)
         ax.text(40, 100, note, ha="center", va="center", fontsize=10, color=MUTED)
         ax.set(xlim=(0, 100), ylim=(106, 0), title=title)
         ax.axis("off")
