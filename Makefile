@@ -5,17 +5,25 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve chat lab quick test lectures nightly long lint browser servers build run figures bench gpu clean
+.PHONY: help install serve demo chat lab quick test lectures nightly long lint browser servers build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
+# pip's report goes into a file; if pip fails, its end is shown. pip compiles modules on one processor, which takes as long as all the rest,
+# so compileall does that on all of them (files that are no Python for this version are left as they are). On Linux without a GPU,
+# `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install` takes torch without CUDA: a third of the download.
+REPORT := $(VENV)/install.log
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[course,dev]'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -c constraints.txt --upgrade pip tqdm >$(REPORT) 2>&1 || { cat $(REPORT); exit 1; }
+	@echo "Installing the packages that constraints.txt pins, a few minutes; pip's report is $(REPORT)"
+	@$(BIN)/python -m nanovllm.checkpoint.pip_run $(REPORT) install --no-compile -c constraints.txt -e '.[course,dev]'
+	@echo "Compiling them"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 install: $(VENV)/installed  ## make .venv and install everything, pinned
@@ -23,11 +31,15 @@ install: $(VENV)/installed  ## make .venv and install everything, pinned
 serve: install  ## start the server on 127.0.0.1:8000 (HOST=, PORT=, ARGS=)
 	$(BIN)/nanovllm serve --host $(HOST) --port $(PORT) $(ARGS)
 
+demo: install  ## the same with a pool that is soon full, and bursts of requests as soon as the page is opened
+	$(BIN)/nanovllm serve --host $(HOST) --port $(PORT) --demo --num-kv-blocks 96 --max-num-batched-tokens 256 --max-num-seqs 16 $(ARGS)
+
 chat: install  ## talk to the course model in the terminal
 	$(BIN)/nanovllm chat $(ARGS)
 
-lab: install  ## open JupyterLab at the lectures
-	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks $(ARGS)
+lab: install  ## open JupyterLab at your copies of the lectures
+	@$(BIN)/python -m nanovllm.lab.course copy
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks $(ARGS)
 
 lint: install  ## style, types, and modules equal to their lectures
 	$(BIN)/ruff check .
@@ -48,14 +60,16 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
-# Three workers for two cores, as tests wait for processes a third of their time; one thread each.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --durations=30
+# Four workers for two cores, as tests wait for processes a third of their time; one thread each. Without nbval a run, and each run that
+# a test starts, begins two seconds sooner.
+TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 
 # Two lectures at a time, the long ones first: times are compared within a lecture, and what must hold holds on a busy machine, too.
-LECTURES_TEST := PYTHONHASHSEED=0 $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
+# Threads that wait for one another sleep: two lectures whose threads spin take each other's processors, and half as long again.
+LECTURES_TEST := PYTHONHASHSEED=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
 	--nbval-sanitize-with nanovllm/lab/course/sanitize.cfg
 
 # Older CPUs than this one: what the compiler uses for our kernels, then what torch and its libraries use.
@@ -69,12 +83,17 @@ NUMERICS := -m "not slow and not nightly" -k "not building" \
 quick: install  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
 
-test: lint browser servers  ## everything: lint, tests, GPU kernels, lectures
+test: browser servers  ## everything: lint, tests, GPU kernels, lectures
+	$(MAKE) -j 2 --output-sync=target lint compiled
 	$(TESTS) tests
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
-	$(BIN)/nanovllm kernels --dtype bfloat16 float32
 	$(MAKE) lectures
+
+# By day all sizes for one GPU, and one size for two that differ from it most: an older one with less memory on chip, and AMD's.
+compiled: install
+	$(BIN)/nanovllm kernels --dtype bfloat16 --target sm_90
+	$(BIN)/nanovllm kernels --dtype bfloat16 --target sm_80 gfx942 --head-dim 64
 
 lectures: install  ## run all lectures, and compare their outputs
 	$(LECTURES_TEST) -n 2 --dist loadfile $$(ls -r notebooks/*.ipynb)
@@ -83,7 +102,7 @@ nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and 
 
 long: browser servers
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
-	$(BIN)/nanovllm kernels --dtype float16
+	$(BIN)/nanovllm kernels
 
 as-%: export NANOVLLM_TEST_EXAMPLES := all
 as-%: browser servers
@@ -97,6 +116,7 @@ run: install  ## execute all lectures and save them (LECTURES=...)
 
 figures: install  ## redraw figures/
 	$(BIN)/python -m nanovllm.lab.viz figures
+	$(BIN)/python notebooks/films.py figures
 
 bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench --help)
 	$(BIN)/nanovllm bench $(ARGS)
