@@ -1,0 +1,35 @@
+"""The picture "Where you are" knows the rooms in their order, and shows each lecture a call that it builds."""
+
+import sys
+
+import matplotlib.pyplot as plt
+import pytest
+
+from nanovllm.lab.course.build import find_lectures
+from tests.house import ROOMS, ROOT
+
+
+@pytest.fixture
+def where(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT / "notebooks"))
+    import where
+
+    yield where
+    plt.close("all")
+    del sys.modules["where"]
+
+
+def test_the_floors_are_those_of_the_house(where):
+    drawn = [room for floor in reversed(where.FLOORS.strip().split("\n")) for room in floor.split()]
+    assert sorted(drawn) == sorted(ROOMS)
+    heights = {room: row for row, floor in enumerate(where.FLOORS.strip().split("\n")) for room in floor.split()}
+    assert sorted(ROOMS, key=lambda room: (-heights[room], ROOMS.index(room))) == ROOMS
+
+
+@pytest.mark.parametrize("lecture", [int(path.stem[:2]) for path in find_lectures(ROOT) if path.stem[:2] != "00"])
+def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
+    rooms, calls = where.where_you_are(lecture).axes
+    new = where.PALETTE[0]
+    assert any(patch.get_facecolor()[:3] == plt.matplotlib.colors.to_rgb(new) for patch in rooms.patches)
+    assert any(text.get_fontweight() == "bold" for text in calls.texts)
