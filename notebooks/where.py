@@ -88,7 +88,7 @@ def draw_rooms(ax: Axes, lecture: int) -> None:
         for column, room in enumerate(rooms):
             lectures = [n for module, numbers in builders().items() if module.split(".")[0] == room for n in numbers]
             box(ax, column * width, row, width - 0.08, 0.9, room, look(lecture, lectures))
-    ax.set(xlim=(-0.1, 6.1), ylim=(len(floors) - 0.1, -0.15))
+    ax.set(xlim=(-0.1, 6.1), ylim=(len(floors), -0.15))
     ax.set_title("the rooms")
     ax.axis("off")
 
