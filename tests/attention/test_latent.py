@@ -62,7 +62,7 @@ def test_backends_against_float64(backend, dtype, sequences) -> None:
     assert error < case.tolerance and cache_error == 0
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=8).filter(
         lambda lengths: any(query for query, _ in lengths)

@@ -37,7 +37,6 @@ needs_library = pytest.mark.skipif(not has_library(), reason="no compiler here")
 # ---------------------------------------------------------------------------------------------------- the grid
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_every_rank_is_in_one_group_of_each_kind(data, pipeline, tensor):
     grid = Grid(data, pipeline, tensor)
@@ -210,7 +209,7 @@ def test_rows_objects_and_counters(size):
 
 
 @needs_library
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_shared_collectives_of_any_size_in_any_order(data):
     """Threads stand for ranks: sizes around the part's, several collectives in a row."""

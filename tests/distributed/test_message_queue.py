@@ -47,7 +47,7 @@ def read_all(queue: MessageQueue, count: int, received: list[bytes]) -> None:
         received.append(queue.get(30))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     messages=st.lists(st.binary(max_size=200) | st.integers(0, 3000).map(os.urandom), max_size=40),
     num_readers=st.integers(1, 3),

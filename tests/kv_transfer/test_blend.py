@@ -129,7 +129,7 @@ def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoin
         assert torch.equal(moved[1], chunk.kv[0, 1].transpose(0, 1))
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(before=st.integers(0, 7000), after=st.integers(0, 7000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, checkpoint) -> None:
     cos_sin = rotary_table(ModelConfig.from_pretrained(checkpoint("llama")), 7100)
@@ -148,7 +148,7 @@ def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, ch
 # ------------------------------------------------------------------------------------------- scattered rows
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(
     rows=st.sets(st.integers(0, 79), min_size=1),
     window=st.sampled_from([0, 1, 13]),

@@ -304,7 +304,7 @@ def test_a_short_secret_is_refused(home, monkeypatch, short):
 # ------------------------------------------------------------------------------------------------ frames
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=20_000)), max_size=6))
 def test_messages_and_payloads_come_as_they_were_sent(frames):
     server = socket.create_server(("127.0.0.1", 0))

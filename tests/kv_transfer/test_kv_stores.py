@@ -35,7 +35,7 @@ from tests.server_process import wait_until
 
 SIZE = 4096
 FILE = HEADER_BYTES + SIZE
-STATEFUL = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+STATEFUL = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 def key(number: int) -> bytes:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm.lab import cost_model
 
 
-@settings(deadline=None)
 @given(st.floats(1e-7, 1e-3), st.floats(1e7, 1e12), st.sets(st.integers(1, 10**8), min_size=2, max_size=8))
 def test_a_fit_finds_the_link_behind_exact_times(latency, bandwidth, sizes):
     link = cost_model.Link("any", latency, bandwidth)
@@ -19,7 +18,6 @@ def test_a_fit_finds_the_link_behind_exact_times(latency, bandwidth, sizes):
         assert found.message(size) == pytest.approx(seconds, rel=1e-3)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 64), st.integers(1, 10**9), st.sampled_from(list(cost_model.LINKS.values())))
 def test_no_all_reduce_beats_the_bytes_it_has_to_send(world_size, num_bytes, link):
     least = cost_model.wire_bytes("all_reduce", world_size, num_bytes) / link.bandwidth

@@ -143,7 +143,7 @@ def test_write_kv_cache_writes_its_slots_and_nothing_else(block_size, dtype):
 # ------------------------------------------------------------------------------------------------------ linear
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(0, 70),
     inner=st.sampled_from([32, 96, 576]),
@@ -160,7 +160,7 @@ def test_linear(tokens, inner, outputs, with_bias, dtype):
     assert_matches(ops.linear(x, ops.pack_weight(weight), bias), oracle, dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     tokens=st.one_of(st.integers(0, 70), st.integers(250, 600)),
     steps=st.sampled_from([1, 2, 9, 11, 18, 48]),
@@ -312,7 +312,7 @@ def test_paged_attention_with_window_and_soft_cap(sliding_window, soft_cap, dtyp
     check_attention(batch, dtype, sliding_window, soft_cap)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_paged_attention_of_any_batch(data):
     sequences = data.draw(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 300)), min_size=1, max_size=5))

@@ -97,7 +97,7 @@ def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> No
         assert tensor.dtype == torch.int32
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=7),

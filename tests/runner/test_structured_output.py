@@ -104,7 +104,7 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=8, phases=[Phase.explicit, Phase.generate])
 @given(st.lists(PIECES, min_size=1, max_size=5).map("".join), st.integers(0, 1 << 32), st.integers(0, 6))
 def test_masks_are_what_can_still_become_a_match(
     manager: StructuredOutputManager, pattern: str, seed: int, length: int

@@ -18,9 +18,7 @@ from nanovllm.scheduler.scheduler import Scheduler
 from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
 
-SETTINGS = settings(
-    max_examples=examples(60), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
-)
+SETTINGS = settings(max_examples=examples(60), stateful_step_count=60, suppress_health_check=list(HealthCheck))
 
 
 class BlockPoolMachine(RuleBasedStateMachine):

@@ -68,7 +68,7 @@ def test_the_public_suite(trie: LLTokenizer) -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
 def test_a_choice_is_one_of_the_texts(trie: LLTokenizer, choices: list[str], other: str) -> None:
     grammar = to_grammar(StructuredOutputsParams(choice=choices))

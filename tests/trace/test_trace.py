@@ -95,7 +95,7 @@ def records(draw: st.DrawFn) -> StepRecord:
 
 
 @given(st.lists(records(), max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_record_survives_the_way_through_a_line(steps: list[StepRecord]) -> None:
     trace = Trace(settings={"num_blocks": 64})
     trace.steps = steps

@@ -80,7 +80,7 @@ def test_a_window_and_a_soft_cap_change_the_result() -> None:
         assert plain.error(run(dataclasses.replace(plain, **change))) > 0.01
 
 
-@settings(max_examples=examples(30), deadline=None, derandomize=True)
+@settings(max_examples=examples(30), derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
         lambda lengths: any(query for query, _ in lengths)

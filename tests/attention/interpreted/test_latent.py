@@ -61,7 +61,7 @@ def test_sizes(sizes) -> None:
     check(latent_case(3, [(1, 75), (3, 20)], 2, rank, rope, nope, v, dtype=torch.bfloat16))
 
 
-@settings(max_examples=examples(9), deadline=None, derandomize=True)
+@settings(max_examples=examples(9), derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 90)), min_size=1, max_size=5).filter(
         lambda lengths: any(query for query, _ in lengths)

@@ -286,7 +286,7 @@ def members(chosen: list[tuple[str, int, bool]]) -> str:
     )
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(
     parts=st.lists(MEMBERS, min_size=1, max_size=4),
     edits=st.dictionaries(NAMES, st.integers(10, 19)),
