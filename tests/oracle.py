@@ -55,6 +55,7 @@ YARN: dict[str, Any] = {
 # name -> (transformers' configuration class, what differs from TINY)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "llama-long": ("LlamaConfig", {"max_position_embeddings": 1024}),
     "llama-mha-tied": ("LlamaConfig", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama-head-dim": ("LlamaConfig", {"head_dim": 24}),

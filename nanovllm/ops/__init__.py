@@ -128,9 +128,10 @@ def silu_and_mul(x: Tensor) -> Tensor:
 def pack_weight(weight: Tensor) -> Tensor:
     """The weight in the layout that this machine multiplies fastest.
 
-    A CPU with matrix tiles (Intel AMX) gets a copy `[out_features / 16, in_features / 32, 16, 32]`, where
-    `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: one instruction multiplies one
-    kilobyte, and the whole copy is read from front to back.
+    A CPU's kernels read a copy from front to back, in groups of 16 outputs. In bfloat16 it is `[out_features / 16,
+    in_features / 32, 16, 32]`, where `packed[g, s, w, 2 * o + i] = weight[16 * g + o, 32 * s + 2 * w + i]`: one instruction of
+    Intel's AMX multiplies a kilobyte of it. In float32 it is `[out_features / 16, in_features / 32, 32, 16]`, and
+    `packed[g, s, w, o] = weight[16 * g + o, 32 * s + w]`.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -153,7 +154,8 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`, accumulated in float32.
+    """`x @ weight.T + bias`, accumulated in float32. On a CPU with compiled kernels, a row of the result depends on this row of x
+    alone, to the last bit.
 
     Args:
         x: `[tokens, in_features]`.

@@ -2,15 +2,19 @@
 //
 // One tile = some queries of one sequence x the heads that share one KV head. Its rows pass over the keys, 64 at a
 // time, with a running maximum and sum (online softmax: Milakov and Gimelshein, 2018, arXiv 1805.02867; tiled as in
-// FlashAttention, Dao et al., 2022, arXiv 2205.14135). A decoding sequence is a tile with one query. Tiles of few rows
-// over many keys are cut along the keys too, and merged at the end (Flash-Decoding: Dao et al., 2023); where they are
-// cut depends on the sequence alone, so that its result depends neither on the batch nor on the number of threads.
+// FlashAttention, Dao et al., 2022, arXiv 2205.14135). A decoding sequence is a tile with one query.
+//
+// After every 256 keys of the sequence a part ends: it has a maximum, a sum and an output of its own, and parts are
+// merged in their order. Threads share the parts of a tile of few rows (Flash-Decoding: Dao et al., 2023). A query meets
+// the same keys, in the same lanes, steps and parts, whatever tile it is in, so its result depends neither on the batch
+// nor on the chunk or the number of threads.
+#include <memory>
+
 #include "cpu_products.h"
 
 constexpr int TILE_ROWS = 192;      // query rows of a tile: enough to repay packing the keys
-constexpr int FEW_ROWS = 8;         // tiles of at most so many read the cache unpacked
-constexpr int CUT_ROWS = 24;        // tiles of at most so many are cut along the keys ...
-constexpr int KEYS_PER_PART = 256;  // ... into parts of so many
+constexpr int CUT_ROWS = 24;        // of tiles of at most so many, each part is a task
+constexpr int KEYS_PER_PART = 256;  // a multiple of KEYS
 constexpr int PARALLEL_KEYS = 256;  // fewer are done before a second thread would have begun
 
 struct Problem {
@@ -26,8 +30,8 @@ struct Problem {
 struct Tile {
   int sequence, kv_head, query, queries;  // rows query .. query + queries - 1 of the packed batch
   int position;                           // of the first query in its sequence
-  int begin, end;                         // keys
-  int part;                               // index among the parts to be merged, or -1
+  int begin, end;                         // keys that some query sees
+  int part;                               // index among the parts that are tasks, or -1
 
   // Where the tile's row stands in [tokens, heads].
   int token(const Problem& problem, int row) const { return query + row / problem.group(); }
@@ -62,6 +66,7 @@ INLINE void softmax_step(const Problem& problem, int row, int first, int last, c
   Probability* probabilities = reinterpret_cast<Probability*>(scratch.probabilities + row * KEYS);
   for (int v = 0; v < VECTORS; ++v) {
     Floats probability = exponential<false>(scores[v] - now);
+    if (!whole) probability = scores[v] < -FLT_MAX ? Floats{} : probability;  // 1e-38 shows where values cancel
     total += probability;
     store(probabilities + v * LANES, probability);
   }
@@ -70,25 +75,27 @@ INLINE void softmax_step(const Problem& problem, int row, int first, int last, c
   scratch.rescale[row] = rescale;
 }
 
-// Leaves the tile's output, not yet divided by the sums, in scratch beside its rows' maxima and sums. HEAD_DIM is the
-// head's size where it is known beforehand, or 0.
+// A row of a part, and of parts that were merged: the maximum, the sum, and the output, not yet divided by the sum.
+INLINE void merge_row(float* merged, float maximum, float sum, const float* out, int columns) {
+  const float highest = std::max(merged[0], maximum);
+  const float before = std::exp(merged[0] - highest), factor = std::exp(maximum - highest);
+  merged[0] = highest;
+  merged[1] = std::fma(merged[1], before, sum * factor);
+  for (int column = 2; column < columns + 2; column += LANES, out += LANES)
+    store(merged + column, multiply_add(load(out) * factor, load(merged + column), splat(before)));
+}
+
+// Leaves the tile's rows, with all its parts merged, in `merged`: [rows][2 + columns]. HEAD_DIM is the head's size
+// where it is known beforehand, or 0.
 template <class T, int HEAD_DIM>
-static void attend(const Problem& problem, const Tile& tile, const T* q, const T* kv_cache, const Scratch& scratch) {
+static void attend(const Problem& problem, const Tile& tile, const T* q, const T* kv_cache, const Scratch& scratch,
+                   float* merged) {
   const int head_dim = HEAD_DIM ? HEAD_DIM : problem.head_dim;
-  const int group = problem.group(), rows = tile.queries * group;
-  const bool few = rows <= FEW_ROWS;
-  const T* queries[FEW_ROWS];
+  const int group = problem.group(), rows = tile.queries * group, width = scratch.columns + 2;
   for (int row = 0; row < rows; ++row) {
     const T* query = q + tile.token(problem, row) * problem.q_stride + tile.head(problem, row) * head_dim;
-    if (few)
-      queries[row] = query;
-    else
-      copy_words(query, head_dim, scratch.queries + row * scratch.words);
+    copy_words(query, head_dim, scratch.queries + row * scratch.words);
   }
-  std::fill_n(scratch.maxima, rows, -FLT_MAX);
-  std::fill_n(scratch.totals, rows * LANES, 0.0f);
-  std::fill_n(scratch.out, rows * scratch.columns, 0.0f);
-
   const int64_t head_stride = int64_t{problem.block_size} * head_dim;
   const Pages<T> pages = {kv_cache + tile.kv_head * head_stride,
                           problem.block_tables + tile.sequence * problem.table_stride,
@@ -96,68 +103,44 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
                           problem.num_kv_heads * head_stride,
                           problem.block_size,
                           head_dim};
-  Rows<T> next(pages, tile.begin, tile.end);
-  for (int begin = tile.begin; begin < tile.end; begin += KEYS) {
+  const int first_step = tile.begin / KEYS * KEYS;
+  Rows<T> next(pages, first_step, tile.begin, tile.end);
+  for (int begin = first_step; begin < tile.end; begin += KEYS) {
     const Rows<T> now = next;
-    if (begin + KEYS < tile.end) next = Rows<T>(pages, begin + KEYS, tile.end);
-    if (few)
-      score_rows(rows, queries, now, pages.value_offset, head_dim, scratch);
-    else
-      score_packed(rows, now, pages.value_offset, head_dim, scratch);
+    if (begin + KEYS < tile.end) next = Rows<T>(pages, begin + KEYS, tile.begin, tile.end);
+    if (begin == first_step || begin % KEYS_PER_PART == 0) {
+      std::fill_n(scratch.maxima, rows, -FLT_MAX);
+      std::fill_n(scratch.totals, rows * LANES, 0.0f);
+      std::fill_n(scratch.out, rows * scratch.columns, 0.0f);
+    }
+    score_packed(rows, now, pages.value_offset, head_dim, scratch);
     for (int row = 0; row < rows; ++row) {
       const int position = tile.position + row / group;
       const int first = problem.window > 0 ? position - problem.window + 1 - begin : 0;
-      const int last = std::min(now.count, position + 1 - begin);
-      if (few)
-        softmax_step<float>(problem, row, first, last, scratch);
-      else
-        softmax_step<PackedProbability<T>>(problem, row, first, last, scratch);
+      softmax_step<PackedProbability<T>>(problem, row, first, std::min(now.count, position + 1 - begin), scratch);
     }
-    if (few)
-      add_values(0, rows, now, next, pages.value_offset, head_dim, scratch);
-    else
-      add_packed_values(rows, now, next, pages.value_offset, head_dim, scratch);
-  }
-  for (int row = 0; row < rows; ++row) scratch.sums[row] = sum(load(scratch.totals + row * LANES));
-}
-
-// -------------------------------------------------------------------------------------------------------- parts
-
-template <class T>
-INLINE void write_row(const Problem& problem, const Tile& tile, int row, const float* source, float total, T* out) {
-  const int head_dim = problem.head_dim;
-  T* target = out + (int64_t{tile.token(problem, row)} * problem.num_heads + tile.head(problem, row)) * head_dim;
-  for (int i = 0; i < head_dim; i += LANES) store(target + i, load(source + i) * (1.0f / total), head_dim - i);
-}
-
-// What remains of the parts of a tile: a maximum, a sum and an output for every row.
-struct Parts {
-  int columns;
-  std::vector<float> memory;
-
-  Parts(int count, int head_dim) : columns((head_dim + LANES - 1) / LANES * LANES) {
-    memory.resize(int64_t{count} * CUT_ROWS * (columns + 2));
-  }
-  float* at(int part, int row) { return memory.data() + (int64_t{part} * CUT_ROWS + row) * (columns + 2); }
-};
-
-// Merges `count` parts from `tile`, their first, on.
-template <class T>
-static void merge(const Problem& problem, const Tile& tile, int count, Parts& parts, T* out) {
-  for (int row = 0; row < tile.queries * problem.group(); ++row) {
-    float highest = -FLT_MAX, total = 0;
-    for (int i = 0; i < count; ++i) highest = std::max(highest, parts.at(tile.part + i, row)[0]);
-    float* merged = parts.at(tile.part, row) + 2;
-    for (int i = 0; i < count; ++i) {
-      const float* part = parts.at(tile.part + i, row);
-      const float factor = std::exp(part[0] - highest);
-      total += part[1] * factor;
-      for (int column = 0; column < parts.columns; column += LANES) {
-        const Floats before = i == 0 ? Floats{} : load(merged + column);
-        store(merged + column, before + load(part + 2 + column) * factor);
+    add_packed_values(rows, now, next, pages.value_offset, head_dim, scratch);
+    if (begin + KEYS < tile.end && (begin + KEYS) % KEYS_PER_PART != 0) continue;
+    for (int row = 0; row < rows; ++row) {
+      float *target = merged + row * width, *out = scratch.out + row * scratch.columns;
+      const float total = sum(load(scratch.totals + row * LANES));
+      if (begin / KEYS_PER_PART == tile.begin / KEYS_PER_PART) {
+        target[0] = scratch.maxima[row];
+        target[1] = total;
+        std::copy_n(out, scratch.columns, target + 2);
+      } else {
+        merge_row(target, scratch.maxima[row], total, out, scratch.columns);
       }
     }
-    write_row(problem, tile, row, merged, total, out);
+  }
+}
+
+template <class T>
+INLINE void write_rows(const Problem& problem, const Tile& tile, const float* merged, int width, T* out) {
+  for (int row = 0; row < tile.queries * problem.group(); ++row, merged += width) {
+    const int64_t head = int64_t{tile.token(problem, row)} * problem.num_heads + tile.head(problem, row);
+    for (int i = 0; i < problem.head_dim; i += LANES)
+      store(out + head * problem.head_dim + i, load(merged + 2 + i) * (1.0f / merged[1]), problem.head_dim - i);
   }
 }
 
@@ -182,11 +165,10 @@ static Plan make_plan(const Problem& problem, int sequences) {
       Tile tile = {sequence, 0, start + done, std::min(tile_queries, queries - done), context + done, 0, 0, -1};
       const int end = tile.position + tile.queries;
       const int begin = problem.window > 0 ? std::max(0, tile.position - problem.window + 1) : 0;
-      const bool cut = tile.queries * group <= CUT_ROWS && end - begin > KEYS_PER_PART;
-      const int step = cut ? KEYS_PER_PART : end - begin;
+      const bool cut = tile.queries * group <= CUT_ROWS && (end - 1) / KEYS_PER_PART > begin / KEYS_PER_PART;
       for (tile.kv_head = 0; tile.kv_head < problem.num_kv_heads; ++tile.kv_head) {
-        for (tile.begin = begin; tile.begin < end; tile.begin += step) {
-          tile.end = std::min(end, tile.begin + step);
+        for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
+          tile.end = cut ? std::min(end, (tile.begin / KEYS_PER_PART + 1) * KEYS_PER_PART) : end;
           tile.part = cut ? plan.parts++ : -1;
           plan.tiles.push_back(tile);
         }
@@ -213,7 +195,6 @@ static bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t
                            seq_lens,       query_start_loc,   scale,         soft_cap,        int(window)};
   const Plan plan = make_plan(problem, sequences);
   if (!plan.valid) return false;
-  Parts parts(plan.parts, head_dim);
   const auto run = head_dim == 64 ? attend<T, 64> : head_dim == 128 ? attend<T, 128> : attend<T, 0>;
   const int64_t count = plan.tiles.size();
   const int used = plan.keys < PARALLEL_KEYS ? 1 : threads;
@@ -222,31 +203,28 @@ static bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t
     Tiles tiles;
   };
   const auto make_worker = [&] {
-    return Worker{Scratch(plan.rows, head_dim, Dot<T>::STEP / LANES), Tiles(uses_tiles<T>() && plan.rows > FEW_ROWS)};
+    return Worker{Scratch(plan.rows, head_dim, Dot<T>::STEP / LANES), Tiles(uses_tiles<T>())};
   };
+  const int columns = Scratch::columns_of(head_dim), width = columns + 2, part_size = CUT_ROWS * width;
+  const std::unique_ptr<float[]> parts(new float[int64_t{plan.parts} * part_size]);
   parallel_for(count, used, make_worker, [&](int64_t task, const Worker& worker) {
-    const Scratch& scratch = worker.scratch;
     // Later tiles of a prefill see more keys: begun first, they leave small ones to even out the threads' ends.
     const Tile& tile = plan.tiles[count - 1 - task];
-    run(problem, tile, q, kv_cache, scratch);
-    for (int row = 0; row < tile.queries * problem.group(); ++row) {
-      const float* result = scratch.out + row * scratch.columns;
-      if (tile.part < 0) {
-        write_row(problem, tile, row, result, scratch.sums[row], out);
-      } else {
-        float* part = parts.at(tile.part, row);
-        part[0] = scratch.maxima[row];
-        part[1] = scratch.sums[row];
-        std::copy_n(result, parts.columns, part + 2);
-      }
-    }
+    float* merged = tile.part < 0 ? worker.scratch.merged : &parts[int64_t{tile.part} * part_size];
+    run(problem, tile, q, kv_cache, worker.scratch, merged);
+    if (tile.part < 0) write_rows(problem, tile, merged, width, out);
   });
   for (int64_t i = 0, next; i < count; i = next) {
     const Tile& tile = plan.tiles[i];
+    float* merged = &parts[int64_t{std::max(0, tile.part)} * part_size];
     for (next = i + 1; next < count && plan.tiles[next].part >= 0 && plan.tiles[next].query == tile.query &&
-                       plan.tiles[next].kv_head == tile.kv_head;)
-      ++next;
-    if (tile.part >= 0) merge(problem, tile, next - i, parts, out);
+                       plan.tiles[next].kv_head == tile.kv_head;
+         ++next) {
+      const float* part = &parts[int64_t{plan.tiles[next].part} * part_size];
+      for (int row = 0; row < tile.queries * problem.group(); ++row)
+        merge_row(merged + row * width, part[row * width], part[row * width + 1], part + row * width + 2, columns);
+    }
+    if (tile.part >= 0) write_rows(problem, tile, merged, width, out);
   }
   return true;
 }

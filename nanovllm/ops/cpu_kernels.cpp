@@ -201,82 +201,175 @@ INLINE void for_outputs(int64_t task, int64_t outputs, const Rows& rows) {
   for (; output < end; ++output) rows(output, std::integral_constant<int, 1>());
 }
 
-// Where the machine multiplies no bfloat16, widening takes longer than the product: many tokens widen x once, and the
-// weight once per block of tokens, whose inputs stay in the second-level cache. The sums, in float32, are the same.
-constexpr int64_t WIDENED_TOKENS = 8, WIDENED_BLOCK = 64;
+// Where the machine multiplies no bfloat16, x is widened once, and a part of the weight for each block of tokens.
+template <class T>
+constexpr bool WIDENS = std::is_same<T, bfloat16>::value && Dot<T>::STEP == LANES;
 
 INLINE void widen_all(const bfloat16* source, float* target, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) store(target + i, load(source + i));
 }
 
-static void linear_widened(const bfloat16* x, const bfloat16* weight, const bfloat16* bias, bfloat16* out,
-                           int64_t tokens, int64_t inner, int64_t outputs, int threads) {
-  const std::unique_ptr<float[]> wide(new float[tokens * inner]);  // a vector would be cleared first
+// x[tokens, inner] in float32.
+[[maybe_unused]] static std::unique_ptr<float[]> widened(const bfloat16* x, int64_t tokens, int64_t inner,
+                                                         int threads) {
+  std::unique_ptr<float[]> wide(new float[tokens * inner]);  // a vector would be cleared first
   for_each_row(tokens, inner, threads, [&](int64_t row) { widen_all(x + row * inner, &wide[row * inner], inner); });
+  return wide;
+}
+
+constexpr int64_t WIDENED_TOKENS = 8;  // fewer are widened on the way
+constexpr int64_t LINEAR_TOKENS = 64;  // of a block: their inputs stay in the second-level cache
+
+template <class T>
+static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t tokens, int64_t inner, int64_t outputs,
+                   int threads) {
   const int64_t tasks = (outputs + TASK_OUTPUTS - 1) / TASK_OUTPUTS;
+  std::unique_ptr<float[]> wide;
+  if constexpr (WIDENS<T>)
+    if (tokens >= WIDENED_TOKENS) wide = widened(x, tokens, inner, threads);
   threads = threads_for(tokens * inner * outputs / 8, threads);
-  const auto make_rows = [&] { return std::make_unique<float[]>(TILE_OUTPUTS * inner); };
+  const auto make_rows = [&] { return std::unique_ptr<float[]>(new float[wide ? TILE_OUTPUTS * inner : 0]); };
   parallel_for<Portions::IN_RUNS>(tasks, threads, make_rows, [&](int64_t task, const std::unique_ptr<float[]>& rows) {
-    for (int64_t token = 0; token < tokens; token += WIDENED_BLOCK)
+    for (int64_t token = 0; token < tokens; token += LINEAR_TOKENS)
       for_outputs(task, outputs, [&](int64_t output, auto count) {
-        widen_all(weight + output * inner, rows.get(), count * inner);
-        linear_rows<TILE_TOKENS, count>(&wide[token * inner], rows.get(), bias ? bias + output : nullptr,
-                                        out + token * outputs + output, std::min(WIDENED_BLOCK, tokens - token), inner,
-                                        outputs, false);
+        const int64_t here = std::min(LINEAR_TOKENS, tokens - token);
+        const T *row = weight + output * inner, *added = bias ? bias + output : nullptr;
+        T* target = out + token * outputs + output;
+        if constexpr (WIDENS<T>)
+          if (wide) {
+            widen_all(row, rows.get(), count * inner);
+            return linear_rows<TILE_TOKENS, count>(&wide[token * inner], rows.get(), added, target, here, inner,
+                                                   outputs, false);
+          }
+        linear_rows<TILE_TOKENS, count>(x + token * inner, row, added, target, here, inner, outputs, token == 0);
       });
   });
 }
 
-// With more tokens than this, torch's library is faster: rearranging its operands then pays off. Measured with
-// AVX512_BF16 on matrices of 576 x 576 to 4096 x 4096, where the two meet between 48 and 96.
-constexpr int64_t MOST_TOKENS = 48;
-
-// False, and nothing done, where torch's library is faster.
-template <class T>
-static bool linear(const T* x, const T* weight, const T* bias, T* out, int64_t tokens, int64_t inner, int64_t outputs,
-                   int threads) {
-  if constexpr (std::is_same<T, bfloat16>::value && Dot<T>::STEP == LANES)
-    if (tokens >= WIDENED_TOKENS) {
-      linear_widened(x, weight, bias, out, tokens, inner, outputs, threads);
-      return true;
-    }
-  if (tokens > MOST_TOKENS) return false;
-  const int64_t tasks = (outputs + TASK_OUTPUTS - 1) / TASK_OUTPUTS;
-  parallel_for<Portions::IN_RUNS>(tasks, threads_for(tokens * inner * outputs / 8, threads), [&](int64_t task) {
-    for_outputs(task, outputs, [&](int64_t output, auto count) {
-      linear_rows<TILE_TOKENS, count>(x, weight + output * inner, bias ? bias + output : nullptr, out + output, tokens,
-                                      inner, outputs, true);
-    });
-  });
-  return true;
-}
-
 // ---------------------------------------------------------------------------------------------- packed linear
 //
-// A packed weight holds the right operands of the tile product one after another: [group of 16 outputs][32 inputs] x
-// [word][output], a word being two inputs of one output. It is read from front to back, and nothing is rearranged at
-// a call. All tokens of any batch take this one path, so here too no result depends on its company.
+// A packed weight is read from front to back, and nothing is rearranged at a call: [group of 16 outputs][step of 32
+// inputs] x [word][output], a word being a float, or two neighbouring bfloat16 of one output. All tokens of any batch
+// take one path, which adds the words of an output in their order, so no result depends on its company.
 
+constexpr int GROUP = 16;  // outputs
+
+// weight[outputs, inner] to packed.
+template <class T>
+static void pack_weight(const T* weight, uint32_t* packed, int64_t inner, int64_t outputs, int threads) {
+  const int64_t words = inner * sizeof(T) / sizeof(uint32_t);
+  const auto* source = reinterpret_cast<const uint32_t*>(weight);
+  parallel_for<Portions::IN_RUNS>(outputs / GROUP, threads, [&](int64_t group) {
+    for (int64_t word = 0; word < words; word += LANES) {
+      for (int first = 0; first < GROUP; first += LANES) {
+        Words rows[LANES];
+        const uint32_t* from = source + (group * GROUP + first) * words + word;
+        for (int row = 0; row < LANES; ++row) rows[row] = load_words(from + row * words);
+        transpose(rows, packed + (group * words + word) * GROUP + first, GROUP);
+      }
+    }
+  });
+}
+
+constexpr int64_t BLOCK_TOKENS = 256;  // of a task: their inputs stay in the second-level cache
+
+// ------------------------------------------------------------------------------------- packed linear with vectors
+
+// Tokens of a tile: as many accumulators, for each of them two groups' vectors, as fit the registers.
+#if defined(__AVX512F__)
+constexpr int PACKED_TOKENS = 12;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int PACKED_TOKENS = 3;
+#else
+constexpr int PACKED_TOKENS = 1;
+#endif
+constexpr int64_t PART_WORDS = 64;  // of the weight at a time, which stay in the first-level cache
+constexpr int64_t WORDS_AHEAD = 64;  // fetched: without it, 8 tokens read at three quarters of the speed
+
+// sums[TOKENS][2 * GROUP] += x times `words` words of one or two groups, `distance` words apart; `begin` sets them.
+template <class T, int TOKENS, int GROUPS>
+static void packed_tile(const uint32_t* x, int64_t stride, const uint32_t* weight, int64_t distance, int64_t words,
+                        float* sums, bool begin, bool fetch) {
+  constexpr int PER_GROUP = GROUP / LANES, VECTORS = GROUPS * PER_GROUP;
+  Floats totals[TOKENS][VECTORS];
+  for (int token = 0; token < TOKENS; ++token)
+    for (int v = 0; v < VECTORS; ++v)
+      totals[token][v] = begin ? Floats{} : load(sums + token * 2 * GROUP + v * LANES);
+  for (int64_t word = 0; word < words; ++word, weight += GROUP) {
+    if (fetch)
+      for (int group = 0; group < GROUPS; ++group)
+        __builtin_prefetch(weight + group * distance + WORDS_AHEAD * GROUP, 0, 2);
+    for (int v = 0; v < VECTORS; ++v) {
+      const Words w = load_words(weight + v / PER_GROUP * distance + v % PER_GROUP * LANES);
+      for (int token = 0; token < TOKENS; ++token) {
+        const uint32_t* row = x + token * stride;
+        Floats& total = totals[token][v];
+        if constexpr (WIDENS<T>) {
+          total = multiply_add(total, (Floats)(Words{} + row[2 * word]), (Floats)(w << 16));
+          total = multiply_add(total, (Floats)(Words{} + row[2 * word + 1]), (Floats)(w & 0xffff0000));
+        } else {
+          total = Dot<T>::add(total, Dot<T>::repeat(row[word]), (typename Dot<T>::Vector)w);
+        }
+      }
+    }
+  }
+  for (int token = 0; token < TOKENS; ++token)
+    for (int v = 0; v < VECTORS; ++v) store(sums + token * 2 * GROUP + v * LANES, totals[token][v]);
+}
+
+// The same for 1 to TOKENS tokens.
+template <class T, int GROUPS, int TOKENS = PACKED_TOKENS, class... Arguments>
+INLINE void packed_tiles(int64_t tokens, Arguments... arguments) {
+  if constexpr (TOKENS > 1)
+    if (tokens < TOKENS) return packed_tiles<T, GROUPS, TOKENS - 1>(tokens, arguments...);
+  packed_tile<T, TOKENS, GROUPS>(arguments...);
+}
+
+// At most BLOCK_TOKENS tokens times one or two groups of the weight.
+template <class T, int GROUPS>
+static void packed_block(const uint32_t* x, int64_t stride, const uint32_t* weight, const T* bias, T* out,
+                         int64_t tokens, int64_t words, int64_t outputs) {
+  alignas(64) float sums[BLOCK_TOKENS * 2 * GROUP];
+  const int64_t tiles = (tokens + PACKED_TOKENS - 1) / PACKED_TOKENS, part_words = tiles > 1 ? PART_WORDS : words;
+  for (int64_t first = 0; first < words; first += part_words) {
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t token = tile * tokens / tiles, count = (tile + 1) * tokens / tiles - token;
+      packed_tiles<T, GROUPS>(count, x + token * stride + first * (WIDENS<T> ? 2 : 1), stride, weight + first * GROUP,
+                              words * GROUP, std::min(part_words, words - first), sums + token * 2 * GROUP, first == 0,
+                              tile == 0);
+    }
+  }
+  for (int64_t token = 0; token < tokens; ++token)
+    for (int i = 0; i < GROUPS * GROUP; i += LANES)
+      store(out + token * outputs + i, load(sums + token * 2 * GROUP + i) + (bias ? load(bias + i) : Floats{}));
+}
+
+template <class T>
+static void linear_vectors(const T* x, const uint32_t* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                           int64_t outputs, int threads) {
+  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), groups = outputs / GROUP, pairs = (groups + 1) / 2;
+  const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+  const int64_t stride = WIDENS<T> ? inner : words;
+  std::unique_ptr<float[]> wide;
+  if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
+  const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
+  threads = threads_for(tokens * inner * outputs / 8, threads);
+  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, [&](int64_t task) {
+    const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2, output = group * GROUP;
+    const auto block = group + 1 < groups ? packed_block<T, 2> : packed_block<T, 1>;
+    block(rows + token * stride, stride, weight + group * words * GROUP, bias ? bias + output : nullptr,
+          out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), words, outputs);
+  });
+}
+
+// -------------------------------------------------------------------------------------- packed linear with tiles
+
+#if HAS_TILES
 struct alignas(TILE_BYTES) TileMemory {
   uint32_t words[TILE_WORDS];
 };
 
-#if HAS_TILES
-// weight[outputs, inner] to packed.
-static void pack_weight(const bfloat16* weight, TileMemory* packed, int64_t inner, int64_t outputs, int threads) {
-  const int64_t steps = inner / TILE_VALUES;
-  parallel_for<Portions::IN_RUNS>(outputs / LANES, threads, [&](int64_t group) {
-    for (int64_t step = 0; step < steps; ++step) {
-      Words rows[LANES];
-      for (int row = 0; row < LANES; ++row)
-        std::memcpy(&rows[row], weight + (group * LANES + row) * inner + step * TILE_VALUES, TILE_BYTES);
-      transpose(rows, packed[group * steps + step].words, LANES);
-    }
-  });
-}
-
-constexpr int64_t BLOCK_TOKENS = 256;  // of a task: their inputs stay in the second-level cache ...
-constexpr int64_t BLOCK_STEPS = 9;     // ... and so many steps of the weight at a time in the first-level cache
+constexpr int64_t BLOCK_STEPS = 9;  // of the weight at a time, which stay in the first-level cache
 
 // Adds to TOKENS x 2 tiles of sums, or begins them. `x` and `more` are 16 rows each; the two groups of the weight are
 // `distance` tiles apart.
@@ -347,7 +440,7 @@ static void linear_block(const bfloat16* x, const bfloat16* padded, const TileMe
   }
 }
 
-static bool linear_packed(const bfloat16* x, const TileMemory* weight, const bfloat16* bias, bfloat16* out,
+static void linear_tiles(const bfloat16* x, const TileMemory* weight, const bfloat16* bias, bfloat16* out,
                           int64_t tokens, int64_t inner, int64_t outputs, int threads) {
   const int64_t steps = inner / TILE_VALUES, groups = outputs / LANES, pairs = (groups + 1) / 2;
   const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, whole = tokens / LANES * LANES;
@@ -360,9 +453,21 @@ static bool linear_packed(const bfloat16* x, const TileMemory* weight, const bfl
                  out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), steps, outputs,
                  std::min<int64_t>(2, groups - group));
   });
-  return true;
 }
 #endif
+
+template <class T>
+static void linear_packed(const T* x, const uint32_t* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                          int64_t outputs, int threads) {
+#if HAS_TILES
+  if constexpr (std::is_same<T, bfloat16>::value)
+    if (tiles_permitted()) {
+      linear_tiles(x, reinterpret_cast<const TileMemory*>(weight), bias, out, tokens, inner, outputs, threads);
+      return;
+    }
+#endif
+  linear_vectors(x, weight, bias, out, tokens, inner, outputs, threads);
+}
 
 // -------------------------------------------------------------------------------------------------- C interface
 
@@ -372,15 +477,10 @@ EXPORT(apply_rope)
 EXPORT(write_kv_cache)
 EXPORT(silu_and_mul)
 EXPORT(linear)
+EXPORT(pack_weight)
+EXPORT(linear_packed)
 
 extern "C" {
-#if HAS_TILES
-auto* pack_weight_bf16 = &pack_weight;
-auto* linear_packed_bf16 = &linear_packed;
-#endif
-// Whether weights are to be packed on this machine.
-bool has_tiles() { return tiles_permitted(); }
-
 // The activations of a step, megabytes each, are freed and taken again some hundred times a second. Left to itself the
 // C library gives them back to the system, which then clears a page at every first touch: up to a quarter of the time
 // of a prefill.

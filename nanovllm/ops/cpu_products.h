@@ -1,7 +1,7 @@
 // The two products of attention, queries x keys and probabilities x values, for up to 64 keys at a time.
 //
-// Over many query rows it pays to pack keys and values first, so that both products are one dense routine on the
-// words of `Dot`; over few rows, as in decoding, the cache is read as it stands.
+// Keys and values are packed first, so that both products are one dense routine on the words of `Dot`. For the few rows
+// of a decoding sequence, reading the cache as it stands would save a tenth of the time, and add in another order.
 #pragma once
 
 #include <utility>
@@ -24,13 +24,15 @@ struct Scratch {
   int words, columns;
   std::vector<uint32_t> memory;
   uint32_t *queries, *keys, *values, *probabilities;
-  float *scores, *out, *totals, *maxima, *sums, *rescale;  // a total is a vector of sums
+  float *scores, *out, *totals, *maxima, *rescale, *merged;  // a total is a vector of sums
+
+  static int columns_of(int head_dim) { return (head_dim + KEYS - 1) / KEYS * KEYS; }
 
   Scratch(int rows, int head_dim, int values_per_word) {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
-    columns = (head_dim + KEYS - 1) / KEYS * KEYS;
+    columns = columns_of(head_dim);
     const int padded_rows = (rows + LANES - 1) / LANES * LANES;
-    memory.resize(padded_rows * (words + 2 * KEYS + columns + LANES + 3) + KEYS * (words + columns) + LANES);
+    memory.resize(padded_rows * (words + 2 * KEYS + 2 * columns + LANES + 4) + KEYS * (words + columns) + LANES);
     uint32_t* next = memory.data() + (-(reinterpret_cast<uintptr_t>(memory.data()) / 4) & (LANES - 1));
     auto take = [&next](int size) { return std::exchange(next, next + size); };
     queries = take(padded_rows * words);
@@ -41,8 +43,8 @@ struct Scratch {
     out = reinterpret_cast<float*>(take(padded_rows * columns));
     totals = reinterpret_cast<float*>(take(padded_rows * LANES));
     maxima = reinterpret_cast<float*>(take(padded_rows));
-    sums = reinterpret_cast<float*>(take(padded_rows));
     rescale = reinterpret_cast<float*>(take(padded_rows));
+    merged = reinterpret_cast<float*>(take(padded_rows * (columns + 2)));
   }
 };
 
@@ -55,25 +57,26 @@ struct Pages {
   int block_size, head_dim;
 };
 
-// Where the keys of one step stand: `begin` and those after it, before `end`. The last one is repeated, so that all 64
-// can be read: what an unwritten slot holds may be NaN, which a probability of 0 would not silence.
+// Where the keys of one step stand: `begin` and those after it, from `lowest` on and before `end`. The first and the
+// last of them are repeated, so that all 64 can be read: what an unwritten slot holds may be NaN, which a probability
+// of 0 would not silence.
 template <class T>
 struct Rows {
   const T* row[KEYS];
   int count;
 
-  Rows(const Pages<T>& pages, int begin, int end) : count(std::min(KEYS, end - begin)) {
-    int block = begin / pages.block_size, offset = begin % pages.block_size;
-    for (int i = 0; i < count; ++block, offset = 0) {
+  Rows(const Pages<T>& pages, int begin, int lowest, int end) : count(std::min(KEYS, end - begin)) {
+    const int first = std::max(0, lowest - begin);
+    int i = first, block = (begin + i) / pages.block_size, offset = (begin + i) % pages.block_size;
+    for (; i < count; ++block, offset = 0) {
       const T* source = pages.keys + pages.table[block] * pages.block_stride + int64_t{offset} * pages.head_dim;
       const int stop = std::min(count, i + pages.block_size - offset);
       for (; i < stop; ++i, source += pages.head_dim) row[i] = source;
     }
+    std::fill(row, row + first, row[first]);
     std::fill(row + count, row + KEYS, row[count - 1]);
   }
 };
-
-// ----------------------------------------------------------------------------------------- with packed operands
 
 // What probabilities are stored as when the values they meet are packed.
 template <class T>
@@ -219,54 +222,4 @@ INLINE void add_packed_values(int rows, const Rows<T>& now, const Rows<T>& next,
   for (int column = 0; column < head_dim; column += KEYS)
     multiply<T>(rows, scratch.probabilities, KEYS, scratch.values + column, scratch.columns,
                 KEYS * LANES / Dot<T>::STEP, scratch.out + column, scratch.columns, scratch.rescale);
-}
-
-// ------------------------------------------------------------------------------------------------ from the cache
-
-// scores = queries x keys, while the values are fetched from memory.
-template <class T>
-INLINE void score_rows(int rows, const T* const* queries, const Rows<T>& now, int64_t value_offset, int head_dim,
-                       const Scratch& scratch) {
-  for (int first = 0; first < now.count; first += LANES) {
-    for (int row = 0; row < rows; ++row) {
-      Floats totals[LANES] = {};
-      for (int i = 0; i < head_dim; i += Dot<T>::STEP) {
-        const auto query = Dot<T>::read(queries[row] + i, head_dim - i);
-        for (int key = 0; key < LANES; ++key) {
-          totals[key] = Dot<T>::add(totals[key], query, Dot<T>::read(now.row[first + key] + i, head_dim - i));
-          if (row == 0) __builtin_prefetch(now.row[first + key] + value_offset + i, 0, 2);
-        }
-      }
-      store(scratch.scores + row * KEYS + first, sum_each<LANES>(totals));
-    }
-  }
-}
-
-// out = rescale[row] * out + probabilities x values, in float32, for the rows from `first` on.
-template <class T, int ROWS = BLOCK_ROWS>
-INLINE void add_values(int first, int rows, const Rows<T>& now, const Rows<T>& next, int64_t value_offset,
-                       int head_dim, const Scratch& scratch) {
-  for (; first + ROWS <= rows; first += ROWS) {
-    const float* probabilities = reinterpret_cast<const float*>(scratch.probabilities) + first * KEYS;
-    for (int column = 0; column < head_dim; column += KEYS) {
-      float* out = scratch.out + first * scratch.columns + column;
-      Floats totals[ROWS][VECTORS];
-      for (int row = 0; row < ROWS; ++row)
-        for (int v = 0; v < VECTORS; ++v)
-          totals[row][v] = load(out + row * scratch.columns + v * LANES) * scratch.rescale[first + row];
-      for (int key = 0; key < now.count; ++key) {
-        const T* source = now.row[key] + value_offset + column;
-        for (int v = 0; v < VECTORS && column + v * LANES < head_dim; ++v) {
-          const Floats value = load(source + v * LANES, head_dim - column - v * LANES);
-          for (int row = 0; row < ROWS; ++row)
-            totals[row][v] = multiply_add(totals[row][v], splat(probabilities[row * KEYS + key]), value);
-        }
-        for (int i = 0; i < KEYS; i += 64 / sizeof(T)) __builtin_prefetch(next.row[key] + column + i, 0, 2);
-      }
-      for (int row = 0; row < ROWS; ++row)
-        for (int v = 0; v < VECTORS; ++v) store(out + row * scratch.columns + v * LANES, totals[row][v]);
-    }
-  }
-  if constexpr (ROWS > 1)
-    if (first < rows) add_values<T, ROWS - 1>(first, rows, now, next, value_offset, head_dim, scratch);
 }

@@ -35,22 +35,21 @@ HEADERS = ("cpu_vector.h", "cpu_tiles.h", "cpu_products.h")
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
 
 LINEAR_ALIGNMENT = 32
-# Rows and columns of a packed weight's groups: the sizes of a tile in cpu_tiles.h.
+# Rows and columns of a packed weight's groups, for any CPU: the sizes of a tile in cpu_tiles.h.
 PACKED_OUTPUTS, PACKED_INPUTS = 16, 32
 HEAD_ALIGNMENT = 8
 
 _POINTER, _SIZE, _FLOAT, _INT, _BOOL = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int, ctypes.c_bool)
-# Return type and arguments of each kernel. Those that return a flag refuse indices that point
-# outside their tensors, or a product at which torch's library is faster.
+# Return type and arguments of each kernel. Those that return a flag refuse indices that point outside their tensors.
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [None, *[_POINTER] * 3, *[_SIZE] * 4, _FLOAT, _INT],
     "add_rms_norm": [None, *[_POINTER] * 4, *[_SIZE] * 2, _FLOAT, _INT],
     "apply_rope": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 7, _INT],
     "write_kv_cache": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 8, _INT],
     "silu_and_mul": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "linear": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "linear": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "pack_weight": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
-    "linear_packed": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
+    "linear_packed": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -195,28 +194,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return out
 
 
-@cache
-def _has_tiles() -> bool:
-    """Whether this CPU multiplies bfloat16 tiles in one instruction, for which weights are packed."""
-    library = _library()
-    return library is not None and ctypes.CFUNCTYPE(_BOOL)(("has_tiles", library))()
-
-
 def pack_weight(weight: Tensor) -> Tensor:
     outputs, inner = weight.shape
-    fits = weight.dtype == torch.bfloat16 and weight.is_contiguous()
-    fits = fits and outputs % PACKED_OUTPUTS == 0 and inner % PACKED_INPUTS == 0
-    kernel = _kernel("pack_weight", weight.dtype) if fits and _has_tiles() else None
-    if kernel is None:
+    fits = weight.is_contiguous() and outputs % PACKED_OUTPUTS == 0 and inner % PACKED_INPUTS == 0
+    if (kernel := _kernel_for("pack_weight", fits, weight)) is None:
         return weight
-    packed = weight.new_empty(outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // 2, 2 * PACKED_OUTPUTS)
+    values = 4 // weight.itemsize  # of a word
+    shape = outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // values, values * PACKED_OUTPUTS
+    packed = weight.new_empty(shape)
     _call(kernel, (weight, packed), inner, outputs)
     return packed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As `nanovllm.ops.linear`. Where a kernel multiplies, a token's result does not depend on the others in the batch.
-    For more tokens than its limit torch's library is faster, which chooses the order of the sums for the whole matrix."""
+    """As `nanovllm.ops.linear`. A kernel's result for a token does not depend on the others in the batch. Torch's library, which
+    multiplies what no kernel takes, chooses the order of the sums for the whole matrix."""
     tokens, inner = x.shape
     if packed := weight.ndim == 4:
         outputs, weight_inner = weight.shape[0] * PACKED_OUTPUTS, weight.shape[1] * PACKED_INPUTS
@@ -229,8 +221,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (kernel := _kernel_for("linear_packed" if packed else "linear", fits, x, weight)) is None:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
-    done = _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
-    return out if done else reference.linear(x, weight, bias)
+    _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
+    return out
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

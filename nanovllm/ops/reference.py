@@ -50,9 +50,8 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def unpack_weight(packed: Tensor) -> Tensor:
     """`[out_features, in_features]` from a packed weight (see `nanovllm.ops.pack_weight`)."""
-    groups, steps, words, width = packed.shape
-    parts = packed.view(groups, steps, words, width // 2, 2)
-    return parts.permute(0, 3, 1, 2, 4).reshape(groups * width // 2, steps * words * 2)
+    groups, _, _, width = packed.shape  # 16 outputs, each with the values of a word
+    return packed.unflatten(3, (16, width // 16)).permute(0, 3, 1, 2, 4).reshape(groups * 16, -1)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,8 +62,7 @@ def grouped_linear(
     x: Tensor, weight: Tensor, counts: Tensor, product: Callable[[Tensor, Tensor], Tensor] = linear
 ) -> Tensor:
     """As in `nanovllm.ops`; `product` multiplies the rows of one group."""
-    # A packed weight has an output in every second column of its tiles.
-    outputs = weight.shape[1] if weight.ndim == 3 else weight.shape[1] * weight.shape[4] // 2
+    outputs = weight.shape[1] * (1 if weight.ndim == 3 else 16)  # a packed weight has groups of 16
     out, start = x.new_zeros(len(x), outputs), 0
     for group, count in enumerate(counts.tolist()):
         if count:
@@ -76,7 +74,7 @@ def grouped_linear(
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
     if weight.ndim == 2:
         return F.embedding(token_ids, weight)
-    # A packed row is stored in words of two values; all words of output o are column o of its group's tiles.
+    # A packed row is stored in words of 32 bits; all words of output o are column o of its group.
     words = weight.view(torch.int32)
     outputs = words.shape[3]
     rows = words[token_ids // outputs, :, :, token_ids % outputs]  # [tokens, steps, words of a step]

@@ -166,18 +166,20 @@ def test_linear(tokens, inner, outputs, with_bias, dtype):
     steps=st.sampled_from([1, 2, 9, 11, 18, 48]),
     groups=st.integers(1, 9),
     with_bias=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
 )
-def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias):
+def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias, dtype):
     """Whole and partial tiles of tokens, odd numbers of groups, and inner dimensions in one part or several."""
-    x = random(tokens, 32 * steps, dtype=torch.bfloat16)
-    weight = random(16 * groups, 32 * steps, dtype=torch.bfloat16, seed=1) / (32 * steps) ** 0.5
-    bias = random(16 * groups, dtype=torch.bfloat16, seed=2) if with_bias else None
+    x = random(tokens, 32 * steps, dtype=dtype)
+    weight = random(16 * groups, 32 * steps, dtype=dtype, seed=1) / (32 * steps) ** 0.5
+    bias = random(16 * groups, dtype=dtype, seed=2) if with_bias else None
     packed = ops.pack_weight(weight)
     oracle = reference.linear(x.double(), weight.double(), None if bias is None else bias.double())
-    assert_matches(ops.linear(x, packed, bias), oracle, torch.bfloat16)
-    if packed.ndim == 4:  # there are tiles here
+    assert_matches(ops.linear(x, packed, bias), oracle, dtype)
+    assert (packed.ndim == 4) == native.is_available()
+    if packed.ndim == 4:
         assert torch.equal(reference.unpack_weight(packed), weight)
-        assert_matches(reference.linear(x, packed, bias), oracle, torch.bfloat16)
+        assert_matches(reference.linear(x, packed, bias), oracle, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -187,22 +189,6 @@ def test_embedding_and_linear_share_a_weight(shape, dtype):
     packed = ops.pack_weight(weight)
     assert torch.equal(ops.embedding(token_ids, packed), weight[token_ids])
     assert torch.equal(ops.embedding(token_ids[:0], packed), weight[:0])
-
-
-@needs_native
-def test_a_packed_product_does_not_depend_on_the_batch_or_the_threads():
-    x = random(600, 576, dtype=torch.bfloat16)
-    packed = ops.pack_weight(random(512, 576, dtype=torch.bfloat16, seed=1))
-    if packed.ndim != 4:
-        pytest.skip("no matrix tiles here")
-    batch = ops.linear(x, packed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for start, end in [(0, 1), (5, 6), (47, 95), (590, 600), (255, 580)]:
-            assert torch.equal(ops.linear(x[start:end], packed), batch[start:end])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_argmax_takes_the_first_of_the_largest():
@@ -217,14 +203,15 @@ def test_argmax_takes_the_first_of_the_largest():
 
 @needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tokens_projection_does_not_depend_on_the_batch_or_the_threads(dtype):
-    x, weight = random(48, 576, dtype=dtype), random(503, 576, dtype=dtype, seed=1)  # no multiple of a tile's rows
+@pytest.mark.parametrize("outputs", [512, 503])  # 503 is no multiple of a group: it cannot be packed
+def test_a_tokens_projection_does_not_depend_on_the_batch_or_the_threads(outputs, dtype):
+    x, weight = random(600, 576, dtype=dtype), ops.pack_weight(random(outputs, 576, dtype=dtype, seed=1))
     batch = ops.linear(x, weight)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for token in (0, 2, 5, 47):
-            assert torch.equal(ops.linear(x[token : token + 1], weight)[0], batch[token])
+        for start, end in [(0, 1), (5, 6), (2, 4), (60, 67), (47, 95), (590, 600), (255, 580)]:
+            assert torch.equal(ops.linear(x[start:end], weight), batch[start:end])
     finally:
         torch.set_num_threads(threads)
 
@@ -363,6 +350,26 @@ def test_a_sequences_attention_does_not_depend_on_the_batch_or_the_threads(dtype
             assert torch.equal(alone, batch[start:end])
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_native
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_queries_attention_does_not_depend_on_the_chunk(data):
+    """A prompt at once, and in chunks as a budget or a prefix hit cuts it: the same bits."""
+    length = data.draw(st.integers(1, 700))
+    cuts = [0, *sorted(data.draw(st.sets(st.integers(1, length), max_size=4))), length]
+    kv_heads, group = data.draw(st.sampled_from([(1, 1), (3, 3), (2, 7)]))
+    head_dim = data.draw(st.sampled_from([16, 64, 72]))
+    window, soft_cap = data.draw(st.sampled_from([0, 0, 3, 100, 300])), data.draw(st.sampled_from([0.0, 5.0]))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    q, cache, tables, *_ = paged_batch([length], [length], kv_heads * group, kv_heads, head_dim, 16, dtype)
+
+    def attention(start: int, end: int) -> Tensor:
+        lengths, starts = torch.tensor([end]).int(), torch.tensor([0, end - start]).int()
+        return ops.paged_attention(q[start:end], cache, tables, lengths, starts, 0.125, window, soft_cap)
+
+    assert torch.equal(torch.cat([attention(start, end) for start, end in pairwise(cuts)]), attention(0, length))
 
 
 # --------------------------------------------------------------------------------------- indices out of bounds
