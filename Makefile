@@ -78,7 +78,7 @@ AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
 AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 NUMERICS := -m "not slow and not nightly" -k "not building" \
-	$(addprefix tests/,ops models/test_against_transformers.py kv_transfer/test_blend.py runner/test_runner.py engine/test_engine.py)
+	$(addprefix tests/,ops models/test_against_transformers.py kv_transfer/test_blend.py runner/test_runner.py engine/test_engine.py engine/test_batch_invariance.py)
 
 quick: install  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
