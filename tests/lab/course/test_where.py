@@ -1,5 +1,6 @@
 """The picture "Where you are" knows the rooms in their order, and shows each lecture a call that it builds."""
 
+import json
 import sys
 
 import matplotlib.pyplot as plt
@@ -33,3 +34,10 @@ def test_each_lecture_finds_its_rooms_and_its_calls(where, lecture):
     new = where.PALETTE[0]
     assert any(patch.get_facecolor()[:3] == plt.matplotlib.colors.to_rgb(new) for patch in rooms.patches)
     assert any(text.get_fontweight() == "bold" for text in calls.texts)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in find_lectures(ROOT) if path.stem[:2] != "00"], ids=lambda path: path.stem
+)
+def test_a_lecture_ends_with_it(path):
+    assert f"where_you_are({int(path.stem[:2])});" in json.loads(path.read_text())["cells"][-1]["source"][-1]
