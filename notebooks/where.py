@@ -8,7 +8,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from figures_parallel import box
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from nanovllm.lab.course.build import find_lectures, find_root
 from nanovllm.lab.course.notebook import read_lecture
@@ -120,10 +119,9 @@ def draw_calls(ax: Axes, lecture: int) -> None:
     ax.axis("off")
 
 
-def where_you_are(lecture: int) -> Figure:
-    """What a reader of this lecture has built: blue is new, pale blue is from earlier lectures, white is to come or in no lecture."""
+def where_you_are(lecture: int) -> None:
+    """Draw what a reader of this lecture has built: blue is new, pale blue is from earlier lectures, white is to come or in no lecture."""
     use_style()
-    figure, (rooms, calls) = plt.subplots(1, 2, figsize=(9, 5.6), width_ratios=(3, 5))
+    _, (rooms, calls) = plt.subplots(1, 2, figsize=(9, 5.6), width_ratios=(3, 5))
     draw_rooms(rooms, lecture)
     draw_calls(calls, lecture)
-    return figure
