@@ -176,12 +176,14 @@ class AsyncEngine(FrontEnd):
             broadcast.put(report.steps.get(i, ()))
 
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
-        """Bring the engine's outputs to the streams of their requests.
+        """Turn the engine's outputs into text, and put them into the streams from which the requests' readers take them.
 
-        `output_processor.process` turns them into outputs of requests, and names the sequences that a stop string has ended: the
-        engine gets one `Command` to abort these, with the reason "stop", or none if there are none. Each output goes to `_texts`,
-        if that is not None (its `add`), and then to its request's stream in `_streams`, where `_note_times` first notes the time
-        `now` in the stream's `times`. An output with an error fails the stream. A request that has finished leaves `_streams`.
+        The engine does not see stop strings. It would go on computing the sequences that a stop string has ended, so one `Command`
+        aborts all of them, with the reason "stop".
+
+        If the trace is watched, `_texts` is not None and collects every output. `_note_times` notes the time `now` in the stream's
+        `times` before its reader can see the output. If an output has an error, the stream raises it in its reader (`fail`). After a
+        request's last output, its stream leaves `_streams`.
         """
         new_outputs, stopped = self.output_processor.process(outputs)
         if stopped:

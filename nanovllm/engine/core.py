@@ -1,4 +1,4 @@
-"""The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, and knows neither text nor HTTP.
+"""The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, not on text.
 
 Built by notebooks/18_engine.ipynb, continued by 23, 25, 31, 43, 91: edit it there, then run `python -m nanovllm.lab.course build`.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class NoRecorder:
-    """In the place of a `StepRecorder` while nothing reads the records: all its methods do nothing."""
+    """Takes the place of a `StepRecorder` while no reader wants records: all its methods do nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **options: None
@@ -51,7 +51,7 @@ class EngineCore:
         trace: records every step; by default a file if `config.trace` names one.
     """
 
-    _in_flight: Any = ()  # steps whose results are to come; none before lecture 23
+    _in_flight: Any = ()  # steps whose results have not come back; lecture 23 fills it
 
     def __init__(self, config: EngineConfig, trace: Trace | None = None) -> None:
         self.config = config
@@ -182,8 +182,8 @@ class EngineCore:
     def step(self) -> list[EngineOutput]:
         """Launch one step for the requests that the scheduler picks; returns new outputs. Without work, it does nothing.
 
-        An error or Ctrl-C that breaks a step off is raised. It is unknown what the step has written by then, so all requests end and
-        all cached prefixes are forgotten; new requests can be added as before.
+        An error or Ctrl-C during the step is raised. How much of the KV cache the step has written by then is unknown, so all
+        requests end and all cached prefixes are forgotten; new requests can be added as before.
         """
         if not self.has_work:
             self.executor.forget_ends()
@@ -275,14 +275,16 @@ class EngineCore:
         self.num_steps += counts
 
     def _take_results(self, keep: int = 0) -> list[EngineOutput]:
-        """Wait for the oldest step in flight, unless at most `keep` are in flight, and take over what it sampled; returns the outputs.
+        """Wait for the oldest step in flight, and give its result to the scheduler; returns the outputs for the front end.
 
-        The scheduler's `update_from_output` makes outputs of the step's plan and result. In lock-step (`waves` is not None), the
-        step's wave ends (`waves.end`) if the result says that no engine has unfinished requests. With `check_invariants`, the
-        scheduler checks its own. If there is no more work, `step` will not be called again, so all other steps in flight are taken, too.
+        While at most `keep` steps are in flight, it returns at once: the device still has work, so the engine can plan the next step.
+        When no work is left, `step` will not be called again, so it takes all other steps in flight, too.
 
-        The step's record, if it has one, gets the time when the step began as `start`; `_recorder.finish` gets the record, the
-        seconds from there to now, rounded to 6 digits, the result and the outputs. `_last_results` becomes the time of now.
+        In lock-step with other engines (`waves`), the result says whether any engine has unfinished requests. If none has, the step's
+        wave ends. With `config.check_invariants`, the scheduler checks itself after each result.
+
+        A step's time runs from its start on the device until now. Its record gets this start, and `_recorder.finish` the record, the
+        time in seconds (whole microseconds), the result and the outputs. `_last_results` keeps the time of now for the next step.
         """
         if len(self._in_flight) <= keep:
             return []

@@ -78,7 +78,7 @@ class LLMEngine:
 
 
 class LLM:
-    """A model that is ready to generate.
+    """Loads a model, and completes prompts with it.
 
     Under torchrun, with as many processes as `tensor_parallel_size` x `pipeline_parallel_size`, only rank 0 continues with the
     program. On the other ranks the constructor does not return: they compute for rank 0, and exit with 0 when it ends.

@@ -141,13 +141,16 @@ class EngineLoop:
         return True
 
     def _obey(self, command: Command) -> bool:
-        """Carry out a command; returns False if its order is to stop ("shutdown").
+        """Carry out a command: add requests, then abort requests, then follow its order. Returns False for the order "shutdown".
 
-        First, the core gets all requests to add. `_report.num_taken` counts them; if the core refuses one with a ValueError,
-        `_report.refused` gets the reason, and the others are added all the same. Then it gets the aborts. The order comes last:
-        "reset_prefix_cache" is a method of the core, "start_wave" one of its `waves` (`start`); "watch" and "unwatch" are methods of
-        the engine in `core.engines` that the command names. They take the sink of that engine, always the same object: a
-        `functools.partial` of `_note` with the engine's number, which is kept in `_sinks`.
+        If the core refuses a request (ValueError), only this request fails: its reason goes into `_report.refused`. Any other error
+        ends the engine. `_report.num_taken` counts refused requests, too, because the front end subtracts it from the number of
+        requests that it has sent, to know how many are still on their way.
+
+        The orders: "reset_prefix_cache" calls the core, and "start_wave" starts the command's wave in `core.waves`. "watch" and
+        "unwatch" call the engine in `core.engines` that the command names, with a sink that puts records into the next report: `_note`
+        with this engine's number, as a `functools.partial`. An engine recognises a sink only if it is the same object, so `_sinks`
+        keeps one per engine.
         """
         for request in command.add:
             self._report.num_taken += 1

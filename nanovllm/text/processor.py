@@ -35,7 +35,7 @@ class InputProcessor:
         eos, known = tokenizer.eos_token_id, limits.eos_token_ids
         self._tokenizer_eos = [] if eos is None or eos >= limits.vocab_size or eos in known else [eos]
         create = "nanovllm.text.grammars:GrammarChecker"
-        # Makes what checks grammars; the first call takes a quarter of a second.
+        # Creates the checker of grammars when a request needs it: this takes a quarter of a second.
         self.grammars = functools.cache(lambda: load(create, "structured_outputs")(tokenizer, limits.vocab_size, known))
 
     def process(
@@ -44,7 +44,7 @@ class InputProcessor:
         """The prompt's text, if it came as text, and `params.n` engine requests.
 
         Raises:
-            ValueError: an empty or too long prompt, a token id outside of the vocabulary, a priority that the scheduling policy
+            ValueError: an empty or too long prompt, a token id outside the vocabulary, a priority that the scheduling policy
                 would ignore, or a grammar that cannot be followed (`GrammarError`); the message names the limit or the place.
         """
         text, token_ids, fields = read_prompt(prompt, self.tokenizer)
@@ -79,14 +79,23 @@ class CompletionState:
         self.finished = False
 
     def update(self, output: EngineOutput) -> CompletionOutput:
-        """Take new tokens; returns the new part of the completion. A stop string ends the completion here, and the
-        caller tells the engine."""
+        """Take the engine's next output; returns the new part of the completion.
+
+        The new tokens pass through `detokenizer`, and their text through `stop_checker`. With "stop" as finish reason, the last token
+        has no text, unless `params.include_stop_str_in_output`. When the engine reports an end, both are flushed.
+
+        A stop string ends the completion with finish reason "stop" and the string as stop reason, even if the engine reports no end
+        or another one; the caller then tells the engine. While `num_tokens` is at most `params.min_tokens` (if that is not 0), stop
+        strings do not count.
+
+        If log-probabilities are asked for, `cumulative_logprob` adds up those of the sampled tokens, the first of each entry.
+        """
         delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
-        # Known from the first output on. An output that aborts the request does not name its engine.
+        # The first output names the engine; one that aborts the request does not.
         delta.engine = self.engine = max(self.engine, output.engine)
         self.num_tokens += len(output.new_token_ids)
-        # A token that ends the request is not part of its text, unless it ended only because the length ran out.
+        # A stop token is not part of the text. If the length ran out, the last token is.
         visible = output.new_token_ids
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
             visible = visible[:-1]
@@ -128,7 +137,7 @@ class RequestState:
     def update(self, output: EngineOutput) -> RequestOutput:
         """Take one output; returns a `RequestOutput` with the new part of that completion only."""
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
-            # Each of the n sequences computes the prompt, a preempted one again: only the first report counts.
+            # Each of the n sequences reports the prompt, a preempted one twice: only the first report of a position counts.
             known = len(self.prompt_logprobs) - output.prompt_logprobs_start
             new = output.prompt_logprobs[max(0, known) :]
             self.prompt_logprobs += [logprob_dictionary(entry, self.tokenizer) for entry in new]
@@ -170,7 +179,15 @@ class OutputProcessor:
         return [sequence_id for sequence_id, c in state.completions.items() if not c.finished]
 
     def process(self, outputs: list[EngineOutput]) -> tuple[list[RequestOutput], list[str]]:
-        """New outputs for the callers, and ids of sequences that a stop string has ended, which the engine must stop."""
+        """Turn the engine's outputs into outputs for the callers.
+
+        Skips outputs of sequences that have ended and of requests that were removed. Removes a request once all its completions have
+        ended.
+
+        Returns:
+            The new outputs, and the ids of sequences that a stop string has ended and that the engine still computes: the caller must
+            have the engine abort these.
+        """
         news, stopped = [], []
         for output in outputs:
             state = self.requests.get(self._owners.get(output.request_id, ""))
