@@ -17,6 +17,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from nanovllm.data.sampling_params import SamplingParams
 
 BlockCopies = list[tuple[int, int]]  # (from block, to block)
@@ -115,8 +117,7 @@ class TokenLogprobs:
     rank: int  # of the chosen token; 1 is the likeliest
 
 
-@dataclass
-class EngineOutput:
+class EngineOutput(msgspec.Struct, gc=False):
     """What one step computed for one request.
 
     Attributes:
@@ -133,7 +134,7 @@ class EngineOutput:
     """
 
     request_id: str
-    new_token_ids: list[int] = field(default_factory=list)
+    new_token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_start: int = 0

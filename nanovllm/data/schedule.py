@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import BlockCopies, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 
 
-@dataclass
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, gc=False):
     """One request's share of a step: compute `num_tokens` tokens from position `start` on.
 
     Attributes:
@@ -82,8 +83,7 @@ class SchedulerOutput:
         return not self.requests
 
 
-@dataclass
-class SampledToken:
+class SampledToken(msgspec.Struct, gc=False):
     """What the runner sampled for one request; or `error`, why it could not, which ends the request."""
 
     token_id: int

@@ -96,6 +96,8 @@ class KVCacheManager:
         """
         num_held = len(self.tables.get(request.request_id, ())) + len(computed_blocks)
         num_new = max(0, self.blocks_for(num_tokens) - num_held)
+        if num_new == 0 and not computed_blocks:
+            return []  # the last block has room, as in most steps of a decoding request
         # Computed blocks with reference count 0 are in the free list themselves: they cannot be handed out as new ones, too.
         idle = sum(self.pool.ref_counts[block_id] == 0 for block_id in computed_blocks)
         if num_new > self.pool.num_free - idle:
@@ -114,12 +116,11 @@ class KVCacheManager:
         """
         if not self.enable_prefix_caching:
             return
-        table, hashes = self.tables[request.request_id], self.block_hashes(request)
         num_named = min(request.num_computed_tokens, request.num_tokens)
         if request.num_exact_tokens is not None:  # a hash promises exact keys and values
             num_named = min(num_named, request.num_exact_tokens)
         for i in range(num_before // self.block_size, num_named // self.block_size):
-            self.pool.cache_full_block(table[i], hashes[i])
+            self.pool.cache_full_block(self.tables[request.request_id][i], self.block_hashes(request)[i])
 
     def free(self, request: Request) -> None:
         """Free all blocks of the request. Their content can be found until it is overwritten."""
