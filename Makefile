@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve demo chat lab quick test lectures nightly long lint browser servers build run figures bench gpu clean
+.PHONY: help install serve demo chat lab quick test lectures nightly long lint browser servers neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,12 @@ servers:  ## Redis and libibverbs, for the tests of KV pools (as root; else thos
 			&& apt-get install -y -qq --no-install-recommends redis-server libibverbs1 iproute2 >/dev/null; } \
 		|| echo "MISSING: redis-server or libibverbs1, and only root can install them: tests of KV pools will be SKIPPED"
 
+neon:  ## a compiler and an emulator for ARM, for the tests of its kernels (as root; else those tests are skipped)
+	@command -v aarch64-linux-gnu-g++ >/dev/null && command -v qemu-aarch64 >/dev/null \
+		|| { [ "$$(id -u)" = 0 ] && apt-get update -qq \
+			&& apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; } \
+		|| echo "MISSING: g++-aarch64-linux-gnu or qemu-user, and only root can install them: tests of ARM's kernels will be SKIPPED"
+
 # Four workers for two cores, as tests wait for processes a third of their time; one thread each. Without nbval a run, and each run that
 # a test starts, begins two seconds sooner.
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
@@ -100,7 +106,7 @@ lectures: install  ## run all lectures, and compare their outputs
 
 nightly: test long as-AVX512 as-AVX2 as-PLAIN  ## test, long attacks, soaks and all pairs, all tests as on older CPUs (make -k: to the end)
 
-long: browser servers
+long: browser servers neon
 	$(TESTS) -o faulthandler_timeout=0 -m nightly tests
 	$(BIN)/nanovllm kernels
 

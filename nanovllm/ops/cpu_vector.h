@@ -14,6 +14,8 @@
 
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -53,6 +55,8 @@ INLINE Floats multiply_add(Floats total, Floats a, Floats b) {
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)total);
 #elif defined(__AVX2__) && defined(__FMA__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)total);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)total, (float32x4_t)a, (float32x4_t)b);
 #else
   return total + a * b;
 #endif
