@@ -104,7 +104,7 @@ def ring() -> Reel:
                 if rank == n - 1:  # and in again on the left
                     arrow(ax, (9, y), (16.6, y))
         for piece in range(n):
-            ax.text(0, 8.1 + 9.6 * piece, f"piece {piece}", va="center", fontsize=11)
+            ax.text(0, 8.1 + 9.6 * piece, f"piece {'ABCD'[piece]}", va="center", fontsize=11)
 
     beats = told(range(2 * n - 1), words)
     return Reel("All-reduce around a ring", record, beats, draw, 4.0, lambda step: f"step {step} of 6" if step else "before")
