@@ -38,7 +38,7 @@ class DataRank(Peer, EngineClient):
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait there or are on their way."""
+        """Requests that wait there or are in flight to it."""
         return self.stats.num_waiting + self.num_in_flight
 
     def receive(self) -> None:

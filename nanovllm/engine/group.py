@@ -106,7 +106,7 @@ class DataParallelCore(WatchedProcesses):
 
     @property
     def stats(self) -> EngineStats:
-        """The sums over all engines, and each engine's. Requests on their way to an engine count as waiting there."""
+        """The sums over all engines, and each engine's. Requests in flight to an engine count as waiting there."""
         return EngineStats.together(
             [dataclasses.replace(rank.stats, num_waiting=rank.num_waiting) for rank in self.ranks]
         )

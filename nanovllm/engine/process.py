@@ -145,7 +145,7 @@ class EngineLoop:
 
         If the core refuses a request (ValueError), only this request fails: its reason goes into `_report.refused`. Any other error
         ends the engine. `_report.num_taken` counts refused requests, too, because the front end subtracts it from the number of
-        requests that it has sent, to know how many are still on their way.
+        requests that it has sent, to know how many are still in flight.
 
         The orders: "reset_prefix_cache" calls the core, and "start_wave" starts the command's wave in `core.waves`. "watch" and
         "unwatch" call the engine in `core.engines` that the command names, with a sink that puts records into the next report: `_note`

@@ -81,7 +81,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for news, and return all outputs that nobody has read yet, as one (`OutputCollector.result`); they are read now.
+        """Wait for an output, and return all outputs that were not read yet, as one (`OutputCollector.result`); they are read now.
 
         The stream has ended (`_ended`) with an output that is `finished`, after an error was raised, or when it was closed; then this raises
         StopAsyncIteration, without waiting. An error (`fail`) is raised when all outputs before it have been read. `_news` is
