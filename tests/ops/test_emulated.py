@@ -1,5 +1,6 @@
-"""The CPU kernels on ARM: cross-compiled with NEON, and run in QEMU's emulation of the processor. By night, where
-`g++-aarch64-linux-gnu` and `qemu-user` are installed (`make neon`)."""
+"""The CPU kernels for processors that are not here: ARM's, cross-compiled with NEON and run in QEMU, by night and where
+`g++-aarch64-linux-gnu` and `qemu-user` are installed (`make neon`); and Intel's with AMX, whose tiles `amx.h` emulates. A program,
+`emulated.cpp`, runs them, and ends with an error if a result depends on the batch or the chunk."""
 
 from __future__ import annotations
 
@@ -12,31 +13,38 @@ import torch
 from torch import Tensor
 
 from nanovllm.ops import reference
+from nanovllm.ops.native_library import BuildError, find_compiler
 
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HERE, KERNELS = pathlib.Path(__file__).parent, pathlib.Path(reference.__file__).parent
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        not (shutil.which(COMPILER) and shutil.which(EMULATOR)), reason=f"needs {COMPILER} and {EMULATOR}"
-    ),
-]
+
+@pytest.fixture(scope="module", params=["AMX", pytest.param("NEON", marks=pytest.mark.nightly)])
+def program(request, tmp_path_factory) -> list[str]:
+    """The command that runs the kernels."""
+    path = str(tmp_path_factory.mktemp(request.param) / "kernels")
+    if request.param == "NEON":
+        if not (shutil.which(CROSS_COMPILER) and shutil.which(EMULATOR)):
+            pytest.skip(f"needs {CROSS_COMPILER} and {EMULATOR}")
+        command, flags = [EMULATOR, path], [CROSS_COMPILER, "-march=armv8-a", "-static"]
+    else:
+        cpu = pathlib.Path("/proc/cpuinfo")
+        if not (cpu.exists() and "avx512_bf16" in cpu.read_text()):
+            pytest.skip("a CPU with AMX has AVX512_BF16, too, which is not emulated")
+        try:
+            command, flags = [path], [find_compiler(), "-march=native", "-include", str(HERE / "amx.h")]
+        except BuildError as error:
+            pytest.skip(str(error))
+    flags += ["-O2", "-std=c++17", f"-I{KERNELS}", str(HERE / "emulated.cpp"), "-o", path]
+    subprocess.run(flags, check=True, timeout=300)
+    return command
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("neon") / "kernels")
-    flags = ["-O2", "-std=c++17", "-march=armv8-a", "-static", f"-I{KERNELS}"]
-    subprocess.run([COMPILER, *flags, str(HERE / "neon.cpp"), "-o", path], check=True, timeout=300)
-    return path
-
-
-def run(program: str, arguments: list[object], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+def run(program: list[str], arguments: list[object], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
     """What the program writes; it fails if a result depends on the batch or the chunk."""
     given = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    result = subprocess.run([EMULATOR, program, *map(str, arguments)], input=given, capture_output=True, timeout=300)
+    result = subprocess.run([*program, *map(str, arguments)], input=given, capture_output=True, timeout=300)
     assert result.returncode == 0, "a result depends on its company" if result.returncode == 2 else result
     return torch.frombuffer(bytearray(result.stdout), dtype=dtype)
 

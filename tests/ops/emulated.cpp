@@ -1,4 +1,4 @@
-// The CPU kernels as a program of their own, for CPUs that can only be emulated here: reads tensors from standard input,
+// The CPU kernels as a program of their own, for CPUs that are emulated: reads tensors from standard input,
 // and writes results to standard output. Exits with 2 if a result depends on the batch or the chunk.
 #include "cpu_attention.cpp"
 #include "cpu_kernels.cpp"
