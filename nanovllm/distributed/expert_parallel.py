@@ -133,6 +133,10 @@ class ExpertDispatcher:
     ) -> tuple[Tensor, Tensor, Tensor, DispatchHandle]:
         """Exchange tokens: every rank of the group calls this, and gets the tokens for its experts.
 
+        `physical` chooses a replica for each expert; replica p is in slot `p % num_slots` of rank `p // num_slots`. A token goes once to
+        each rank that has any of its replicas. Rows are sent in the order of the target ranks, then of the tokens, and arrive in the order
+        of the ranks that sent them. The ranks exchange the numbers of rows first, so that each knows how many it receives.
+
         Args:
             x: `[num_tokens, hidden_size]`, this rank's tokens; there may be none.
             topk_ids: `[num_tokens, top_k]` int64, logical experts.
