@@ -459,7 +459,8 @@ def test_a_request_that_is_aborted_while_its_blocks_are_coming(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_lives(tiny_model: pathlib.Path, expected: list[list[int]], tmp_path: pathlib.Path, seed: int) -> None:
-    """Requests come and are aborted at random, with little room anywhere and a store that loses blocks."""
+    """Requests come and are aborted at random, with little room anywhere and a store that loses blocks, until enough of them have
+    had tokens: on a busy machine more steps pass while a store is read, and more requests are aborted before their first token."""
     dice, prompts = random.Random(seed), some_prompts()
     config = {"kv_connector": "offloading", "kv_connector_extra_config": {"disk_path": str(tmp_path)}}
     sizes = {"num_kv_blocks": 30, "max_num_batched_tokens": 40, "kv_offloading_size": 25 * ENTRY / GIB}
@@ -470,7 +471,8 @@ def test_random_lives(tiny_model: pathlib.Path, expected: list[list[int]], tmp_p
         asked: dict[str, int] = {}
         tokens: dict[str, list[int]] = {}
         for number in itertools.count():
-            if number < 300 and dice.random() < 0.3 and len(asked) < 12:
+            enough = len(tokens) > 50
+            if not enough and dice.random() < 0.3 and len(asked) < 12:
                 asked[str(number)] = i = dice.randrange(len(prompts))
                 params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
                 llm.engine.add_request(str(number), prompts[i], params)
@@ -484,9 +486,9 @@ def test_random_lives(tiny_model: pathlib.Path, expected: list[list[int]], tmp_p
                     if output.finished:
                         i = asked.pop(output.request_id)
                         assert tokens[output.request_id] == expected[i]
-            if number >= 300 and not asked and not llm.engine.core.has_work:
+            if enough and not asked and not llm.engine.core.has_work:
                 break
-        assert hits(llm) > 100 and len(tokens) > 30
+        assert hits(llm) > 100
 
 
 def test_a_step_that_breaks_off(tiny_model: pathlib.Path, expected: list[list[int]]) -> None:
