@@ -24,13 +24,13 @@ from nanovllm.runner.sampling import SamplingRow
 class RequestRows:
     """What the runner remembers of the running requests: a row each in a few arrays that live as long as it does.
 
-    A schedule names only what is new (tokens, blocks); the rows put it after what they have.
+    A schedule names only what is new (tokens, blocks); `update` appends it to the request's row.
     """
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # The tokens are those that are known, and the one that is pending.
+        # `num_tokens` counts a pending token, `num_known` does not.
         self.num_known, self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((4, max_num_seqs), np.int32)
         self.params: dict[str, SamplingParams] = {}
         self.matchers: dict[str, Any] = {}  # of requests with a grammar; see `structured_output`
@@ -53,8 +53,13 @@ class RequestRows:
     def update(self, scheduled: ScheduledRequest) -> int:
         """Take over what is new about a request; returns its row.
 
+        A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`), its `params` and
+        `num_prompt_tokens` are kept, and its counters begin at zero. New tokens and blocks go behind those that the row has.
+        `num_tokens` is `num_known`, and one more if the last token is pending.
+
         Raises:
-            InvariantError: it is admitted twice, or tokens that it builds on never came.
+            InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to token 4, 3 are known", if a step
+                computes tokens that never came.
         """
         request_id, new_tokens, blocks = scheduled.request_id, scheduled.new_token_ids, scheduled.new_block_ids
         if scheduled.sampling_params is not None:

@@ -25,13 +25,16 @@ def longest_request(runner: ModelRunner) -> int:
 
 
 def num_blocks_that_fit(runner: ModelRunner) -> int:
-    """Blocks for the KV pool: as the settings say, or by `kv_cache_memory`, or a sane part of what is free.
+    """Blocks for the KV pool: `num_kv_blocks` of the settings; or else what fits into `kv_cache_memory` (`parse_bytes`, which is
+    given the setting's name for its errors); or else what fits into `free_memory`, but no more than `max_num_seqs` requests fill
+    at their longest (`longest_request`).
 
     Args:
         runner: its weights are loaded, and its caches are not made yet.
 
     Raises:
-        ValueError: not one block fits.
+        ValueError: not one block fits: "no KV block of 4096 bytes fits into 100 bytes", and which settings help:
+            `kv_cache_memory`, `gpu_memory_utilization`, `block_size`.
     """
     config, size = runner.config, runner.bytes_per_block
     if config.num_kv_blocks is not None:

@@ -212,7 +212,8 @@ def test_rows_are_reused_from_the_beginning() -> None:
     rows.update(admission("A", [1, 2, 3, 4, 5], [3, 4]))
     rows.remove("A")
     row = rows.update(admission("B", [9], [7]))
-    assert (row, rows.num_tokens[0], rows.num_blocks[0], rows.num_prompt_tokens[0]) == (0, 1, 1, 1)
+    counts = (row, rows.num_tokens[0], rows.num_blocks[0], rows.num_prompt_tokens[0])
+    assert counts == (0, 1, 1, 1), "row, tokens, blocks and prompt tokens of B, which has A's row now"
     assert rows.token_ids[0, 0] == 9 and rows.block_tables[0, 0] == 7 and list(rows.params) == ["B"]
 
 
@@ -362,9 +363,10 @@ def test_number_of_blocks_by_default(monkeypatch) -> None:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
         return num_blocks_that_fit(BareRunner(EngineConfig(**options)))
 
-    assert with_free(4 * 10 * size) == 10
-    assert with_free(2**50, max_num_seqs=2, max_model_len=33) == 2 * 3
-    assert with_free(2**50, max_num_seqs=10**9) == 4 * 2**30 // size
+    assert with_free(4 * 10 * size) == 10, "a quarter of the free memory"
+    few = with_free(2**50, max_num_seqs=2, max_model_len=33)
+    assert few == 2 * 3, "no more blocks than two requests of 33 tokens fill"
+    assert with_free(2**50, max_num_seqs=10**9) == 4 * 2**30 // size, "at most 4 GiB"
     with pytest.raises(ValueError, match=r"kv_cache_memory.*block_size"):
         with_free(4 * size - 4)
 
