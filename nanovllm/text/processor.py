@@ -82,13 +82,15 @@ class CompletionState:
         """Take the engine's next output; returns the new part of the completion.
 
         The new tokens pass through `detokenizer`, and their text through `stop_checker`. With "stop" as finish reason, the last token
-        has no text, unless `params.include_stop_str_in_output`. When the engine reports an end, both are flushed.
+        has no text, unless `params.include_stop_str_in_output`. When the engine reports an end, both are flushed. The new part has all
+        new tokens in `token_ids`, and as `engine` the largest number so far: an output that aborts the request has 0 there.
 
         A stop string ends the completion with finish reason "stop" and the string as stop reason, even if the engine reports no end
-        or another one; the caller then tells the engine. While `num_tokens` is at most `params.min_tokens` (if that is not 0), stop
-        strings do not count.
+        or another one; the caller then tells the engine. While `num_tokens` (with the new ones) is at most `params.min_tokens` (if that
+        is not 0), stop strings do not count (`check=False`).
 
-        If log-probabilities are asked for, `cumulative_logprob` adds up those of the sampled tokens, the first of each entry.
+        The output's log-probabilities, if there are any, become dictionaries (`logprob_dictionary`), and `cumulative_logprob` adds up
+        those of the sampled tokens, the first of each entry.
         """
         delta = CompletionOutput(self.index, token_ids=output.new_token_ids)
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
