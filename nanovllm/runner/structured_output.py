@@ -96,9 +96,10 @@ class StructuredOutputManager:
         none twice, although a preempted request is computed again. `matchers` notes how many it has consumed now.
 
         Returns:
-            A bit per token, `[num_rows, bytes]` uint8, as `compute_bitmask` packs them: whole words of 32 bits; passed through
-            `_without_stops`. And by request what went wrong (`describe`) in a matcher with `is_error()`: after how many output
-            tokens. Such a request's row allows every token.
+            A bit per token, `[num_rows, bytes]` uint8, passed through `_without_stops`: the first bytes that `compute_bitmask`
+            returns, as many as whole words of 32 bits for `trie.vocab_size` tokens have (it may return more). And by request what
+            went wrong (`describe`) in a matcher with `is_error()`: "after 4 tokens, ...", the number of its output tokens. Such a
+            request's row allows every token.
         """
         masks = np.full((len(rows), -(-self.trie.vocab_size // 32) * 4), 255, dtype=np.uint8)
         errors = {}

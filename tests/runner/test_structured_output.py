@@ -141,7 +141,8 @@ def test_each_output_token_is_consumed_once(manager: StructuredOutputManager) ->
         row = SamplingRow(params, [7, *output], 1, [EOS])
         masks, errors = manager._masks({"r": row}, matchers)
         assert not errors, "a token was consumed twice, or one was left out"
-        assert masks.shape == (1, 49152 // 8) and matchers["r"][1] == len(output), "tokens that it has consumed"
+        assert masks.shape == (1, 49152 // 8), "one row, of a bit for each of the 49,152 tokens"
+        assert matchers["r"][1] == len(output), "`matchers` notes how many output tokens the matcher has consumed"
         return [token for token in (a, b, EOS) if masks[0, token // 8] >> token % 8 & 1]
 
     assert allowed() == [a]
