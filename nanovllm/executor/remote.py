@@ -189,8 +189,8 @@ class RemoteExecutor(WatchedProcesses, Executor):
 
         Raises:
             ExecutorError: the ranks have been ended (`_check`), one has failed (`_hear` raises it), or this one has not answered
-                after ORDER_SECONDS. A rank that is not ready yet has START_SECONDS. Then `_fail` ends all ranks, and the message
-                says: the rank, "has not answered" or "has not started", "after 300 seconds".
+                after ORDER_SECONDS. A rank that is not ready yet (`is_ready`) has START_SECONDS. Then `_fail` ends all ranks, with
+                the message f"{rank}, has not answered after {seconds:g} seconds", or "has not started".
         """
         self._check()
         what, seconds = ("answered", ORDER_SECONDS) if rank.is_ready else ("started", START_SECONDS)
