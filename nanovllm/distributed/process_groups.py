@@ -90,7 +90,8 @@ class ProcessGroupCoordinator(GroupCoordinator):
         gloo has no reduce-scatter of its own: within `_collective`, every rank sums a contiguous copy of x (`_sum`), and keeps its part.
 
         Raises:
-            ValueError: x cannot be divided equally. This call is refused before it is counted.
+            ValueError: x cannot be divided equally ("3 rows cannot be scattered equally over 2 ranks"). This call is refused before it is
+                counted.
         """
         if x.shape[dim] % self.world_size:
             raise ValueError(f"{x.shape[dim]} rows cannot be scattered equally over {self.world_size} ranks")
