@@ -163,8 +163,8 @@ class VocabParallelEmbedding(Embedding):
         """Look up this rank's tokens, use zeros for the others, and sum over the ranks (`group.all_reduce`).
 
         Row i of this rank's weight is token `shard.start + i`, and only the first `shard.size` rows are tokens. `Embedding.forward` looks up
-        rows, of which every number must exist, so a token of another rank needs a row of this rank first, and zeros afterwards. A group of
-        one looks up all tokens and calls no collective.
+        rows, of which every number must exist, so a token of another rank needs a row of this rank first, and zeros afterwards: written, not
+        multiplied, since a row of padding may be NaN. A group of one looks up all tokens and calls no collective.
         """
         if self.group.world_size == 1:  # this rank has all tokens: nothing to mask
             return super().forward(token_ids)
