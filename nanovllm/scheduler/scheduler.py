@@ -190,7 +190,7 @@ class Scheduler:
             return "max_num_seqs"
         if plan.num_tokens >= self.config.token_budget:
             return "max_num_batched_tokens"
-        # The other steps in flight need requests, too. (A token is pending if the request was preempted in the meantime.)
+        # The other steps in flight need requests, too. (A waiting request has a pending token if it was preempted in the meantime.)
         if request.num_pending_tokens or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
             return "pipeline_parallel_size"
         if self.config.batching_policy == "static" and any(
