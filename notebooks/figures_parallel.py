@@ -430,7 +430,7 @@ def draw_shares(grid: Grid, num_heads: int, num_experts: int) -> Figure:
             f"experts {rank * experts}–{(rank + 1) * experts - 1}",
             mix(PALETTE[4], BACKGROUND, rank / 5),
         )
-    names = ["all ranks\nshare the experts", "tensor ranks\nshare the heads", "data ranks\nshare the requests"]
+    names = ["all ranks\ndivide the experts", "tensor ranks\ndivide the heads", "data ranks\ndivide the requests"]
     ax.set_yticks([0.36, 1.36, 2.36], names)
     ax.set(xlim=(0, grid.world_size), ylim=(-0.1, 3.65), xticks=[])
     ax.spines[:].set_visible(False)

@@ -1,7 +1,4 @@
-"""An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of several.
-
-Built by notebooks/25_data_parallel.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
-"""
+"""An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of several."""
 
 from __future__ import annotations
 

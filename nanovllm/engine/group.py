@@ -172,9 +172,10 @@ class DataParallelCore(WatchedProcesses):
     def _take(self, rank: DataRank, report: Report) -> list[EngineOutput]:
         """Take in an engine's report.
 
-        A refused request ends with an output with finish reason "error" and the reason as `error` (and a line in the log). Each output gets
-        the engine's number (`rank.rank`); if it has a finish reason, its request leaves `_rank_of`. In lock-step, a report with more ended
-        waves than `waves` knows is the first one of the end of a wave: end it, and start the next one if it is needed (`_start_wave`).
+        A request that the engine refused (`report.refused`: id to reason) ends with an output with finish reason "error" and the reason as
+        `error`, and a line in the log. Each output gets the engine's number (`rank.rank`) as `engine`; if it has a finish reason, its
+        request leaves `_rank_of`. In lock-step, a report with more ended waves (`report.stats.num_waves`) than `waves.ended` is the first
+        that tells of the end of a wave: end that wave, and start the next one if it is needed (`_start_wave`).
 
         Returns: outputs, then errors; without those of requests that are not, or no longer, this engine's.
         """

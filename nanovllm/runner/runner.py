@@ -345,8 +345,8 @@ class ModelRunner:
     def _ask_around(self, schedule: SchedulerOutput) -> Callable[[], bool]:
         """Whether any of the engines in lock-step has requests; all engines get the same answer for the same step.
 
-        Every rank starts the same all-reduce (`upload` makes the tensor of this engine's `schedule.unfinished`), and does not wait for it
-        here: `start_fetch` copies the sum to the host. A group of one asks no other rank.
+        Every rank starts the same all-reduce, of a tensor with the number of this engine's `schedule.unfinished` (`upload`), and does not wait
+        here: `start_fetch` of the sum returns a function that waits for it and returns `[[sum]]`. A group of one needs neither of them.
 
         Returns: a function that waits for the answer, a `bool`.
         """

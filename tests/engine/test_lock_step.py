@@ -83,9 +83,18 @@ def test_engines_learn_whether_any_of_them_has_requests(
     assert ask() is (unfinished or others > 0), f"{unfinished=} here, and {others} other engines have requests"
 
 
+class Alone(GroupCoordinator):
+    """A group of one, which is not to be asked."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Refuse."""
+        raise AssertionError("a group of one has no other rank to ask: no all-reduce, no copy to the host")
+
+
 def test_a_single_engine_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(groups._groups, "dp", GroupCoordinator("dp"))
+    monkeypatch.setitem(groups._groups, "dp", Alone("dp"))
     runner = ModelRunner.__new__(ModelRunner)
+    runner.device = torch.device("cpu")
     for unfinished in (True, False):
         assert runner._ask_around(SchedulerOutput(unfinished=unfinished))() is unfinished
 
