@@ -105,7 +105,7 @@ def test_a_replay_returns_the_rows_of_the_requests(monkeypatch: pytest.MonkeyPat
     group = SimpleNamespace(is_last=is_last)
     monkeypatch.setattr(nanovllm.runner.cuda_graphs, "get_pp_group", lambda: group, raising=False)
     graphs: Any = object.__new__(DecodeGraphs)
-    graphs._out, graphs._received, replayed = torch.zeros(8, 2), torch.zeros(8, 2), []
+    graphs.sizes, graphs._out, graphs._received, replayed = [4, 8], torch.zeros(8, 2), torch.zeros(8, 2), []
     for size in (4, 8):
         graphs._graphs = getattr(graphs, "_graphs", {}) | {
             size: SimpleNamespace(replay=lambda size=size: replayed.append((size, graphs._received.clone())))

@@ -65,7 +65,7 @@ def test_without_chunks_a_prompt_is_computed_whole_or_not_at_all() -> None:
 
 
 def test_a_pending_token_may_be_computed_unless_it_is_the_last() -> None:
-    scheduler = scheduler_of(10, max_num_seqs=4, max_num_batched_tokens=12)
+    scheduler = scheduler_of(10, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=12)
     pending = {"num_computed_tokens": 10, "num_pending_tokens": 1}
     assert share(scheduler, **pending) == 1, "the plan needs the number of tokens, not their values"
     one = scheduler.requests["r0"]
@@ -141,7 +141,7 @@ def test_a_step_begins_when_the_device_is_free(is_async: bool, seconds: list[flo
     for _ in range(3):
         core._take_results()
     times = [event[1] for event in core.events if event != "checked"]
-    assert times == seconds, "seconds that the record has of each step"
+    assert times == seconds, f"seconds of each step in the record, with async_scheduling={is_async}"
     assert core.events.count("checked") == 3, "the invariants hold after each step"
 
 
