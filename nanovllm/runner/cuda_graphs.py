@@ -45,12 +45,12 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Any], pool: Any) -> Any:
-        """Record what `work` launches. The work is done once before, since nothing can be recorded while a Triton kernel is
-        compiled, or a library loads its own and makes itself a workspace.
+        """Record what `work` launches. The work is done once before, since CUDA cannot record while a Triton kernel is
+        compiled, or while a library loads its kernels and allocates its workspace.
 
         Args:
             work: reads and writes at the same addresses every time.
-            pool: memory for the tensors that `work` makes on its way, shared with other graphs that never run at the same
+            pool: memory for the temporary tensors of `work`, shared with other graphs that never run at the same
                 time; None for the first of them.
 
         Returns:
@@ -70,8 +70,8 @@ class CudaGraph:
 
 
 class DecodeGraphs:
-    """A decode step, recorded for some batch sizes, and the buffers of what it receives and computes. The runner's buffers
-    are filled with padding to record with.
+    """A decode step, recorded for some batch sizes, and the buffers for what it receives and computes. Fills the runner's buffers
+    with padding, with which it records.
 
     It keeps no reference to the runner, which owns it: a cycle would hold the GPU's memory until Python collects garbage.
     """
@@ -92,7 +92,7 @@ class DecodeGraphs:
 
     def decode(self, runner: ModelRunner, size: int) -> Any:
         """Run the model on the `size` requests in the buffers, one token each: this is what a graph records. So it reads and
-        writes only buffers that never move, and does not depend on any length."""
+        writes only buffers that never move, and its launches do not depend on any length."""
         inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
         out = runner._run_model(*inputs, self._received[:size] if self._received is not None else None)
         return self._out[:size].copy_(out)
@@ -104,12 +104,12 @@ class DecodeGraphs:
     def replay(self, batch: Batch, received: Tensor | None) -> Tensor:
         """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits.
 
-        The batch has been padded to a recorded size: that is the length of `input_ids`; `rows` has one entry per request. What an earlier
-        stage has sent (`received`, if there is one) is first copied to the beginning of the buffer that the graph reads, `_received`.
+        The batch has been padded to a recorded size, the length of `input_ids`; `rows` has one entry per request. If an earlier stage of a
+        pipeline has sent rows (`received`), they are first copied to the beginning of the buffer that the graph reads, `_received`.
 
         Returns:
-            Of the output buffer `_out` the rows of the requests. Only the last stage of a pipeline returns the buffer itself: the
-            others send what they return, and the next replay may overwrite the buffer before it is sent.
+            The rows of the requests in the output buffer `_out`. The last stage (`get_pp_group().is_last`, also without a pipeline)
+            returns a view of the buffer. Other stages return a copy: the next replay may overwrite the buffer before the rows are sent.
         """
         count = len(batch.rows)
         if received is not None and self._received is not None:
@@ -122,8 +122,8 @@ class DecodeGraphs:
 
 @torch.inference_mode()
 def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
-    """Record the runner's decode step for each size of the ladder, the largest first: the others then find all the memory they need.
-    Logs how many there are, and the time."""
+    """Record the runner's decode step for each size of the ladder, the largest first: the memory that it takes is enough for the others.
+    Logs the number of graphs, and the time."""
     start = time.perf_counter()
     graphs = DecodeGraphs(runner)
     for size in reversed(graphs.sizes):
@@ -135,8 +135,8 @@ def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
 
 @torch.inference_mode()
 def warm_up(runner: ModelRunner) -> None:
-    """Compile every kernel before the first request needs it: run a step of each kind that the backend names, of padding
-    only."""
+    """Compile every kernel before the first request needs it: run a step of padding of each kind that the backend
+    names."""
     config, start = runner.config, time.perf_counter()
     most, tp = min(config.max_num_seqs, config.token_budget), get_tp_group().world_size
     num_heads = runner.model_config.num_heads // tp
