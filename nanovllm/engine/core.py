@@ -283,8 +283,10 @@ class EngineCore:
         In lock-step with other engines (`waves`), the result says whether any engine has unfinished requests. If none has, the step's
         wave ends. With `config.check_invariants`, the scheduler checks itself after each result.
 
-        A step's time runs from its start on the device until now. Its record gets this start, and `_recorder.finish` the record, the
-        time in seconds (whole microseconds), the result and the outputs. `_last_results` keeps the time of now for the next step.
+        A step's time runs from its start until now. With `config.async_scheduling`, it starts when the device has finished the previous
+        step: at `_last_results` if that is later than `step.start`. Otherwise it starts at `step.start`. Its record, if there is one,
+        gets this start, and `_recorder.finish` the record, the time in seconds (rounded to microseconds), the result and the outputs.
+        `_last_results` keeps the time of now for the next step.
         """
         if len(self._in_flight) <= keep:
             return []
@@ -293,8 +295,7 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(step.plan, result)
         if self.waves is not None and not result.anyone_unfinished:
             self.waves.end(step.wave)
-        # With asynchronous scheduling, a step begins when the device has finished the previous one; in a pipeline, at once,
-        # because the first stage is free.
+        # In a pipeline, a step begins at once, because the first stage is free.
         before = self._last_results if self.config.async_scheduling else 0.0
         start, self._last_results = max(step.start, before), self._now()
         if step.record is not None:

@@ -125,10 +125,10 @@ class Scheduler:
     def _share(self, request: Request, plan: SchedulerOutput) -> int:
         """How many tokens of the request this step may compute.
 
-        None if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
-        tokens (`_is_complete` with their number). Otherwise its `num_missing_tokens`, at most what the plan leaves of
+        0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
+        tokens (see `_is_complete`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
         `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0. Without
-        `config.enable_chunked_prefill`, all that it misses, or none if that is more than the budget leaves.
+        `config.enable_chunked_prefill`, all that it misses, or 0 if that is more than the budget leaves.
         """
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
@@ -372,11 +372,11 @@ class Scheduler:
     _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
     def _expect(self, plan: SchedulerOutput) -> None:
-        """Remember a step whose result is to come (last in `_steps_in_flight`, a tuple), and count the tokens that it samples as pending.
+        """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the tokens that it samples as pending.
 
-        The requests' `num_computed_tokens` count this step already. So a request of which more tokens are computed than known
-        computes a pending token: its share in the plan notes that as `last_is_pending`. Then each request for which the step samples
-        (`samples` of its share) has one pending token more.
+        The requests' `num_computed_tokens` count this step already. So if more tokens of a request are computed than known (`num_tokens`),
+        the step computes a pending token of it: its share in the plan gets `last_is_pending`. Afterwards each request for which the step
+        samples (`samples` of its share) has one pending token more.
         """
         self._steps_in_flight += (plan,)
         for scheduled in plan.requests:
