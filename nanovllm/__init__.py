@@ -9,11 +9,9 @@ if TYPE_CHECKING:
     from nanovllm.data.sampling_params import SamplingParams
     from nanovllm.engine.llm import LLM
 
-# At the end of a parallel loop, GNU OpenMP's threads spin while they wait for each other, then sleep. If another process keeps
-# a core busy, long spinning takes the time that the late thread needs, and a step takes up to ten times as long. If the spin
-# is too short, every loop begins by waking sleeping threads, which costs one stream a third of its speed. 5000 rounds (about
-# 0.2 ms) outlast the gaps between loops and little else. OpenMP reads this when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# Our kernels have threads of their own (ops/cpu_threads.h); torch's, which OpenMP starts for the few operators that it computes in a
+# step, would spin after each of them, on the processors that ours need. OpenMP reads this when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "__version__"]

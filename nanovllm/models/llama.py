@@ -6,6 +6,7 @@ Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nan
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -121,7 +122,13 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and final norm; in a pipeline, those of this rank's stage. `family` names their classes."""
+    """Embedding, layers and final norm; in a pipeline, those of this rank's stage. `family` names their classes.
+
+    Attributes:
+        fused: what runs in the place of all layers, where a CPU can (models/fused.py).
+    """
+
+    fused: Sequence[Any] = ()
 
     def __init__(self, config: ModelConfig, max_positions: int, family: type[LlamaForCausalLM]) -> None:
         super().__init__()
@@ -140,7 +147,7 @@ class LlamaModel(nn.Module):
         x = self.embed_tokens(input_ids) if received is None else received
         residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
-        for layer in islice(self.layers, self.here.start, self.here.stop):
+        for layer in self.fused or islice(self.layers, self.here.start, self.here.stop):
             x, residual = layer(x, residual, rotary)
         if not self.stage.is_last:
             return residual.add_(x)

@@ -10,7 +10,9 @@
 // nor on the chunk or the number of threads.
 #include <memory>
 
+#include "cpu_operators.h"
 #include "cpu_products.h"
+#include "cpu_threads.h"
 
 constexpr int TILE_ROWS = 192;      // query rows of a tile: enough to repay packing the keys
 constexpr int CUT_ROWS = 24;        // of tiles of at most so many, each part is a task
@@ -105,6 +107,7 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
                           head_dim};
   const int first_step = tile.begin / KEYS * KEYS;
   Rows<T> next(pages, first_step, tile.begin, tile.end);
+  for (const T* row : next.row) fetch_row(row, head_dim), fetch_row(row + pages.value_offset, head_dim);
   for (int begin = first_step; begin < tile.end; begin += KEYS) {
     const Rows<T> now = next;
     if (begin + KEYS < tile.end) next = Rows<T>(pages, begin + KEYS, tile.begin, tile.end);
@@ -113,7 +116,7 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
       std::fill_n(scratch.totals, rows * LANES, 0.0f);
       std::fill_n(scratch.out, rows * scratch.columns, 0.0f);
     }
-    score_packed(rows, now, pages.value_offset, head_dim, scratch);
+    score_packed(rows, now, next, head_dim, scratch);
     for (int row = 0; row < rows; ++row) {
       const int position = tile.position + row / group;
       const int first = problem.window > 0 ? position - problem.window + 1 - begin : 0;
@@ -185,7 +188,7 @@ static Plan make_plan(const Problem& problem, int sequences) {
 
 // False, and nothing done, where a sequence needs a block that its table or the cache does not have.
 template <class T>
-static bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t* block_tables,
+bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t* block_tables,
                             const int32_t* seq_lens, const int32_t* query_start_loc, int64_t sequences,
                             int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
                             int64_t q_stride, int64_t num_blocks, int64_t block_stride, int64_t table_width,

@@ -1,5 +1,6 @@
-// CPU kernels, part 1: normalisation, rotary embedding, cache writes, SwiGLU and small matrix products.
-// Part 2, attention, is cpu_attention.cpp. native.py compiles both and calls them through a plain C interface.
+// CPU kernels, part 1: normalisation, rotary embedding, cache writes, SwiGLU and matrix products.
+// Part 2, attention, is cpu_attention.cpp; part 3, all layers in one call, is cpu_layers.cpp. native.py compiles them and
+// calls them through a plain C interface.
 //
 // Shapes and contracts are documented in nanovllm/ops/__init__.py. Strides count elements. In bfloat16 the elementwise
 // kernels round wherever the same formula in torch would.
@@ -9,8 +10,9 @@
 #include <malloc.h>
 #endif
 
+#include "cpu_operators.h"
+#include "cpu_threads.h"
 #include "cpu_tiles.h"
-#include "cpu_vector.h"
 
 // Elementwise work below this many elements is done before a second thread would have begun.
 constexpr int64_t PARALLEL_ELEMENTS = 16384;
@@ -47,7 +49,7 @@ INLINE void normalize_row(const T* x, const T* weight, T* out, int64_t width, fl
 
 // x holds `tokens` rows, `token_stride` apart, of `groups` contiguous vectors of `width`; each is normalised alone.
 template <class T>
-static void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t groups, int64_t width,
+void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t groups, int64_t width,
                      int64_t token_stride, float eps, int threads) {
   for_each_row(tokens * groups, width, threads, [&](int64_t row) {
     const T* source = x + row / groups * token_stride + row % groups * width;
@@ -56,7 +58,7 @@ static void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_
 }
 
 template <class T>
-static void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t width, float eps,
+void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t width, float eps,
                          int threads) {
   for_each_row(tokens, width, threads, [&](int64_t row) {
     const int64_t start = row * width;
@@ -86,7 +88,7 @@ INLINE void rotate_heads(T* heads, int64_t count, int64_t head_dim, const float*
 
 // False, and nothing done, where a position is outside the table.
 template <class T>
-static bool apply_rope(T* q, T* k, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t num_heads,
+bool apply_rope(T* q, T* k, const int64_t* positions, const float* cos_sin, int64_t tokens, int64_t num_heads,
                        int64_t num_kv_heads, int64_t head_dim, int64_t q_stride, int64_t k_stride,
                        int64_t num_positions, int threads) {
   for (int64_t token = 0; token < tokens; ++token)
@@ -101,7 +103,7 @@ static bool apply_rope(T* q, T* k, const int64_t* positions, const float* cos_si
 
 // False, and nothing written, where a slot is beyond the cache.
 template <class T>
-static bool write_kv_cache(const T* k, const T* v, T* kv_cache, const int64_t* slots, int64_t tokens,
+bool write_kv_cache(const T* k, const T* v, T* kv_cache, const int64_t* slots, int64_t tokens,
                            int64_t num_kv_heads, int64_t head_dim, int64_t num_blocks, int64_t block_size,
                            int64_t k_stride, int64_t v_stride, int64_t block_stride, int threads) {
   for (int64_t token = 0; token < tokens; ++token)
@@ -122,7 +124,7 @@ static bool write_kv_cache(const T* k, const T* v, T* kv_cache, const int64_t* s
 // ----------------------------------------------------------------------------------------------------- SwiGLU
 
 template <class T>
-static void silu_and_mul(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
+void silu_and_mul(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
   constexpr int64_t WIDTH = 512;  // columns a task: a single wide row is shared between threads too
   const int64_t pieces = (size + WIDTH - 1) / WIDTH;
   for_each_row(tokens * pieces, WIDTH, threads, [&](int64_t piece) {
@@ -457,7 +459,7 @@ static void linear_tiles(const bfloat16* x, const TileMemory* weight, const bflo
 #endif
 
 template <class T>
-static void linear_packed(const T* x, const uint32_t* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+void linear_packed(const T* x, const uint32_t* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
                           int64_t outputs, int threads) {
 #if HAS_TILES
   if constexpr (std::is_same<T, bfloat16>::value)

@@ -89,22 +89,26 @@ INLINE void copy_words(const T* source, int head_dim, uint32_t* target) {
     store_words(target, (Words)Dot<T>::read(source + i, head_dim - i));
 }
 
-// keys[word][key], while the values are fetched from memory.
+// Asks for a row's keys, or at an offset its values, to be brought from memory.
 template <class T>
-INLINE void pack_keys(const Rows<T>& now, int64_t value_offset, int head_dim, const Scratch& scratch) {
+INLINE void fetch_row(const T* row, int head_dim) {
+  for (int i = 0; i < head_dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
+}
+
+// keys[word][key], while the next step's keys are fetched: a step's time is what memory needs to bring 64 of them.
+template <class T>
+INLINE void pack_keys(const Rows<T>& now, const Rows<T>& next, int head_dim, const Scratch& scratch) {
   for (int first = 0; first < KEYS; first += LANES) {
+    for (int key = 0; key < LANES; ++key) fetch_row(next.row[first + key], head_dim);
     for (int i = 0, word = 0; i < head_dim; i += Dot<T>::STEP, word += LANES) {
       Words block[LANES];
-      for (int key = 0; key < LANES; ++key) {
-        block[key] = (Words)Dot<T>::read(now.row[first + key] + i, head_dim - i);
-        __builtin_prefetch(now.row[first + key] + value_offset + i, 0, 2);
-      }
+      for (int key = 0; key < LANES; ++key) block[key] = (Words)Dot<T>::read(now.row[first + key] + i, head_dim - i);
       transpose(block, scratch.keys + word * KEYS + first, KEYS);
     }
   }
 }
 
-// values[key][column], or pairs of keys in one word, while the next keys are fetched from memory.
+// values[key][column], or pairs of keys in one word, while the next step's values are fetched.
 template <class T>
 INLINE void pack_values(const Rows<T>& now, const Rows<T>& next, int64_t value_offset, int head_dim,
                         const Scratch& scratch) {
@@ -117,8 +121,7 @@ INLINE void pack_values(const Rows<T>& now, const Rows<T>& next, int64_t value_o
         words = words >> 16 | (Words)load(now.row[key + 1] + value_offset + i, head_dim - i);
       store_words(target + i, words);
     }
-    for (int i = 0; i < head_dim; i += 64 / sizeof(T))
-      for (int k = key; k < key + PAIR; ++k) __builtin_prefetch(next.row[k] + i, 0, 2);
+    for (int k = key; k < key + PAIR; ++k) fetch_row(next.row[k] + value_offset, head_dim);
   }
 }
 
@@ -210,8 +213,8 @@ static void multiply(int rows, const uint32_t* a, int a_stride, const uint32_t* 
 }
 
 template <class T>
-INLINE void score_packed(int rows, const Rows<T>& now, int64_t value_offset, int head_dim, const Scratch& scratch) {
-  pack_keys(now, value_offset, head_dim, scratch);
+INLINE void score_packed(int rows, const Rows<T>& now, const Rows<T>& next, int head_dim, const Scratch& scratch) {
+  pack_keys(now, next, head_dim, scratch);
   multiply<T>(rows, scratch.queries, scratch.words, scratch.keys, KEYS, scratch.words, scratch.scores, KEYS, nullptr);
 }
 

@@ -1,4 +1,4 @@
-// Vectors of floats, bfloat16, and parallel loops: what the CPU kernels are written in.
+// Vectors of floats and bfloat16: what the CPU kernels are written in.
 //
 // The vector types are those of GCC and Clang, as wide as the machine's registers (AVX-512, AVX2, NEON or SSE): a wider
 // one GCC keeps in memory, which makes a product ten times slower. Intrinsics stand only where an instruction has no
@@ -243,35 +243,6 @@ INLINE Floats exponential(Floats x) {
   Floats scaled = (Floats)((Ints)p + ((Ints)shifted << 23));
   if (!POSITIVE) return scaled;
   return x < splat(-87.0f) ? Floats{} : scaled;
-}
-
-// In what portions threads take tasks. IN_TURN, one by one, evens out tasks of unequal size. IN_RUNS gives a thread its
-// share of what is left at once, again and again: it reads on where it is, which memory is fast at.
-enum class Portions { IN_TURN, IN_RUNS };
-
-// Runs body(task, state) for every task on up to `threads` threads, each with a state = make_state() of its own.
-template <Portions PORTIONS = Portions::IN_TURN, class MakeState, class Body>
-static void parallel_for(int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
-  if (threads <= 1 || tasks <= 1) {
-    const auto state = make_state();
-    for (int64_t task = 0; task < tasks; ++task) body(task, state);
-    return;
-  }
-#pragma omp parallel num_threads(threads)
-  {
-    const auto state = make_state();
-    if constexpr (PORTIONS == Portions::IN_RUNS) {
-#pragma omp for schedule(guided)
-      for (int64_t task = 0; task < tasks; ++task) body(task, state);
-    } else {
-#pragma omp for schedule(dynamic, 1)
-      for (int64_t task = 0; task < tasks; ++task) body(task, state);
-    }
-  }
-}
-template <Portions PORTIONS = Portions::IN_TURN, class Body>
-static void parallel_for(int64_t tasks, int threads, const Body& body) {
-  parallel_for<PORTIONS>(tasks, threads, [] { return 0; }, [&](int64_t task, int) { body(task); });
 }
 
 // A kernel template goes out as two C symbols, each the address of one instance.

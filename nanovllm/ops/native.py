@@ -5,8 +5,7 @@ Python's. Where there is no compiler, or it fails, `is_available` says so once i
 with plain torch. Every function here checks what its kernel needs (float32 or bfloat16, dense rows, no gradient) and
 hands everything else to `reference`.
 
-The kernels' threads are those of torch's own OpenMP runtime, as many as `torch.get_num_threads()`: a second runtime
-would keep a second set of threads spinning on the same cores.
+As many threads as `torch.get_num_threads()` share the tasks of a kernel (cpu_threads.h).
 
 Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the result is kept under `NANOVLLM_HOME`
 (~/.cache/nanovllm), and `NANOVLLM_NATIVE=0` leaves only plain torch on the CPU.
@@ -30,9 +29,9 @@ from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp")
-HEADERS = ("cpu_vector.h", "cpu_tiles.h", "cpu_products.h")
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC")
+SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp", "cpu_layers.cpp")
+HEADERS = ("cpu_vector.h", "cpu_tiles.h", "cpu_products.h", "cpu_operators.h", "cpu_threads.h")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 
 LINEAR_ALIGNMENT = 32
 # Rows and columns of a packed weight's groups, for any CPU: the sizes of a tile in cpu_tiles.h.
@@ -51,20 +50,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "pack_weight": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "linear_packed": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
+    "decoder_layers": [_BOOL, *[_POINTER] * 9, *[_SIZE] * 14, *[_FLOAT] * 3, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 # ---------------------------------------------------------------------------------------------------- building
-
-
-def _openmp_runtime() -> str | None:
-    """The path of the OpenMP library that torch has loaded into this process."""
-    try:
-        mapped = Path("/proc/self/maps").read_text().split()
-    except OSError:
-        return None
-    return next((path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))), None)
 
 
 @cache
@@ -73,20 +64,15 @@ def _library() -> ctypes.CDLL | None:
     if os.environ.get("NANOVLLM_NATIVE") == "0":
         logger.info("CPU kernels are switched off by NANOVLLM_NATIVE=0")
         return None
-    folder, runtime, reasons = Path(__file__).parent, _openmp_runtime(), []
+    folder = Path(__file__).parent
     sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
-    # Not every compiler knows the flag or the runtime's symbols; one thread is better than no kernels.
-    for openmp in (["-fopenmp"], []) if runtime else ([],):
-        try:
-            if runtime:
-                ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-            library = load_library(sources, headers, [*FLAGS, *openmp], "the CPU kernels")
-            library.keep_freed_memory()
-            return library
-        except (BuildError, OSError) as error:
-            reasons.append(str(error))
-    logger.warning("no CPU kernels, using plain torch: %s", "; ".join(dict.fromkeys(reasons)))
-    return None
+    try:
+        library = load_library(sources, headers, FLAGS, "the CPU kernels")
+    except (BuildError, OSError) as error:
+        logger.warning("no CPU kernels, using plain torch: %s", error)
+        return None
+    library.keep_freed_memory()
+    return library
 
 
 def is_available() -> bool:
@@ -95,7 +81,7 @@ def is_available() -> bool:
 
 
 @cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., bool] | None:
+def kernel_of(name: str, dtype: torch.dtype) -> Callable[..., bool] | None:
     """The C function for this dtype, or None where there is none."""
     library = _library()
     if library is None or dtype not in _SUFFIXES:
@@ -119,10 +105,10 @@ def _kernel_for(name: str, fits: bool, *tensors: Tensor) -> Callable[..., bool] 
             return None
     if not fits or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return None
-    return _kernel(name, dtype)
+    return kernel_of(name, dtype)
 
 
-def _call(kernel: Callable[..., bool], tensors: Sequence[Tensor], *numbers: float) -> bool:
+def call(kernel: Callable[..., bool], tensors: Sequence[Tensor], *numbers: float) -> bool:
     """Call a C function with the addresses of tensors (an empty tensor's is null), numbers, and the number of threads."""
     return kernel(*map(Tensor.data_ptr, tensors), *numbers, torch.get_num_threads())
 
@@ -145,7 +131,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
     out = torch.empty_like(x)
     groups, stride = (x.shape[1], x.stride(0)) if heads else (1, width)
-    _call(kernel, (x, weight, out), x.numel() // (groups * width), groups, width, stride, eps)
+    call(kernel, (x, weight, out), x.numel() // (groups * width), groups, width, stride, eps)
     return out
 
 
@@ -155,7 +141,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     if (kernel := _kernel_for("add_rms_norm", fits, x, residual, weight)) is None:
         return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
-    _call(kernel, (x, residual, weight, out), x.numel() // width, width, eps)
+    call(kernel, (x, residual, weight, out), x.numel() // width, width, eps)
     return out, residual
 
 
@@ -168,7 +154,7 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
     if (kernel := _kernel_for("apply_rope", fits, q, k)) is None:
         return reference.apply_rope(q, k, positions, cos_sin)
     sizes = tokens, num_heads, num_kv_heads, head_dim, q.stride(0), k.stride(0), num_positions
-    if not _call(kernel, (q, k, positions.contiguous(), cos_sin), *sizes):
+    if not call(kernel, (q, k, positions.contiguous(), cos_sin), *sizes):
         raise IndexError(f"a position is outside the table of {num_positions} rotations")
     return q, k
 
@@ -181,7 +167,7 @@ def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     if (kernel := _kernel_for("write_kv_cache", fits, k, v, kv_cache)) is None:
         return reference.write_kv_cache(k, v, kv_cache, slot_mapping)
     sizes = tokens, num_kv_heads, head_dim, num_blocks, block_size, k.stride(0), v.stride(0), kv_cache.stride(0)
-    if not _call(kernel, (k, v, kv_cache, slot_mapping.contiguous()), *sizes):
+    if not call(kernel, (k, v, kv_cache, slot_mapping.contiguous()), *sizes):
         raise IndexError(f"a slot is beyond the cache of {num_blocks} blocks of {block_size}")
 
 
@@ -190,7 +176,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         return reference.silu_and_mul(x)
     tokens, width = x.shape
     out = x.new_empty(tokens, width // 2)
-    _call(kernel, (x, out), tokens, width // 2)
+    call(kernel, (x, out), tokens, width // 2)
     return out
 
 
@@ -202,7 +188,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     values = 4 // weight.itemsize  # of a word
     shape = outputs // PACKED_OUTPUTS, inner // PACKED_INPUTS, PACKED_INPUTS // values, values * PACKED_OUTPUTS
     packed = weight.new_empty(shape)
-    _call(kernel, (weight, packed), inner, outputs)
+    call(kernel, (weight, packed), inner, outputs)
     return packed
 
 
@@ -221,7 +207,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (kernel := _kernel_for("linear_packed" if packed else "linear", fits, x, weight)) is None:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
-    _call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
+    call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
     return out
 
 
@@ -251,6 +237,6 @@ def paged_attention(
     out = torch.empty_like(q)
     tensors = q, kv_cache, out, block_tables, seq_lens.contiguous(), query_start_loc.contiguous()
     sizes = len(seq_lens), num_heads, num_kv_heads, head_dim, block_size, q.stride(0), num_blocks, kv_cache.stride(0)
-    if not _call(kernel, tensors, *sizes, block_tables.shape[1], block_tables.stride(0), *options):
+    if not call(kernel, tensors, *sizes, block_tables.shape[1], block_tables.stride(0), *options):
         raise IndexError("seq_lens, query_start_loc and block_tables do not agree with each other or the cache")
     return out

@@ -84,7 +84,6 @@ def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], targe
         commands = [[compiler, *flags, "-c", str(source.resolve())] for source in sources]
         for _ in threads.imap_unordered(lambda command: _run(command, folder), commands):
             bar.update()
-        # Linked without -fopenmp: the symbols come from the runtime that torch has loaded.
         _run([compiler, "-shared", *(f"{source.stem}.o" for source in sources), "-o", "library.so"], folder)
         os.replace(Path(folder) / "library.so", target)
 

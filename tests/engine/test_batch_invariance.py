@@ -26,6 +26,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "recompute": {"pool": 1024, "max_num_batched_tokens": 300},
     "swap": {"pool": 1024, "preemption_mode": "swap", "swap_space": 0.01},
     "async scheduling": {"async_scheduling": True},
+    "layer by layer": {"enforce_eager": True},
 }
 
 

@@ -27,7 +27,7 @@ PARTS: dict[str, tuple[int, str]] = {
     ),
     "Triton": (15, "ops/triton*.py attention/triton*.py attention/latent_kernels.py"),
     "CUDA graphs": (40, "runner/cuda_graphs.py runner/gpu_memory.py"),
-    "compiled operators": (10, "ops/native.py ops/cpu_*"),
+    "compiled operators": (10, "ops/native.py ops/cpu_* models/fused.py"),
     "GGUF files": (10, "checkpoint/gguf.py checkpoint/course_model.py checkpoint/pip_run.py"),
     "structured output": (19, "text/grammars.py runner/structured_output.py server/tools.py"),
     "traces": (13, "trace/**/* server/page.py server/web/* cli/trace.py cli/replay.py"),

@@ -1,0 +1,79 @@
+"""On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their order, hence with the same bits,
+without Python's ten calls per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.attention.base import Rotary, get_forward_context
+from nanovllm.distributed.groups import get_tp_group
+from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops import native
+
+#: What the C++ code computes. A layer with a module of another file, such as a lecture or a model with experts, runs as it is.
+MODULES = {"nanovllm.models.llama", "nanovllm.layers.basic", "nanovllm.layers.tensor_parallel"}
+#: A layer's parameters, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and norms of queries and keys.
+QKV, OUT, MLP = "self_attn.qkv_proj", "self_attn.o_proj.weight self_attn.o_proj.bias", "mlp.gate_up_proj"
+PARAMETERS = (
+    f"input_layernorm.weight {QKV}.weight {QKV}.bias self_attn.q_norm.weight self_attn.k_norm.weight {OUT} "
+    f"post_attention_layernorm.weight {MLP}.weight {MLP}.bias mlp.down_proj.weight mlp.down_proj.bias"
+).split()
+
+
+def fuse_layers(model: LlamaForCausalLM) -> None:
+    """Let the layers of a model with packed weights run in one call, if this machine and these layers can. Otherwise, and where a
+    hook or a connector follows the layers of a step, they run one by one."""
+    here = model.model.here
+    layers = list(model.model.layers[here.start : here.stop])
+    if all(map(_fits, layers)) and get_tp_group().world_size == 1:
+        model.model.fused = (FusedLayers(layers),)
+
+
+def _fits(layer: Any) -> bool:
+    if not {name for m in layer.modules() for name in (type(m).__module__, type(m).forward.__module__)} <= MODULES:
+        return False
+    matrices = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
+    return all(matrix.weight.ndim == 4 for matrix in matrices)  # packed, hence by compiled operators
+
+
+class FusedLayers:
+    """In the place of layers: `(x, residual, rotary)` to what the last of them returns."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self.layers, rows = layers, []
+        modules = [module for layer in layers for module in layer.modules()]
+        self.hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        for layer in layers:
+            found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+            cache = 0  # its address is known when there is one
+            window = layer.self_attn.options["sliding_window"]
+            rows.append([*(found.get(name, 0) for name in PARAMETERS), cache, window])
+        self.addresses = torch.tensor(rows)
+
+    def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        context, attention = get_forward_context(), self.layers[0].self_attn
+        caches, batch = [context.kv_caches[layer.self_attn.layer] for layer in self.layers], context.metadata
+        if context.backend.name != "cpu" or context.connector is not None or any(self.hooks):
+            for layer in self.layers:
+                x, residual = layer(x, residual, rotary)
+            return x, residual
+        self.addresses[:, -2] = torch.tensor([cache.data_ptr() for cache in caches])
+        x = x.clone()  # a pipeline's buffer, perhaps
+        tables, lengths = batch.block_tables, batch.seq_lens
+        tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)
+        heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
+        width = self.layers[0].mlp.down_proj.weight.shape[1] * native.PACKED_INPUTS
+        num_blocks, _, _, block_size, _ = caches[0].shape
+        cache_sizes = block_size, num_blocks, caches[0].stride(0), tables.shape[1], tables.stride(0)
+        sizes = len(caches), *x.shape, *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes
+        factors = self.layers[0].input_layernorm.eps, attention.scale, attention.options.get("soft_cap", 0.0)
+        kernel = native.kernel_of("decoder_layers", x.dtype)
+        if kernel is None or not native.call(kernel, tensors, *sizes, *factors):
+            raise IndexError(
+                "positions, slot_mapping, block_tables and seq_lens do not agree with the cache or each other"
+            )
+        return x, residual

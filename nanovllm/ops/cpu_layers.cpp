@@ -1,0 +1,65 @@
+// CPU kernels, part 3: the layers of a decoder in one call, made of the operators of parts 1 and 2, in the order of
+// `DecoderLayer.forward` (models/llama.py), and therefore with the same bits. It saves Python's ten calls per layer.
+#include <memory>
+
+#include "cpu_operators.h"
+
+// The addresses of a layer's tensors, as native.py lays them out. Weights are packed; what a layer lacks is null.
+template <class T>
+struct Layer {
+  const T* input_norm;
+  const uint32_t* qkv;
+  const T *qkv_bias, *q_norm, *k_norm;
+  const uint32_t* o;
+  const T *o_bias, *mlp_norm;
+  const uint32_t* gate_up;
+  const T* gate_up_bias;
+  const uint32_t* down;
+  const T* down_bias;
+  T* kv_cache;
+  int64_t window;
+};
+
+// x[tokens, hidden] and residual are overwritten. False where a position, a slot or a block does not exist; the
+// layers before, and perhaps other tokens of the cache, are computed by then.
+template <class T>
+static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int64_t* positions, const float* cos_sin,
+                           const int64_t* slots, const int32_t* block_tables, const int32_t* seq_lens,
+                           const int32_t* query_start_loc, int64_t num_layers, int64_t tokens, int64_t hidden,
+                           int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t intermediate,
+                           int64_t num_positions, int64_t sequences, int64_t block_size, int64_t num_blocks,
+                           int64_t block_stride, int64_t table_width, int64_t table_stride, float eps, float scale,
+                           float soft_cap, int threads) {
+  const int64_t q_width = num_heads * head_dim, kv_width = num_kv_heads * head_dim, qkv_width = q_width + 2 * kv_width;
+  const auto make = [&](int64_t width) { return std::unique_ptr<T[]>(new T[tokens * width]); };
+  const auto normed = make(hidden), qkv = make(qkv_width), q_normed = make(q_width), k_normed = make(kv_width),
+             attended = make(q_width), gate_up = make(2 * intermediate), activated = make(intermediate);
+  for (const Layer<T>* layer = layers; layer < layers + num_layers; ++layer) {
+    add_rms_norm(x, residual, layer->input_norm, normed.get(), tokens, hidden, eps, threads);
+    linear_packed(normed.get(), layer->qkv, layer->qkv_bias, qkv.get(), tokens, hidden, qkv_width, threads);
+    T *q = qkv.get(), *k = q + q_width, *v = k + kv_width;
+    int64_t q_stride = qkv_width, k_stride = qkv_width;
+    if (layer->q_norm) {
+      rms_norm(q, layer->q_norm, q_normed.get(), tokens, num_heads, head_dim, qkv_width, eps, threads);
+      rms_norm(k, layer->k_norm, k_normed.get(), tokens, num_kv_heads, head_dim, qkv_width, eps, threads);
+      q = q_normed.get(), k = k_normed.get(), q_stride = q_width, k_stride = kv_width;
+    }
+    if (!apply_rope(q, k, positions, cos_sin, tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride,
+                    num_positions, threads) ||
+        !write_kv_cache(k, v, layer->kv_cache, slots, tokens, num_kv_heads, head_dim, num_blocks, block_size, k_stride,
+                        qkv_width, block_stride, threads) ||
+        !paged_attention(q, layer->kv_cache, attended.get(), block_tables, seq_lens, query_start_loc, sequences,
+                         num_heads, num_kv_heads, head_dim, block_size, q_stride, num_blocks, block_stride,
+                         table_width, table_stride, scale, layer->window, soft_cap, threads))
+      return false;
+    linear_packed(attended.get(), layer->o, layer->o_bias, x, tokens, q_width, hidden, threads);
+    add_rms_norm(x, residual, layer->mlp_norm, normed.get(), tokens, hidden, eps, threads);
+    linear_packed(normed.get(), layer->gate_up, layer->gate_up_bias, gate_up.get(), tokens, hidden, 2 * intermediate,
+                  threads);
+    silu_and_mul(gate_up.get(), activated.get(), tokens, intermediate, threads);
+    linear_packed(activated.get(), layer->down, layer->down_bias, x, tokens, intermediate, hidden, threads);
+  }
+  return true;
+}
+
+EXPORT(decoder_layers)

@@ -1,0 +1,105 @@
+"""All layers in one call of C++ compute, to the last bit, what they compute one by one; what C++ cannot compute, or a learner has
+changed, runs one by one."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.base import get_forward_context
+from nanovllm.models import llama
+from nanovllm.ops import native
+from tests.oracle import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="plain torch has no call for several layers")
+
+PROMPTS = [[5, 6, 7, 8], list(range(20, 90)), [9], list(range(20, 70))]
+
+
+def generate(folder: pathlib.Path, dtype: str, **options: Any) -> tuple[bool, list[Any]]:
+    """Whether the layers are fused, and tokens with their log-probabilities, greedy and drawn."""
+    llm = LLM(str(folder), dtype=dtype, num_kv_blocks=100, max_num_batched_tokens=64, max_num_seqs=8, **options)
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=20, ignore_eos=True, logprobs=1) for i in range(4)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    fused = bool(llm.engine.core.runner.model.model.fused)
+    return fused, [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "llama-mha-tied", "llama-biased", "llama-head-dim", "qwen2-window", "qwen3", "mistral-window"]
+)
+def test_the_bits_are_those_of_layers_one_by_one(variant: str, dtype: str, tmp_path: pathlib.Path) -> None:
+    folder = make_checkpoint(tmp_path, variant)
+    one_by_one, expected = generate(folder, dtype, enforce_eager=True)
+    fused, values = generate(folder, dtype)
+    assert (one_by_one, fused) == (False, True)
+    assert values == expected
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "mixtral", "deepseek-v2-dense"])
+def test_other_layers_run_one_by_one(variant: str, tmp_path: pathlib.Path) -> None:
+    assert generate(make_checkpoint(tmp_path, variant), "float32")[0] is False
+
+
+def test_a_learners_class_is_called(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    class MyMLP(llama.MLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls.append(len(x))
+            return super().forward(x)
+
+    monkeypatch.setattr(llama, "MLP", MyMLP)
+    assert generate(tiny_model, "float32")[0] is False
+    assert calls
+
+
+def test_a_hook_is_called(tiny_model: pathlib.Path) -> None:
+    llm = LLM(str(tiny_model), dtype="float32", num_kv_blocks=100)
+    model = llm.engine.core.runner.model.model
+    calls: list[int] = []
+    model.layers[1].mlp.register_forward_hook(lambda module, inputs, out: calls.append(len(out)))
+    assert model.fused
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert calls == [4, 1, 1]
+
+
+def test_a_connector_hears_of_each_layer(tiny_model: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step whose layers are saved as they come runs them one by one, although they are fused."""
+    _, expected = generate(tiny_model, "float32")
+    saved: list[int] = []
+
+    class Connector:
+        def save_kv_layer(self, layer: int, kv_cache: torch.Tensor) -> None:
+            saved.append(layer)
+
+    original = llama.LlamaModel.forward
+
+    def forward(self: Any, *inputs: Any) -> torch.Tensor:
+        get_forward_context().connector = Connector()
+        return original(self, *inputs)
+
+    monkeypatch.setattr(llama.LlamaModel, "forward", forward)
+    fused, values = generate(tiny_model, "float32")
+    assert fused and values == expected
+    assert set(saved) == set(range(max(saved) + 1)) and len(saved) > 2
+
+
+def test_a_block_that_does_not_exist_is_refused(tiny_model: pathlib.Path) -> None:
+    llm = LLM(str(tiny_model), dtype="float32", num_kv_blocks=100)
+    llm.engine.core.runner.rows.block_tables[:] = 200
+    original = llm.engine.core.runner.rows.update
+
+    def update(scheduled: Any) -> int:
+        row = original(scheduled)
+        llm.engine.core.runner.rows.block_tables[row] = 200
+        return row
+
+    llm.engine.core.runner.rows.update = update  # type: ignore[method-assign]
+    with pytest.raises(IndexError, match="do not agree"):
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2), use_tqdm=False)
