@@ -56,7 +56,6 @@ class Wire(StageLink):
 class StagedExecutor(Executor):
     """Runs each step through all stages as soon as it is launched."""
 
-    is_in_process = True
     on_gpu = False
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:

@@ -144,11 +144,12 @@ def summary(trace: Trace) -> dict[str, str]:
     held, pool = max(((r.num_blocks - r.num_free_blocks, r.num_blocks) for r in steps), default=(0, 0))
     ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
     speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
+    numbers = f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"  # as the page shows them
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
     times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
     return {
         "model": str(trace.settings.get("model", "?")),
-        "steps": f"{_range_of(trace)} ({len(steps):,} compute)",
+        "steps": f"{numbers} ({len(steps):,} compute)",
         "requests": f"{len(num_outputs):,}",
         "ended": ", ".join(f"{number} {reason}" for reason, number in sorted(Counter(ends.values()).items())) or "none",
         "duration": f"{duration:,.3f} {unit}",
@@ -161,11 +162,6 @@ def summary(trace: Trace) -> dict[str, str]:
         "preemptions": f"{sum(len(record.preempted) for record in trace):,}",
         "KV blocks held at most": f"{held:,} of {pool:,}" + (f" ({held / pool:.0%})" if pool else ""),
     }
-
-
-def _range_of(trace: Trace) -> str:
-    """The numbers of the first and last step, as the page and its slider show them."""
-    return f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"
 
 
 def _count(trace: Trace) -> tuple[Counter[str], list[float], int, int]:

@@ -70,14 +70,9 @@ class FrontEnd:
         """The statistics after the engine's latest step."""
         return self._client.stats
 
-    @property
-    def is_alive(self) -> bool:
-        """True while the engine can take requests."""
-        return self.error is None and not self._closing
-
     def check_alive(self) -> None:
         """Raise EngineDeadError if the engine cannot take requests."""
-        if not self.is_alive:
+        if self.error is not None or self._closing:
             raise EngineDeadError(self.error or "the engine is shutting down")
 
     def has_room(self, num_sequences: int, max_num_waiting: int | None = None) -> bool:

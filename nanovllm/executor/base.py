@@ -26,7 +26,6 @@ class Executor:
         on_gpu: the ranks compute on GPUs.
         num_blocks: KV blocks for which every rank has room.
         bytes_per_block: device memory of one KV block, on the rank that needs most.
-        is_in_process: the only rank is this process.
         sources: file descriptors or connections that become readable, at the latest, when a KV transfer of a rank has ended.
         transfer_has_ended: a rank has reported the end of a KV transfer that no step has taken in yet.
     """
@@ -35,7 +34,6 @@ class Executor:
     on_gpu: bool
     num_blocks: int
     bytes_per_block: int
-    is_in_process: bool = False
     sources: Sequence[Any] = ()
     transfer_has_ended: bool = False
 

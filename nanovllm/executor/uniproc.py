@@ -88,8 +88,6 @@ class Worker:
 class InProcessExecutor(Executor):
     """One rank, in this process. In lock-step, it is one rank of several, each of which has an engine of its own."""
 
-    is_in_process = True
-
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> None:
         self.config = config
         rank, address = config.data_parallel_rank or 0, config.data_parallel_address  # "" unless in lock-step

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import httpcore
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram
+from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -258,10 +258,6 @@ class RouterApp:
                 raise unavailable(servers)
         return PlainTextResponse("")
 
-    async def render_metrics(self, request: Request) -> Response:
-        """GET /metrics."""
-        return Response(self.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
 
 def healthy(servers: Sequence[Backend], tried: Sequence[Backend] = ()) -> list[Backend]:
     """The servers that can get a request, without those that were tried."""
@@ -288,7 +284,7 @@ def create_app(servers: Sequence[Backend], access: Access) -> Starlette:
         "/": router.overview,
         "/health": router.health,
         "/version": JSONResponse({"version": nanovllm.__version__}),
-        "/metrics": router.render_metrics,
+        "/metrics": lambda request: router.metrics.response(),
     }
     app = Starlette(routes=routes + [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()])
     install_error_handlers(app)

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 import nanovllm
 from nanovllm.data.parts import MissingPartError, load
@@ -36,8 +35,7 @@ def create_app(engine: AsyncEngine, access: Access, demo: bool = False, strict: 
     install_error_handlers(app)
     add_generation_routes(app, ChatEndpoint(engine, strict), CompletionEndpoint(engine, strict))
     add_token_routes(app, Endpoint(engine, strict))
-    add_information_routes(app, engine)
-    add_state_routes(app, engine, Metrics(engine))
+    add_information_routes(app, engine, Metrics(engine))
     add_page_routes(app, engine, demo)
     protect(app, access)
     # The description, which FastAPI makes once, with what it cannot know.
@@ -101,8 +99,8 @@ def add_token_routes(app: FastAPI, endpoint: Endpoint) -> None:
         return json_response({"prompt": text}, body.warning)
 
 
-def add_information_routes(app: FastAPI, engine: AsyncEngine) -> None:
-    """The model, the KV that others can fetch, and the version. As in /tokenize, `max_model_len` counts what a request can have: the
+def add_information_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
+    """The model, the KV that others can fetch, the version, health and metrics. As in /tokenize, `max_model_len` counts what a request can have: the
     context length, or the KV pool if that is smaller."""
     entry = {"id": engine.name, "created": int(time.time()), "root": engine.config.model, "parent": None}
     entry |= {"object": "model", "max_model_len": engine.limits.max_request_tokens, "owned_by": "nanovllm"}
@@ -131,10 +129,6 @@ def add_information_routes(app: FastAPI, engine: AsyncEngine) -> None:
     async def version() -> dict[str, str]:
         return {"version": nanovllm.__version__}
 
-
-def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> None:
-    """Health and metrics."""
-
     @app.get("/health", response_class=PlainTextResponse)
     async def health() -> Response:
         engine.check_alive()
@@ -142,7 +136,7 @@ def add_state_routes(app: FastAPI, engine: AsyncEngine, metrics: Metrics) -> Non
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return metrics.response()
 
 
 def add_page_routes(app: FastAPI, engine: AsyncEngine, demo: bool) -> None:

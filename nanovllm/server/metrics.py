@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.responses import Response
 
 from nanovllm.data.outputs import CompletionOutput
 from nanovllm.engine.async_engine import AsyncEngine
@@ -65,9 +66,9 @@ class MetricSet(Collector):
         labels = self.labels if labels is None else labels
         return kind(self.prefix + name, text, labels, registry=self.registry, **settings)
 
-    def render(self) -> bytes:
+    def response(self) -> Response:
         """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 class Metrics(MetricSet, EngineObserver):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import pathlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -13,13 +11,9 @@ from nanovllm.trace.record import StepRecord
 MICROSECONDS = 1e6
 
 
-def write_events(steps: Iterable[StepRecord], path: str | pathlib.Path) -> None:
-    """Write steps as Chrome trace events: a track for the steps, one for each request (what it computed when, its first token, its
+def trace_events(steps: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
+    """Steps as Chrome trace events: a track for the steps, one for each request (what it computed when, its first token, its
     preemptions and its end), and counters for tokens, blocks and queues."""
-    pathlib.Path(path).write_text(json.dumps({"traceEvents": [{"pid": 1, **event} for event in _events(steps)]}))
-
-
-def _events(steps: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
     tracks: dict[str, int] = defaultdict(lambda: len(tracks))
     tracks[""] = 0  # the engine
     busy_until: dict[int, float] = defaultdict(float)

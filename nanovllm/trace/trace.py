@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import gzip
+import json
 import logging
 import pathlib
 import zlib
@@ -13,7 +14,7 @@ from typing import IO, Any
 
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.trace.format import FORMAT_VERSION, TraceDecoder, TraceEncoder, TraceError, header_line, parse_header
-from nanovllm.trace.perfetto import write_events
+from nanovllm.trace.perfetto import trace_events
 from nanovllm.trace.record import Snapshot, StepRecord, TracedRequest
 
 __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "TracedRequest"]
@@ -114,7 +115,8 @@ class Trace:
 
     def to_perfetto(self, path: str | pathlib.Path) -> None:
         """Write the trace as Chrome trace events, which ui.perfetto.dev opens; see `nanovllm.trace.perfetto`."""
-        write_events(self.steps, path)
+        events = [{"pid": 1, **event} for event in trace_events(self.steps)]
+        pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
 def read_trace(

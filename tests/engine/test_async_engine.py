@@ -239,7 +239,7 @@ async def test_a_killed_engine_fails_everybody_and_hangs_nobody(tiny_model: path
             async for _ in stream:
                 pass
         assert time.monotonic() - start < 5
-        assert not engine.is_alive and "SIGKILL" in (engine.error or "")
+        assert "SIGKILL" in (engine.error or "")
         with pytest.raises(EngineDeadError):
             await engine.add_request("later", "abc", SHORT)
     finally:
@@ -282,7 +282,9 @@ async def test_a_stopped_or_hanging_engine_is_named_and_killed(
             async with asyncio.timeout(20):
                 async for _ in stream:
                     pass
-        assert not engine.is_alive and engine.died.is_set()
+        assert engine.died.is_set()
+        with pytest.raises(EngineDeadError):
+            engine.check_alive()
         await until(lambda: process.poll() is not None)
     finally:
         await asyncio.wait_for(engine.shutdown(), 10)
@@ -302,7 +304,8 @@ async def test_an_engine_is_not_missed_while_it_loads_or_while_this_process_was_
         time.sleep(engine_faults.LOAD_SECONDS)  # on purpose: the event loop must not run meanwhile
         os.kill(engine._client.process.pid, signal.SIGCONT)
         outputs = [output async for output in stream]
-        assert outputs[-1].finished and engine.is_alive
+        assert outputs[-1].finished
+        engine.check_alive()
     finally:
         await engine.shutdown()
 
@@ -317,7 +320,8 @@ async def test_a_failing_step_ends_the_engine_and_a_refused_request_only_itself(
         with pytest.raises(RequestRefusedError, match="this prompt is refused"):
             await collect(engine, engine_faults.REFUSED_PROMPT, SHORT, "refused")
         assert len((await collect(engine, "fine", SHORT, "fine")).outputs[0].token_ids) == 4
-        assert engine.is_alive and not running.done()
+        engine.check_alive()
+        assert not running.done()
         with pytest.raises(EngineDeadError, match="RuntimeError: this prompt is fatal"):
             await collect(engine, engine_faults.FATAL_PROMPT, SHORT, "fatal")
         with pytest.raises(EngineDeadError, match="RuntimeError: this prompt is fatal"):

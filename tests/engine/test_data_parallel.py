@@ -222,7 +222,6 @@ class Meeting:
 class LockStepExecutor(Executor):
     """Contents instead of tensors, and steps that end only once every engine has launched them."""
 
-    is_in_process = True
     on_gpu = False
     num_blocks = 24
     bytes_per_block = 2**25  # 32 blocks in host memory

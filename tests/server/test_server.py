@@ -439,7 +439,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     metrics.tokens(times, CompletionOutput(0, finish_reason="error"), 3.0)
     metrics.finished(times, last, 2.0)
     found: dict[str, dict[str, float]] = {}
-    for family in metric_families(metrics.render().decode()):
+    for family in metric_families(bytes(metrics.response().body).decode()):
         for s in family.samples:
             if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
                 found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
