@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # When the engine dies, the server still answers requests for this time.
 LAST_ANSWER_SECONDS = 0.5
 FLEET = "nanovllm serve --prefill"
+# Of `max_step_ms`: while prompts are computed, each stream still gets some five tokens per second, about as fast as people read.
+STEP_MS = 200
 
 
 @dataclass
@@ -101,6 +103,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
     if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
         loop.add_reader(sys.stdin.fileno(), os._exit, 1)
+    config.max_step_ms = STEP_MS if config.max_step_ms is None else config.max_step_ms
     print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process
     # that renders templates starts.

@@ -51,6 +51,8 @@ class EngineConfig(Flags):
         max_num_batched_tokens: token budget of a step (default: 2048; without chunked prefill at least the longest
             request)
         long_prefill_token_threshold: maximum prompt tokens of one request per step (0: the whole budget)
+        max_step_ms: milliseconds that a step with decoding requests should take at most: it computes only so many prompt
+            tokens beside them (0: no limit; default: 200 for `nanovllm serve`, no limit elsewhere)
         enable_prefix_caching: reuse KV blocks of equal prefixes
         enable_chunked_prefill: let a prompt be computed in several steps, beside running requests
         batching_policy: chunked: prefill and decode share a step; prefill_first, static: the classic policies
@@ -103,6 +105,7 @@ class EngineConfig(Flags):
     max_num_seqs: Positive = 256
     max_num_batched_tokens: Tokens = None
     long_prefill_token_threshold: Count = 0
+    max_step_ms: Amount | None = None
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     batching_policy: Literal["chunked", "prefill_first", "static"] = "chunked"
@@ -229,6 +232,12 @@ class EngineConfig(Flags):
             mistake = f"swap_space ({self.swap_space} GiB) is smaller than one KV block of {bytes_per_block} bytes"
             raise ValueError(f"{mistake}: raise it, or use preemption_mode 'recompute'")
         return num_host_blocks
+
+    def trace_settings(self, num_blocks: int) -> dict[str, Any]:
+        """What the header of a trace says of the engine whose steps it has: sizes and policies."""
+        sizes = {"block_size": self.block_size, "num_blocks": num_blocks}
+        names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
+        return sizes | {name: getattr(self, name) for name in names}
 
     @property
     def world_size(self) -> int:

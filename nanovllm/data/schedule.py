@@ -48,6 +48,8 @@ class SchedulerOutput:
         preempted: how ("swap", "recompute"), by request; for the trace, like the next two.
         admitted: tokens that were computed already, by request.
         resumed: requests that were swapped in.
+        max_prefill_tokens: the most prompt tokens that the step may compute.
+        num_prefill_tokens: those that it computes.
         num_tokens, num_samples: tokens that the step computes, and that it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
         unfinished: the engine has requests; for the engines that it is in lock-step with.
@@ -62,6 +64,8 @@ class SchedulerOutput:
     admitted: dict[str, int] = field(default_factory=dict)
     resumed: list[str] = field(default_factory=list)
     blocked_by: str = ""
+    max_prefill_tokens: int = 2**31 - 1
+    num_prefill_tokens: int = 0
     unfinished: bool = True
     connector_metadata: Any = None
     num_tokens: int = field(init=False)

@@ -26,7 +26,6 @@ from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.connector import IDLE_SECONDS, PATIENT_SECONDS, KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.scheduler.transfers import update_from_transfers
 from nanovllm.text.prompts import EngineLimits
 
@@ -138,7 +137,7 @@ class EngineCore:
         """The header of the engine's trace: sizes and policies, and which of several engines this is."""
         config = self.config
         several = {"data_rank": config.data_parallel_rank, "data_parallel_size": config.data_parallel_size}
-        return trace_settings(self.scheduler) | (several if config.data_parallel_size > 1 else {})
+        return config.trace_settings(self.manager.pool.num_blocks) | (several if config.data_parallel_size > 1 else {})
 
     @property
     def has_unfinished(self) -> bool:
@@ -286,6 +285,7 @@ class EngineCore:
         A step's time runs from its start until now. With `config.async_scheduling`, it starts when the device has finished the previous
         step: at `_last_results` if that is later than `step.start`. Otherwise it starts at `step.start`. Its record, if there is one,
         gets this start, and `_recorder.finish` the record, the time in seconds (rounded to microseconds), the result and the outputs.
+        `scheduler.step_times.add` gets the plan and the time.
         `_last_results` keeps the time of now for the next step.
         """
         if len(self._in_flight) <= keep:
@@ -301,6 +301,7 @@ class EngineCore:
         if step.record is not None:
             step.record.start = start
         self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
+        self.scheduler.step_times.add(step.plan, self._last_results - start)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs if self.has_work else outputs + self._take_results()

@@ -184,11 +184,8 @@ class LLM:
             ValueError: see `generate` and `Tokenizer.apply_chat_template`.
             TypeError: a variable that is an argument here.
         """
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
-        options["chat_template"] = chat_template
+        options: dict[str, Any] = {"chat_template": chat_template, "add_generation_prompt": add_generation_prompt}
+        options["continue_final_message"] = continue_final_message
         prompts = encode_chats(messages, self.engine.tokenizer, **options, **(chat_template_kwargs or {}))
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 

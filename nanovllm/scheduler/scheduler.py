@@ -12,6 +12,7 @@ from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.scheduler.step_times import StepTimes
 
 
 class Scheduler:
@@ -32,6 +33,7 @@ class Scheduler:
         running: requests that hold blocks on the device.
         swapped: preempted requests that hold blocks in host memory.
         queues: the queue of each status; the one of ended requests stays empty.
+        step_times: predicts how long a step will take; the engine tells it how long each step took.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler:
         self.num_queried_tokens = self.num_hit_tokens = 0  # of the prefix cache
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
+        self.step_times = StepTimes()
 
     # ---------------------------------------------------------------- in and out
 
@@ -111,6 +114,8 @@ class Scheduler:
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
+        if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
+            plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
         self._continue_running(plan, self.running if chunked else [r for r in self.running if r.in_prefill])
         self._admit(plan)
         if plan.empty and not chunked:
@@ -127,8 +132,9 @@ class Scheduler:
 
         0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
         tokens (see `_is_complete`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
-        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0. Without
-        `config.enable_chunked_prefill`, all that it misses, or 0 if that is more than the budget leaves.
+        `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0; in prefill (`in_prefill`), also at
+        most what `plan.num_prefill_tokens` leaves of `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it
+        misses, or 0 if that is more than the budget leaves.
         """
         if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
@@ -137,6 +143,8 @@ class Scheduler:
             return wanted if wanted <= budget else 0
         if self.config.long_prefill_token_threshold > 0:
             wanted = min(wanted, self.config.long_prefill_token_threshold)
+        if request.in_prefill:
+            budget = min(budget, plan.max_prefill_tokens - plan.num_prefill_tokens)
         return min(wanted, budget)
 
     def _continue_running(self, plan: SchedulerOutput, candidates: list[Request]) -> None:
@@ -190,6 +198,8 @@ class Scheduler:
             return "max_num_seqs"
         if plan.num_tokens >= self.config.token_budget:
             return "max_num_batched_tokens"
+        if request.in_prefill and plan.num_prefill_tokens >= plan.max_prefill_tokens:
+            return "max_step_ms"
         # The other steps in flight need requests, too. (A waiting request has a pending token if it was preempted in the meantime.)
         if request.num_pending_tokens or self._is_full(plan, min(len(self.requests), self.config.max_num_seqs)):
             return "pipeline_parallel_size"
@@ -231,6 +241,7 @@ class Scheduler:
                 plan.admitted[request.request_id] = before
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = before
+        plan.num_prefill_tokens += share if request.in_prefill else 0
         request.num_computed_tokens += share
         scheduled = ScheduledRequest(
             request.request_id,

@@ -60,7 +60,7 @@ class StepRecord:
     Attributes:
         step: counts from 0; a record without requests has the number of the step after it.
         start, duration: seconds since the trace began.
-        token_budget: `max_num_batched_tokens`.
+        token_budget: the most tokens that the step may compute: `max_num_batched_tokens`, or what `max_step_ms` allows.
         arrived: request id to prompt length, for requests added since the last step.
         admitted: request id to tokens found in the prefix cache.
         resumed: swapped requests that run again.

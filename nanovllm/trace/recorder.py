@@ -8,7 +8,6 @@ from typing import Any
 from nanovllm.data.request import EngineOutput
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest
 
 RecordSink = Callable[[StepRecord], None]
@@ -28,7 +27,7 @@ class StepRecorder:
         self._sinks: dict[RecordSink, bool] = {}  # False: its first record is the next one with a snapshot
         if trace is not None:
             self.trace = trace
-            trace.settings |= trace_settings(scheduler)
+            trace.settings |= scheduler.config.trace_settings(scheduler.manager.pool.num_blocks)
             self._sinks[trace.record] = True
         self._snapshot_due = False
         self._arrived: dict[str, int] = {}
@@ -84,7 +83,7 @@ class StepRecorder:
             )
             for r in plan.requests
         ]
-        budget = scheduler.config.token_budget
+        budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
         # The next step may begin before this one is finished: everything up to now belongs to this one.
         self._arrived, self._ended, self._held_before = {}, {}, record.held

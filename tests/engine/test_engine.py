@@ -629,6 +629,7 @@ BAD_SETTINGS = [
     *[("max_num_waiting", value) for value in (-1, 0.5, "0")],
     *[("long_prefill_token_threshold", value) for value in (-1, None)],
     *[("gpu_memory_utilization", value) for value in (0, -0.1, 1.01, float("nan"), "0.9", True)],
+    *[("max_step_ms", value) for value in (-1, -0.5, float("nan"), float("inf"), "200", True)],
     *[("swap_space", value) for value in (-1, float("nan"), float("inf"), "4", None)],
     *[("kv_cache_memory", value) for value in ("", "4 GX", "-1GB", "0", "nan", "inf", "much", True)],
     *[("seed", value) for value in (None, 1.0, "0", True)],

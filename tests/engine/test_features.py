@@ -29,6 +29,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "cpu backend": {"attention_backend": "cpu"},
     "priority": {"scheduling_policy": "priority", "priorities": True},
     "one at a time": {"max_num_seqs": 1},
+    "steps as short as can be": {"max_step_ms": 0.001, "long_prefill_token_threshold": 20},
     "async scheduling": {"async_scheduling": True},
     "n": {"n": 3},
     "reverse": {"reverse": True},
@@ -97,6 +98,7 @@ def test_alone(feature: str, checkpoint: str, expected: list[list[int]]) -> None
         "one at a time": max(len(s.requests) for s in steps) == 1,
         "prefill first": not any(mixed(s) for s in steps),
         "static": not any(mixed(s) for s in steps),
+        "steps as short as can be": max((prefill_tokens(s) for s in steps if mixed(s)), default=0) == 32,
         "priority": list(steps[0].admitted) != sorted(steps[0].admitted),
     }
     assert used.get(feature, True)
@@ -107,6 +109,11 @@ def mixed(step: Any) -> bool:
     """Whether a step holds both prompts and decoding requests."""
     kinds = {request.start >= request.num_prompt_tokens for request in step.requests}
     return len(kinds) == 2
+
+
+def prefill_tokens(step: Any) -> int:
+    """Tokens of prompts in the step."""
+    return sum(r.num_tokens for r in step.requests if r.start < r.num_prompt_tokens)
 
 
 def fit(one: str, other: str) -> bool:

@@ -99,10 +99,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         order=st.sampled_from(["fcfs", "priority"]),
         stages=st.sampled_from([1, 1, 2, 3]),
         overlap=st.booleans(),
+        limit=st.sampled_from([None, 1, 2, 5]),
     )
     def start(
         self, block_size, num_blocks, max_num_seqs, extra_budget, threshold, chunked, policy, mode, host_blocks, caching, order,
-        stages, overlap,
+        stages, overlap, limit,
     ) -> None:  # fmt: skip
         config = EngineConfig(
             block_size=block_size,
@@ -116,11 +117,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             scheduling_policy=order,
             pipeline_parallel_size=stages,
+            max_step_ms=limit,
         )
         config.settle(40, num_blocks)
         self.config = config
         self.manager = KVCacheManager(num_blocks, block_size, caching, host_blocks)
         self.scheduler = self.make_scheduler()
+        self.scheduler.step_times.prefill_tokens = lambda seconds: round(1000 * seconds)  # type: ignore[method-assign]
         self.salts: dict[str, str | None] = {}
         self.runner = ContentRunner(block_size, self.salts)
         self.sources: dict[str, EngineRequest] = {}
@@ -181,6 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def step(self) -> None:
         waiting = list(self.scheduler.waiting)
+        decoding = any(not request.in_prefill for request in self.scheduler.running)
         plan = self.scheduler.schedule()
         if not self.scheduler.has_unfinished:
             assert plan.empty  # and is not run: what the runner has to drop must come with a later one
@@ -191,6 +195,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not plan.empty, f"nothing moves: {plan.blocked_by}"
         assert plan.num_tokens <= self.config.token_budget
         assert len(self.scheduler.running) <= self.config.max_num_seqs
+        limit, mixes = self.config.max_step_ms, self.config.batching_policy == "chunked"
+        if limit and decoding and mixes and self.config.enable_chunked_prefill:
+            event("limited by max_step_ms")
+            assert plan.num_prefill_tokens <= limit
         if not self.config.enable_chunked_prefill:
             for scheduled in plan.requests:
                 request = self.scheduler.requests[scheduled.request_id]

@@ -83,6 +83,14 @@ def test_a_pipeline_waits_for_pending_tokens() -> None:
     assert share(scheduler, num_computed_tokens=9, num_pending_tokens=0) == 1
 
 
+def test_prompts_share_what_the_plan_allows_them() -> None:
+    scheduler = scheduler_of(10, max_num_seqs=4, max_num_batched_tokens=12)
+    plan, one = SchedulerOutput(max_prefill_tokens=6, num_prefill_tokens=2), scheduler.requests["r0"]
+    assert scheduler._share(one, plan) == 4, "other prompts have 2 of 6 tokens already"
+    one.num_computed_tokens, one.num_pending_tokens, plan.num_prefill_tokens = 10, 1, 6
+    assert scheduler._share(one, plan) == 1, "a request that decodes is no prompt"
+
+
 # ------------------------------------------------------------------------------------- EngineCore._take_results
 
 
@@ -95,8 +103,11 @@ class Core(EngineCore):
         self.events, self.clock = list[Any](), 0.0
         self.config = SimpleNamespace(**({"async_scheduling": True, "check_invariants": False} | config))  # type: ignore[assignment]
         self.waves = None
+        self.times = list[Any]()
         self.scheduler = SimpleNamespace(  # type: ignore[assignment]
-            update_from_output=self.update, check_invariants=lambda: self.events.append("checked")
+            update_from_output=self.update,
+            check_invariants=lambda: self.events.append("checked"),
+            step_times=SimpleNamespace(add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))),
         )
         self._recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]
         self.plans = [SchedulerOutput() for _ in range(num_steps)]
@@ -142,6 +153,7 @@ def test_a_step_begins_when_the_device_is_free(is_async: bool, seconds: list[flo
         core._take_results()
     times = [event[1] for event in core.events if event != "checked"]
     assert times == seconds, f"seconds of each step in the record, with async_scheduling={is_async}"
+    assert core.times == list(zip(core.plans, seconds, strict=True)), "the scheduler learns them"
     assert core.events.count("checked") == 3, "the invariants hold after each step"
 
 

@@ -29,7 +29,6 @@ from nanovllm.engine.core import EngineCore, NoRecorder
 from nanovllm.lab.viz import SimulatedRequest, pool_state_at, simulate
 from nanovllm.lab.viz.data import pool_states
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.trace_settings import trace_settings
 from nanovllm.trace.format import HIDDEN_TOKEN, MIN_KNOWN, TraceDecoder, TraceEncoder, header_line, require_sizes
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
 from tests.oracle import make_checkpoint
@@ -427,7 +426,7 @@ class Reader:
     """Watches an engine as a page does: what it sees has gone through the lines of a stream."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.trace = Trace(settings=trace_settings(core.scheduler))
+        self.trace = Trace(settings=core.trace_settings)
         self._encoder, self._decoder = TraceEncoder({}), TraceDecoder({})
 
     def see(self, record: StepRecord) -> None:

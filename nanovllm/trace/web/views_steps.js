@@ -188,6 +188,7 @@ export const BLOCKED_BY = {
   "kv blocks": "too few blocks are free",
   max_num_seqs: "as many requests run as max_num_seqs allows",
   max_num_batched_tokens: "the token budget of this step is spent",
+  max_step_ms: "this step has as many prompt tokens as max_step_ms allows",
   preemption: "a request was preempted in this step",
   "static batch": "the running batch admits no more requests",
   pipeline_parallel_size: "the other pipeline stages' steps get the rest",
