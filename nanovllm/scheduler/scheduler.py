@@ -370,9 +370,11 @@ class Scheduler:
             assert self.requests[request_id] is request and request in self.queues[status]
             assert request.num_missing_tokens >= 0, f"computed the unknown: {request}"
             holds_blocks = status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS)
-            assert holds_blocks == (request_id in self.manager.tables)
-            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables)
-            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0
+            assert holds_blocks == (request_id in self.manager.tables), (
+                f"{request_id} is {status.value}: has it blocks?"
+            )
+            assert (status is RequestStatus.SWAPPED) == (request_id in self.manager.host_tables), "host tables"
+            assert status is not RequestStatus.WAITING or request.num_computed_tokens == 0, "waits, but computed"
         for queue in self.queues.values():
             assert queue == sorted(queue, key=lambda r: r.order), "a queue is out of order"
         assert len(self.running) + len(self.receiving) <= self.config.max_num_seqs

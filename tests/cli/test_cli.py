@@ -24,6 +24,8 @@ import nanovllm
 from nanovllm.cli import main as cli
 from nanovllm.cli.chat import converse
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.flags import UsageError
+from nanovllm.engine.async_engine import AsyncEngine
 from nanovllm.server.access import bind, free_port
 from tests.server_process import ServerProcess
 
@@ -84,6 +86,8 @@ def test_every_engine_setting_is_a_flag(capsys: pytest.CaptureFixture[str]) -> N
         (["serve", "--port", "70000"], "65535"),
         (["serve", "--block-size", "0"], "block_size must be an integer of at least 1"),
         (["serve", "--block-size", "x"], "--block-size"),
+        (["serve", "--max-step-ms", "-1"], "max_step_ms must be a finite number of at least 0, got -1.0"),
+        (["serve", "--max-step-ms", "fast"], "--max-step-ms"),
         (["serve", "--dtype", "int3"], "--dtype"),
         (["serve", "--kv-cache-memory", "lots"], "512MiB"),
         (["serve", "--shutdown-timeout", "-1"], "shutdown_timeout must be a finite number of at least 0"),
@@ -150,6 +154,21 @@ def test_settings_that_cannot_be_are_refused_without_torch(
 ) -> None:
     line = one_line_of(run("serve", str(tiny_model), "--port", "0", *words), 2)
     assert all(message in line for message in messages), line
+
+
+@pytest.mark.parametrize(("words", "limit"), [("", 200), ("--max-step-ms 0", 0), ("--max-step-ms=7.5", 7.5)])
+def test_a_server_limits_its_steps_unless_it_is_told_not_to(
+    words: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    async def start(config: EngineConfig, show_text: bool) -> None:
+        seen.append(config.max_step_ms)
+        raise UsageError("it has started")
+
+    monkeypatch.setattr(AsyncEngine, "start", start)
+    assert cli.main(["serve", "--port", "0", *words.split()]) == 2
+    assert seen == [limit] and EngineConfig().max_step_ms is None
 
 
 def test_a_pool_whose_size_shows_late_is_refused_too(tiny_model: pathlib.Path) -> None:
