@@ -10,6 +10,7 @@ The folder is made under another name and renamed when it is complete, so that a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -53,6 +54,7 @@ def fetch_course_model() -> Path:
     """
     target = nanovllm_home() / "models" / COURSE_MODEL
     if _is_course_model(target):
+        _recommend_sampling(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.parent / f".{COURSE_MODEL}.lock"):
@@ -87,10 +89,20 @@ def _make_course_model(work: Path) -> Path:
     checkpoint = work / "checkpoint"
     checkpoint.mkdir()
     convert(source, checkpoint)
-    generation = checkpoint / "generation_config.json"
-    generation.write_text(json.dumps(_SAMPLING | json.loads(generation.read_text()), indent=2) + "\n")
+    _recommend_sampling(checkpoint)
     (checkpoint / "origin.json").write_text(json.dumps(_origin(), indent=2) + "\n")
     return checkpoint
+
+
+def _recommend_sampling(folder: Path) -> None:
+    """Have generation_config.json recommend sampling parameters, unless it does. Folders of earlier versions have none."""
+    file = folder / "generation_config.json"
+    if (values := json.loads(file.read_text())).keys() >= _SAMPLING.keys():
+        return
+    with contextlib.suppress(OSError):  # a folder that cannot be written is used as it is
+        new = Path(shutil.copy(file, folder / f".{os.getpid()}.json"))
+        new.write_text(json.dumps(_SAMPLING | values, indent=2) + "\n")
+        new.replace(file)  # another process may read it at this moment
 
 
 def _download_wheel(folder: Path) -> Path:

@@ -54,11 +54,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     engine: int = 0
 
-    @property
-    def finished(self) -> bool:
-        """True once the completion has ended."""
-        return self.finish_reason is not None
-
 
 @dataclass
 class RequestOutput:

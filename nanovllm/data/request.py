@@ -43,7 +43,6 @@ class EngineRequest:
         prompt_token_ids: at least one token id.
         sampling_params: with `max_tokens` and `seed` already filled in, and `n == 1`.
         eos_token_ids: ids that end the sequence unless `ignore_eos`.
-        arrival_time: seconds since the epoch, from the process that received the request.
         priority: smaller runs earlier (with the `priority` policy).
         cache_salt: requests with different salts never share cached blocks.
         kv_transfer_params: where another engine has, or wants, the request's keys and values; see `TransferParams`.
@@ -53,7 +52,6 @@ class EngineRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     eos_token_ids: list[int] = field(default_factory=list)
-    arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None

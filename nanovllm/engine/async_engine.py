@@ -61,14 +61,12 @@ class AsyncEngine(FrontEnd):
             EngineDeadError: the process ended while it was starting.
         """
         # Downloaded here, where the user sees the progress and can interrupt it.
-        folder = tokenizer_folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
-        if config.tokenizer is not None:
-            tokenizer_folder = await asyncio.to_thread(resolve_model, config.tokenizer)
+        folder = await asyncio.to_thread(resolve_model, config.model, config.revision)
         try:  # settings that do not fit are refused here, and not after seconds in a process that imports torch first
             read_model_config(config, folder)
             engine = cls(config, folder)
             try:  # the tokenizer loads here while the other process imports torch and loads the weights
-                engine.tokenizer = await asyncio.to_thread(Tokenizer.from_pretrained, tokenizer_folder)
+                engine.tokenizer = await asyncio.to_thread(Tokenizer.of, config)
                 ready, *_ = await engine._next_reports()
             except BaseException:
                 await engine.shutdown()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from statistics import median
 
@@ -21,7 +20,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self.base, self.per_token = 0.0, math.inf  # until the first measurements, a limited step gets one `CHUNK`
+        self.base, self.per_token = 0.0, float("inf")  # until the first measurements, a limited step gets one `CHUNK`
         self._decodes: deque[float] = deque(maxlen=31)
         self._per_token: deque[float] = deque(maxlen=5)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput
@@ -61,7 +60,7 @@ class InputProcessor:
             own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits
             own_params = params.clone(**own, seed=own_seed, stop_token_ids=stop_token_ids)
             sequence_id = request_id if params.n == 1 else f"{request_id}-{index}"
-            rest = time.time(), priority, fields.get("cache_salt"), fields.get("kv_transfer_params")
+            rest = priority, fields.get("cache_salt"), fields.get("kv_transfer_params")
             requests.append(EngineRequest(sequence_id, token_ids, own_params, eos_token_ids, *rest))
         return text, requests
 

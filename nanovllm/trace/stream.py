@@ -194,7 +194,7 @@ class RequestTexts:
             key = (output.request_id, piece.index)
             sequence = self._sequences[key]
             sequence.text, sequence.new = _end(sequence.text + piece.text), sequence.new + piece.text
-            sequence.engine, sequence.ended = piece.engine, piece.finished
+            sequence.engine, sequence.ended = piece.engine, piece.finish_reason is not None
             if piece.finish_reason == "abort" and not sequence.text:
                 del self._sequences[key]  # its engine may be unknown, and there is no text to show
 

@@ -788,6 +788,7 @@ OTHER_VALUES: dict[str, Any] = {
     "data_parallel_size": 2,
     "kv_connector": "local",
     "kv_offloading_size": 0.5,
+    "max_step_ms": 75.5,
     "kv_transfer_config": '{"kv_connector": "local", "engine_id": "one"}',
 }
 

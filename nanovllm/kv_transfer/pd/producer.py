@@ -5,7 +5,6 @@ Built by notebooks/31_pd_disaggregation.ipynb: edit it there, then run `python -
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,7 +92,7 @@ class ProducerSide(Side):
                 consumer.tell(Prefilled(message.transfer_id, error=error))
                 return
             params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-            request = EngineRequest(message.transfer_id, message.token_ids, params, arrival_time=time.time())
+            request = EngineRequest(message.transfer_id, message.token_ids, params)
             request.priority, request.cache_salt = message.priority, message.cache_salt
             self.orders[message.transfer_id] = Order(consumer, message)
             self._output.requests.append(request)
