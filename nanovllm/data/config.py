@@ -61,7 +61,8 @@ class EngineConfig(Flags):
         attention_backend: what computes attention (auto: triton on a GPU, compiled loops on a CPU)
         async_scheduling: prepare the next step while a GPU computes one (default: on a GPU; on a CPU it would only
             delay)
-        enforce_eager: on a GPU, launch every kernel of a decode step from Python instead of replaying a CUDA graph
+        enforce_eager: call every operator of a step from Python: on a GPU instead of replaying a CUDA graph, on a CPU instead of
+            running all layers in one call
         tensor_parallel_size: ranks that share each layer's weights
         pipeline_parallel_size: stages that share the layers
         data_parallel_size: engines that share the requests, each with a scheduler and memory of its own
