@@ -41,7 +41,7 @@ ROOMS = [
 ]
 
 # What can be deleted, as patterns below the package: the rest still generates and serves.
-PARTS = {name: patterns.split() for name, (_, patterns) in stages.PARTS.items()}
+PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items()}
 
 # Code lines at most. A budget only ever gets smaller.
 LATER = "quantization, speculation and structured output"

@@ -39,13 +39,13 @@ class Problem:
         self,
         seed: int,
         sequences: Sequence[tuple[int, int]],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        padding_rows: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        padding_rows: int = 0,
         num_blocks: int | None = None,
     ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+        self.device, self.dtype, self.block_size = torch.device(device), dtype, block_size
         self._generator = torch.Generator(self.device).manual_seed(seed)
         query_lens, seq_lens = (torch.tensor(lens) for lens in zip(*((q, q + c) for q, c in sequences), strict=True))
         needed = [-(-length // block_size) for length in seq_lens.tolist()]
@@ -149,21 +149,19 @@ def attention_case(
     num_heads: int = 8,
     num_kv_heads: int = 2,
     head_dim: int = 64,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
     sliding_window: int = 0,
     soft_cap: float = 0.0,
-    padding_rows: int = 0,
     rotary: bool = False,
-    num_blocks: int | None = None,
+    **options: Any,
 ) -> AttentionCase:
-    """Draw a case; see `Problem`.
+    """Draw a case.
 
     Args:
         rotary: q and k are not rotated yet.
+        options: of `Problem`.
     """
-    problem = Problem(seed, sequences, block_size, dtype, device, padding_rows, num_blocks)
+    problem = Problem(seed, sequences, **options)
+    block_size = problem.block_size
     kv_cache = problem.cache(*kv_cache_shape(problem.num_blocks, num_kv_heads, block_size, head_dim))
     # Scores with a deviation of 3: some weights are large, so that the running maximum moves.
     q = 3 * problem.draw(problem.num_rows, num_heads, head_dim)
@@ -183,8 +181,8 @@ def attention_case(
         expected_keys.append(rows[1])
         start = end
     rotation = None if cos_sin is None else Rotary(problem.positions.to(problem.device), cos_sin)
-    options = head_dim**-0.5, sliding_window, soft_cap, rotation
-    return AttentionCase(q, k, v, kv_cache, problem.metadata, *options, torch.cat(expected), torch.cat(expected_keys))
+    rest = head_dim**-0.5, sliding_window, soft_cap, rotation
+    return AttentionCase(q, k, v, kv_cache, problem.metadata, *rest, torch.cat(expected), torch.cat(expected_keys))
 
 
 def oracle(
@@ -276,14 +274,11 @@ def latent_case(
     rope: int = 8,
     nope: int = 16,
     v: int = 12,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    padding_rows: int = 0,
+    **options: Any,
 ) -> LatentCase:
-    """Draw a case; see `Problem`."""
-    problem = Problem(seed, sequences, block_size, dtype, device, padding_rows)
-    kv_cache = problem.cache(problem.num_blocks, block_size, rank + rope)
+    """Draw a case; the options are those of `Problem`."""
+    problem = Problem(seed, sequences, **options)
+    kv_cache = problem.cache(problem.num_blocks, problem.block_size, rank + rope)
     # Keys and values of about 1, and scores with a deviation of about 3.
     up = problem.draw(num_heads, nope + v, rank) / rank**0.5
     q = 3 * problem.draw(problem.num_rows, num_heads, nope + rope)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -21,29 +22,9 @@ from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import build_model
 
-# The values of config.json.
-_LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "torch_dtype": "bfloat16",
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
-}  # fmt: skip
-_ROPE = {
-    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3.2-1B": _LLAMA | {
-        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-        "tie_word_embeddings": True, "rope_scaling": _ROPE | {"factor": 32.0},
-    },
-    "Llama-3.1-8B": _LLAMA | {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
-        "tie_word_embeddings": False, "rope_scaling": _ROPE | {"factor": 8.0},
-    },
-}  # fmt: skip
-TINY = _LLAMA | {
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320, "hidden_size": 96, "intermediate_size": 128,
-    "num_hidden_layers": 2, "head_dim": 64, "max_position_embeddings": 512, "tie_word_embeddings": False,
-}  # fmt: skip
+#: Values of config.json, by the model's name.
+SHAPES = json.loads(pathlib.Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+TINY: dict[str, Any] = SHAPES.pop("tiny")
 
 
 def write_config(folder: pathlib.Path, shape: dict[str, Any]) -> pathlib.Path:
@@ -54,8 +35,8 @@ def write_config(folder: pathlib.Path, shape: dict[str, Any]) -> pathlib.Path:
 
 
 def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0) -> pathlib.Path:
-    """The same with weights, which are large enough that the output depends on the whole prompt: with weights of the usual
-    size a random model repeats nearly the same token, and would hide errors."""
+    """The same with a tokenizer of bytes and with weights, which are large enough that the output depends on the whole prompt:
+    with weights of the usual size a random model repeats nearly the same token, and would hide errors."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, [place, *_] in build_model(ModelConfig.from_dict(shape)).checkpoint_places().items():
@@ -64,6 +45,10 @@ def write_checkpoint(folder: pathlib.Path, shape: dict[str, Any], seed: int = 0)
         tensors[name] = 1 + 0.2 * numbers if "norm" in name else numbers * (1.0 if "embed" in name else 0.25)
     write_config(folder, shape | {"torch_dtype": "float32"})
     save_file(tensors, folder / "model.safetensors")
+    vocabulary = {character: i for i, character in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 

@@ -1,4 +1,7 @@
-"""The course's command line: lectures to modules and back."""
+"""Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
+
+A lecture is named by its file name or the beginning of it, such as 11; without a name, all are meant.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +11,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanovllm.lab.course.build import (
-    build,
-    current_texts,
-    differences,
-    find_lectures,
-    find_root,
-    orphans,
-    read_lectures,
-    write,
-)
+from nanovllm.lab.course.build import build, compare, find_lectures, find_root, read_lectures, write
 from nanovllm.lab.course.copies import FOLDER, copy_lectures
 from nanovllm.lab.course.notebook import CourseError
 from nanovllm.lab.course.pull import pull
 from nanovllm.lab.course.stages import write_stage
 from nanovllm.lab.course.workbook import check, write_workbook
-
-_DESCRIPTION = """\
-Turn lectures (notebooks/*.ipynb) into modules of the engine, and edits of modules back into lectures.
-A lecture is named by its file name or the beginning of it, such as 11; without a name, all are meant.
-"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m nanovllm.lab.course", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser("python -m nanovllm.lab.course", description=__doc__)
     root = "folder of pyproject.toml and notebooks/ (default: from here upwards)"
     parser.add_argument("--root", type=Path, help=root)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -91,11 +80,11 @@ def _build(root: Path, options: argparse.Namespace) -> int:
     if options.pull:
         print(*pull(root, options.lectures), sep="\n")
         return 0
-    built = build(root, read_lectures(root, options.lectures))
     if options.check:
-        found = differences(current_texts(root, built), built) + ([] if options.lectures else orphans(root, built))
+        found = compare(root, options.lectures)
         sys.stdout.write("".join(found))
         return 1 if found else 0
+    built = build(root, read_lectures(root, options.lectures))
     changed = write(root, built)
     print(*(f"wrote {path}" for path in changed), f"{len(built) - len(changed)} modules were up to date", sep="\n")
     return 0

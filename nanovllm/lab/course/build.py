@@ -153,6 +153,12 @@ def differences(current: dict[str, str], modules: Iterable[Module]) -> list[str]
     return found
 
 
+def compare(root: Path, names: Sequence[str]) -> list[str]:
+    """Differences between the modules and what lectures build; of all lectures for no name, with modules that none builds."""
+    built = build(root, read_lectures(root, names))
+    return differences(current_texts(root, built), built) + ([] if names else orphans(root, built))
+
+
 def orphans(root: Path, modules: Iterable[Module]) -> list[str]:
     """Return a line for each module whose docstring names a lecture that does not build it."""
     known, found = {module.path for module in modules}, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 
 from nanovllm.lab.course.build import build, find_lectures, read_lectures, write
@@ -12,27 +13,9 @@ FIRST = 18  # the lecture that completes an engine
 SERVER = 90  # lectures from here on are about the way in, which every stage has
 
 #: What the package can do without: for each part the first lecture that builds or names it, and patterns of its files.
-PARTS: dict[str, tuple[int, str]] = {
-    "KV on the move": (31, "kv_transfer/**/* router/**/* data/kv_transfer_config.py"),
-    "many processes": (
-        20,
-        "executor/multiprocess.py executor/remote.py executor/ray.py executor/torchrun.py executor/worker.py engine/group.py"
-        " engine/data_rank.py scheduler/data_parallel.py distributed/process_groups.py distributed/stage_link.py"
-        " distributed/shared_collectives.py distributed/life_signs.py distributed/standstill.py distributed/shared_memory.*",
-    ),
-    "experts, latent attention, Gemma 2": (
-        24,
-        "models/moe.py models/moe_config.py models/deepseek.py models/gemma2.py attention/latent*.py ops/triton_grouped.py"
-        " distributed/expert_parallel.py distributed/load_balance.py",
-    ),
-    "Triton": (15, "ops/triton*.py attention/triton*.py attention/latent_kernels.py"),
-    "CUDA graphs": (40, "runner/cuda_graphs.py runner/gpu_memory.py"),
-    "compiled operators": (10, "ops/native.py ops/cpu_* models/fused.py"),
-    "GGUF files": (10, "checkpoint/gguf.py checkpoint/course_model.py checkpoint/pip_run.py"),
-    "structured output": (19, "text/grammars.py runner/structured_output.py server/tools.py"),
-    "traces": (13, "trace/**/* server/page.py server/web/* cli/trace.py cli/replay.py"),
-    "chat in the terminal": (SERVER, "cli/chat.py"),
-    "workshop": (SERVER - 1, "lab/**/*"),
+PARTS: dict[str, tuple[int, list[str]]] = {
+    name: (part["lecture"], part["files"])
+    for name, part in tomllib.loads(Path(__file__).with_name("parts.toml").read_text(encoding="utf-8")).items()
 }
 
 
@@ -52,7 +35,7 @@ def write_stage(root: Path, last: int, folder: Path) -> None:
         raise CourseError(f"{folder} is not empty: name a new folder")
     copy = Path(shutil.copytree(root / PACKAGE, folder / PACKAGE, ignore=shutil.ignore_patterns("__pycache__")))
     for first, patterns in PARTS.values():
-        for path in [path for pattern in patterns.split() for path in copy.glob(pattern) if path.is_file()]:
+        for path in [path for pattern in patterns for path in copy.glob(pattern) if path.is_file()]:
             if last < first < SERVER:
                 path.unlink(missing_ok=True)
     lectures = [lecture for lecture in read_lectures(root) if not last < _number(lecture.name) < SERVER]

@@ -34,14 +34,6 @@ Progress = Callable[[Sequence[Any]], Iterable[Any]]
 _UNCHANGED = 255  # the last of the 256 palette entries stands for "as in the frame before"
 _GIF_WIDTH = 900  # pixels
 _TALLEST = 1600  # CSS pixels; the player does not draw views that are outside of the window
-_STYLE = """
-body { margin: 0; padding: 8px 12px 10px; background: #fff; color: #222; font: 15px/1.35 "DejaVu Sans", sans-serif; }
-h1 { margin: 2px 8px 2px; font-size: 17px; }
-h1 .step { float: right; font-weight: normal; color: #767676; }
-.nv-column:only-child .nv-view:only-child figcaption { display: none; }
-p { margin: 0; padding: 8px 12px; height: 40px; border-radius: 8px; background: #f3f3f3; }
-.nv-controls, .nv-story { display: none !important; }
-"""
 
 
 @contextlib.contextmanager
@@ -132,7 +124,8 @@ class Film:
         """Screenshots of all beats, taken in a page of a browser."""
         errors: list[Any] = []
         page.on("pageerror", lambda error: errors.append(error))
-        style = _STYLE + (WEB / "player.css").read_text(encoding="utf-8")
+        sheets = pathlib.Path(__file__).with_name("film.css"), WEB / "player.css"
+        style = "".join(sheet.read_text(encoding="utf-8") for sheet in sheets)
         page.set_content(f'<!doctype html><meta charset="utf-8"><style>{style}</style><body></body>')
         page.add_script_tag(type="module", content=f"{bundle('film.js')}\nwindow.openFilm = openFilm;")
         page.wait_for_function("window.openFilm !== undefined")

@@ -17,7 +17,7 @@ from matplotlib.text import Text
 from PIL import Image, ImageChops
 
 from nanovllm.lab.viz import SimulatedRequest, animate, simulate
-from nanovllm.lab.viz.figures import FILMS, block_tables, prefix_cache
+from nanovllm.lab.viz.figures import FILMS
 from nanovllm.lab.viz.film import VIEWS, Beat, Film, gif_bytes
 from nanovllm.trace.trace import Trace
 
@@ -74,7 +74,7 @@ def test_a_committed_animation_is_the_film_of_its_story(name: str) -> None:
 
 def test_a_film_that_is_shot_again_is_the_committed_one() -> None:
     """Chromium and its fonts differ from machine to machine: a few pixels may, too."""
-    again, committed = frames(prefix_cache().shoot()), frames((FOLDER / "prefix_cache.gif").read_bytes())
+    again, committed = frames(FILMS["prefix_cache.gif"]().shoot()), frames((FOLDER / "prefix_cache.gif").read_bytes())
     assert [time for _, time in again] == [time for _, time in committed]
     for (one, _), (other, _) in zip(again, committed, strict=True):
         assert abs(one.height - other.height) < 40 and changed(one, other.resize(one.size)) < 0.15
@@ -84,7 +84,7 @@ def test_a_film_that_is_shot_again_is_the_committed_one() -> None:
 
 
 def test_beats_show_their_step_their_words_and_their_focus(page: Any) -> None:
-    film = block_tables()
+    film = FILMS["block_tables.gif"]()
     pictures = film.play(page)
     assert len(pictures) == len(film.beats) and len({picture.size for picture in pictures}) == 1
     for number in (3, 6):

@@ -25,12 +25,7 @@ HOST, HOST_AND_DISK = "host memory", "host memory, then disk"
 DISK, SHARED_MEMORY = "folder on a disk", "folder in /dev/shm"
 # Mooncake's client listens on all interfaces, so it runs in a network namespace that has only a loopback.
 _ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
-_MOONCAKE = """
-ip link set lo up
-"$0" --rpc_address=127.0.0.1 --rpc_port=50051 --metrics_host=127.0.0.1 --metrics_port=9003 --log_dir="$1" &
-for _ in $(seq 300); do ss -ltn | grep -q 127.0.0.1:50051 && break; sleep 0.1; done
-shift; exec "$@"
-"""
+_MOONCAKE = pathlib.Path(__file__).with_name("mooncake.sh")
 
 
 @dataclass
@@ -146,7 +141,7 @@ def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}
-    yield Place("mooncake", _pool(extra), wrapper=(*_ALONE, "sh", "-c", _MOONCAKE, str(master), str(folder)))
+    yield Place("mooncake", _pool(extra), wrapper=(*_ALONE, "sh", str(_MOONCAKE), str(master), str(folder)))
 
 
 def _pool(extra: dict[str, Any]) -> dict[str, Any]:
