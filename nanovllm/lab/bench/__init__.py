@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
-from nanovllm.lab.bench.engines import ENGINES, SERVING_ENGINES, EngineFailed, EngineSettings
+from nanovllm.lab.bench.engines import ENGINES, PEERS, EngineFailed, EngineSettings, llama_server
 from nanovllm.lab.bench.machine import measure_limits, usable_cores
 from nanovllm.lab.bench.parts import PARTS, Runner, Setting
 from nanovllm.lab.bench.report import Report, conditions
-from nanovllm.lab.bench.workloads import NAMED, Workload, custom_workload, endless_workload
+from nanovllm.lab.bench.workloads import NAMED, Workload, custom_workload
 
 if TYPE_CHECKING:
     from nanovllm.lab.bench.suite import Suite
 
 MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
-_ENGINES, _LENGTHS = "engine vllm-python workload repeats threads ", "input-len output-len "
+_ENGINES, _LENGTHS = "engine vllm-python llamacpp-python workload repeats threads ", "input-len output-len "
 #: What each measures, and its options.
 BENCHMARKS = {
     "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
     "throughput": ("many requests at once, offline", _ENGINES + _LENGTHS + "num-prompts"),
     "serve": ("requests to a server", _ENGINES + _LENGTHS + "num-prompts request-rate max-concurrency"),
     "all": ("the named workloads of these three", _ENGINES),
-    "watch": ("the cost of a client that reads the server's /trace", _LENGTHS + "threads pairs streams window"),
+    "scheduler": ("the time that a step costs the host", "part dry-run repeats threads vllm-python"),
     "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
     "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
     "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
@@ -61,8 +61,7 @@ def _number(kind: Callable[[str], Any], what: str, is_allowed: Callable[[Any], b
 _NUM_CORES = len(usable_cores())
 _at_least_1 = _number(int, "1 or more", lambda value: value >= 1)
 _threads = _number(int, f"a number of the {_NUM_CORES} cores", lambda value: 1 <= value <= _NUM_CORES)
-_rate = _number(float, "above 0", lambda value: value > 0)
-_seconds = _number(float, "above 0", lambda value: 0 < value < float("inf"))
+_above_0 = _number(float, "above 0", lambda value: value > 0)
 
 
 def _file(text: str) -> pathlib.Path:
@@ -86,33 +85,30 @@ def _names(what: str, known: Iterable[str]) -> dict[str, Any]:
 
 def _options(benchmark: str) -> dict[str, dict[str, Any]]:
     """All options with their arguments for argparse."""
-    own = "a workload of your own: "
-    turns = " (hf is transformers), which run in turn; the first is compared with the others (default: nanovllm)"
+    own, interpreter = "a workload of your own: ", "interpreter of the environment that has "
+    turns = " (hf is transformers; watched is nanovllm while a client reads its /trace), which run in turn; the first is compared with the others (default: nanovllm)"
     return {
         "engine": _names(turns, ENGINES),
-        "vllm-python": {"metavar": "PYTHON", "help": "interpreter of the environment that has vLLM"},
+        **{f"{name}-python": {"metavar": "PYTHON", "help": interpreter + what} for name, what in PEERS.items()},
         "workload": _names(" (default: all that the benchmark has)", NAMED),
         "input-len": {"type": _at_least_1, "help": own + "prompt length in tokens"},
         "output-len": {"type": _at_least_1, "help": own + "output tokens"},
         "batch-size": {"type": _at_least_1, "help": own + "requests in the batch"},
         "num-prompts": {"type": _at_least_1, "help": own + "requests"},
-        "request-rate": {"type": _rate, "help": own + "requests per second (default: inf)"},
+        "request-rate": {"type": _above_0, "help": own + "requests per second (default: inf)"},
         "max-concurrency": {"type": _at_least_1, "help": own + "requests at once (default: all)"},
         "repeats": {"type": _at_least_1, "default": 3, "help": "runs of each workload (default: 3)"},
         "threads": {"type": _threads, "default": _NUM_CORES, "help": "cores that an engine computes on (default: all)"},
-        "pairs": {"type": _at_least_1, "default": 100, "help": "pairs of windows with a watcher, and as many without (default: 100)"},
-        "streams": {"type": _at_least_1, "default": 16, "help": "requests at once (default: 16)"},
-        "window": {"type": _seconds, "default": 1.0, "help": "seconds of a window (default: 1)"},
         "part": _names(" (default: all)", PARTS.get(benchmark, ())),
         "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
-        "minutes": {"type": _seconds, "default": 9.0, "help": "how long it may take (default: 9)"},
+        "minutes": {"type": _above_0, "default": 9.0, "help": "how long it may take (default: 9)"},
     }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the benchmarks, each with its own flags."""
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    measure = {"watch": _measure_watched, "gpu": _measure_gpu, "parallel": _measure_parts, "kv": _measure_parts}
+    measure = {"gpu": _measure_gpu} | dict.fromkeys(PARTS, _measure_parts)
     for name, (what, options) in BENCHMARKS.items():
         command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         command.set_defaults(measure=measure.get(name, _measure_suite))
@@ -121,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument(f"--{option}", **every[option])
         command.add_argument("--json", metavar="FILE", type=_file, help="write all measurements to this file")
         command.add_argument("--markdown", metavar="FILE", type=_file, help="write the tables to this file")
-        if name in ("parallel", "kv"):  # they choose the other settings of the engine
+        if name in PARTS:  # they choose the other settings of the engine
             command.add_argument("--model", default=EngineConfig.model, help="model to load (default: %(default)s)")
             command.add_argument("--revision", help="branch, tag or commit of a hub model")
             command.add_argument("--dtype", default="auto", choices=EngineConfig.choices()["dtype"], help="data type")
@@ -154,14 +150,6 @@ def _measure_suite(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _measure_watched(arguments: argparse.Namespace) -> int:
-    from nanovllm.lab.bench import watch
-
-    suite, start = _prepare(arguments), time.perf_counter()
-    rows = watch.measure(suite, arguments.pairs, arguments.window)
-    return Report(_command_line(), suite.facts(time.perf_counter() - start), rows).finish(arguments)
-
-
 def _measure_parts(arguments: argparse.Namespace) -> int:
     from nanovllm.checkpoint.hub import resolve_model
     from nanovllm.lab.bench.local import TINY, write_checkpoint
@@ -173,7 +161,8 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
         else:
             folder, model = resolve_model(arguments.model, arguments.revision).resolve(), arguments.model
         settings = arguments.dtype, arguments.threads, arguments.seed, arguments.repeats
-        runner = Runner(Setting(dry_run, str(folder), *settings))
+        vllm_python = _python_of("vllm", arguments) if getattr(arguments, "vllm_python", None) else None
+        runner = Runner(Setting(dry_run, str(folder), *settings, vllm_python=vllm_python))
         rows = runner.run([part for name, part in parts.items() if name in (arguments.part or parts)])
     facts = conditions(f"{model}, {arguments.dtype}", arguments.threads, time.perf_counter() - start)
     return Report(_command_line(), facts, rows, dry_run).finish(arguments)
@@ -209,14 +198,15 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     from nanovllm.lab.bench.suite import Suite
     from nanovllm.models.config import ModelConfig, UnsupportedModelError
 
-    names = list(dict.fromkeys(getattr(arguments, "engine", None) or ["nanovllm"]))
-    workloads, given = choose_workloads(arguments), getattr(arguments, "vllm_python", None)
-    python = shutil.which(given or "")
-    for name in set(names) - set(SERVING_ENGINES):
-        if all(workload.mode == "serve" for workload in workloads):
-            raise UsageError(f"engine {name!r} has no server; it can do latency and throughput")
-    if "vllm" in names and not python:
-        raise UsageError(f"--engine vllm needs --vllm-python, the interpreter of an environment with it, got {given}")
+    names = list(dict.fromkeys(arguments.engine or ["nanovllm"]))
+    workloads, pythons = choose_workloads(arguments), dict.fromkeys(names, sys.executable)
+    kinds = {workload.kind for workload in workloads}
+    for name in names:
+        if not kinds.intersection(ENGINES[name]):
+            raise UsageError(f"engine {name!r} has no {'server' if 'server' in kinds else 'offline use'}")
+    pythons |= {name: _python_of(name, arguments) for name in names if name in PEERS}
+    if "server" in kinds and "llamacpp" in names and llama_server(pythons["llamacpp"]) is None:
+        raise UsageError("--engine llamacpp needs llama-server to serve: beside --llamacpp-python, or on the PATH")
     options = engine_options(arguments)
     folder = resolve_model(arguments.model, arguments.revision).resolve()
     try:
@@ -232,12 +222,21 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
             )
     limits = measure_limits(arguments.dtype, arguments.threads)
     options["dtype"] = limits.dtype
-    pythons = {"vllm": os.path.abspath(python)} if python else {}
-    engines = [
-        EngineSettings(name, folder, options, arguments.threads, pythons.get(name, sys.executable)) for name in names
-    ]
-    repeats = getattr(arguments, "repeats", 1)
-    return Suite(arguments.model, engines, workloads, repeats, arguments.seed, model, limits)
+    engines = [EngineSettings(name, folder, options, arguments.threads, pythons[name]) for name in names]
+    for engine in (each for each in engines if each.name == "llamacpp"):
+        from nanovllm.lab.bench.to_gguf import gguf_of  # it imports torch
+
+        engine.model = gguf_of(folder, limits.dtype)
+    return Suite(arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits)
+
+
+def _python_of(name: str, arguments: argparse.Namespace) -> str:
+    """The interpreter of the environment that has a peer."""
+    given = getattr(arguments, f"{name}_python")
+    if (python := shutil.which(given or "")) is None:
+        mistake = f"--engine {name} needs --{name}-python, the interpreter of an environment with it"
+        raise UsageError(f"{mistake}, got {given}")
+    return os.path.abspath(python)
 
 
 def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
@@ -246,11 +245,9 @@ def choose_workloads(arguments: argparse.Namespace) -> list[Workload]:
     Raises:
         UsageError: a workload of another benchmark, or options that exclude each other.
     """
-    mode, chosen = arguments.benchmark, getattr(arguments, "workload", None)
+    mode, chosen = arguments.benchmark, arguments.workload
     names = ("input_len", "output_len", "batch_size", "num_prompts", "request_rate", "max_concurrency")
     given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-    if mode == "watch":
-        return [endless_workload(arguments.streams, **given)]
     if given and not chosen:
         return [custom_workload(mode, **given)]
     if given:

@@ -6,9 +6,10 @@ During a run it only keeps what arrives, with its time, and parses it afterwards
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 #: Chunks that every stream has received when the long prompt is sent.
 CHUNKS_BEFORE_INTRUDER = 8
-TIMEOUT_SECONDS = 600.0
+TIMEOUT_SECONDS, _AS_IT_IS = 600.0, {"Accept-Encoding": "identity"}
 
 
 class ServerError(Exception):
@@ -42,10 +43,9 @@ class _Stream:
     chunks: Chunks = field(default_factory=list)
     decoding: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def run(self, client: httpx.AsyncClient, model_name: str) -> None:
+    async def run(self, client: httpx.AsyncClient, fields: dict[str, Any]) -> None:
         """Send the request, and receive the answer."""
-        body = {
-            "model": model_name,
+        body = fields | {
             "prompt": self.request.prompt_token_ids,
             "max_tokens": self.request.max_tokens,
             "temperature": 0,
@@ -69,17 +69,19 @@ class _Stream:
 
 
 def _client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=httpx.Limits(max_connections=None))
+    # Every stream has a connection of its own: llama-server closes one after a stream, perhaps when the next has just begun.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_SECONDS, limits=limits)
 
 
 async def run_workload(
-    url: str, model_name: str, workload: Workload, requests: Sequence[BenchRequest]
+    url: str, fields: dict[str, Any], workload: Workload, requests: Sequence[BenchRequest]
 ) -> list[Timeline]:
     """Send the requests as the workload says, and return their timelines in their order.
 
     Args:
         url: of the server, as in "http://127.0.0.1:8000".
-        model_name: as the server calls its model.
+        fields: of each request's body: the model's name, and what else the server wants.
 
     Raises:
         ServerError: an answer that is not what was asked for.
@@ -94,42 +96,39 @@ async def run_workload(
             await asyncio.gather(*(other.decoding.wait() for other in streams[:-1]))
         await asyncio.sleep(max(0.0, begin + stream.request.arrival - time.perf_counter()))
         async with places:
-            await stream.run(client, model_name)
+            await stream.run(client, fields)
 
     async with _client(url) as client:
         await asyncio.gather(*map(run, streams))
     return [_timeline(stream.start, stream.chunks, stream.request.max_tokens) for stream in streams]
 
 
-async def keep_busy(
-    url: str, model_name: str, requests: Iterator[BenchRequest], num_streams: int, during: Coroutine[Any, Any, T]
-) -> tuple[list[Timeline], T]:
-    """Keep so many requests in flight, each followed by the next one as soon as it has ended, until `during` is over.
-    Requests that are in flight then are cut off.
+async def watched(url: str, talk: Coroutine[Any, Any, T]) -> T:
+    """The result of a talk with a server during which a client reads the server's /trace, as the live page does, and throws it away.
 
-    Returns:
-        The timelines of all requests, in the order in which they were sent, and the result of `during`.
+    Raises:
+        ServerError: the server ends the trace before the talk.
+        httpx.HTTPError: there is no trace.
     """
-    sent: list[_Stream] = []
+    async with _client(url) as client, client.stream("GET", "/trace", headers=_AS_IT_IS) as stream:
+        chunks = stream.raise_for_status().aiter_raw()
+        await anext(chunks)  # the header: from here on it is watched
 
-    async def stream() -> None:
-        for request in requests:
-            sent.append(_Stream(request))
-            await sent[-1].run(client, model_name)
+        async def read() -> None:
+            async for _ in chunks:
+                pass
+            raise ServerError("its /trace ended")
 
-    try:
-        async with _client(url) as client, asyncio.TaskGroup() as group:
-            streams = [group.create_task(stream()) for _ in range(num_streams)]
-            result = await during
-            for task in streams:
-                task.cancel()
-    except ExceptionGroup as failures:  # of a stream or of `during`, each of which ends the others
-        raise failures.exceptions[0] from None
-    return [_timeline(0.0, each.chunks) for each in sent], result
+        reader = asyncio.create_task(read())
+        result = await talk
+        reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader
+        return result
 
 
-def _timeline(start: float, chunks: Chunks, num_tokens: int | None = None) -> Timeline:
-    """Read server-sent events; an event came with the chunk that completes it. Without `num_tokens` they may break off."""
+def _timeline(start: float, chunks: Chunks, num_tokens: int) -> Timeline:
+    """Read server-sent events; an event came with the chunk that completes it."""
     line, buffer, so_far = Timeline(start), b"", 0
     for when, data in chunks:
         *events, buffer = (buffer + data).split(b"\n\n")
@@ -137,17 +136,17 @@ def _timeline(start: float, chunks: Chunks, num_tokens: int | None = None) -> Ti
         if count > so_far:
             line.arrivals.append((when, count - so_far))
             so_far = count
-    if num_tokens not in (None, so_far):
+    if so_far != num_tokens:
         raise ServerError(f"{so_far} tokens came, {num_tokens} were asked for")
     return line
 
 
 def _completion_tokens(event: bytes) -> int:
-    """Output tokens so far, as an event's usage says; 0 if it says nothing."""
+    """Output tokens so far, as an event's usage says, or its timings (llama.cpp); 0 if it says nothing."""
     data = event.strip().removeprefix(b"data:").strip()
     if not data or data == b"[DONE]":
         return 0
     content = json.loads(data)
     if "error" in content:
         raise ServerError(str(content["error"])[:300])
-    return (content.get("usage") or {}).get("completion_tokens", 0)
+    return (content.get("usage") or {}).get("completion_tokens") or content.get("timings", {}).get("predicted_n", 0)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import httpx
 import psutil
@@ -30,11 +31,13 @@ from nanovllm.lab.bench.metrics import Timeline
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import free_port, python_environment
 
-ENGINES = ("nanovllm", "hf", "vllm")
-#: `generate` of transformers is a function, not a server.
-SERVING_ENGINES = ("nanovllm", "vllm")
-
-T = TypeVar("T")
+KINDS = ("offline", "server")
+#: How each can be used. (`generate` of transformers is a function, and a client that watches needs a server.)
+ENGINES = {"nanovllm": KINDS, "vllm": KINDS, "llamacpp": KINDS, "hf": KINDS[:1], "watched": KINDS[1:]}
+#: Those with environments of their own.
+PEERS = {"vllm": "vLLM", "llamacpp": "llama-cpp-python, and llama-server (or it is on the PATH)"}
+#: Requests at once in llama.cpp. llama-server computes neighbouring slots together, so it has as many as W4 has clients.
+SLOTS, SERVER_SLOTS = 32, 8
 
 START_SECONDS = 600.0
 STOP_SECONDS = 10.0
@@ -44,6 +47,8 @@ _VLLM_OPTIONS = {
     "long_prefill_token_threshold", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "scheduling_policy",
     "seed", "tokenizer",
 }  # fmt: skip
+# Parameters of llama.cpp's context, and llama-server's flags for them.
+_LLAMA_FLAGS = dict(n_seq_max="-np", n_ctx="-c", n_batch="-b", n_ubatch="-ub", n_threads="-t", n_threads_batch="-tb")
 
 
 class EngineFailed(ServerError):
@@ -62,7 +67,7 @@ class EngineSettings:
 
     Attributes:
         name: one of `ENGINES`.
-        model: folder of the checkpoint.
+        model: folder of the checkpoint; llama.cpp's GGUF file.
         options: settings under nanovllm's names, the ones that differ from its defaults.
         num_threads: cores that it may compute on.
         python: interpreter of the environment that has the engine.
@@ -78,14 +83,31 @@ class EngineSettings:
         """The options that this engine has."""
         if self.name == "vllm":
             return {name: value for name, value in self.options.items() if name in _VLLM_OPTIONS}
+        if self.name == "llamacpp":
+            slots = min(SLOTS, self.options.get("max_num_seqs", SLOTS))
+            budget, length = self.options.get("max_num_batched_tokens", 2048), self.options["max_model_len"]
+            sizes = slots, slots * length, budget, min(budget, 512), self.num_threads, self.num_threads
+            return dict(zip(_LLAMA_FLAGS, sizes, strict=True))
         return dict(self.options)
+
+    @property
+    def note(self) -> str:
+        """How it runs requests, where the workload's title does not say so."""
+        notes = {
+            "hf": "requests are one batch, padded on the left",
+            "watched": "nanovllm while a client reads its /trace",
+        }
+        served = f"served by llama-server with {SERVER_SLOTS}"
+        notes["llamacpp"] = f"{SLOTS} slots, which keep their last prompt, in batches for `llama_decode`; {served}"
+        return notes.get(self.name, "")
 
     def environment(self) -> dict[str, str]:
         """Its environment variables: as many threads as all the others, and nothing from the network."""
         found = python_environment() | {"HF_HUB_OFFLINE": "1"}
+        if self.name in PEERS:
+            del found["PYTHONPATH"]
         if self.name != "vllm":
             return found | {"OMP_NUM_THREADS": str(self.num_threads)}
-        del found["PYTHONPATH"]
         cores = ",".join(str(core) for core in usable_cores()[: self.num_threads])
         kv_bytes = parse_bytes(self.options.get("kv_cache_memory", "2GiB"), "kv_cache_memory")
         found |= {
@@ -105,6 +127,11 @@ def preload_libraries(python: str) -> list[str]:
         paths = (folder / name for folder in folders)
         found += [str(path) for path in paths if path.is_file()][:1]
     return found
+
+
+def llama_server(python: str) -> str | None:
+    """llama.cpp's own server, beside an interpreter or on the PATH."""
+    return shutil.which("llama-server", path=f"{pathlib.Path(python).parent}:{os.environ['PATH']}")
 
 
 @dataclass
@@ -220,23 +247,28 @@ class EngineProcess:
 class OfflineEngine(EngineProcess):
     """An engine behind `worker.py`."""
 
-    kind, answers_on_stdout = "offline", True
+    kind, answers_on_stdout, part = "offline", True, ""
 
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
-        orders = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
-        self._send({"requests": orders})
-        timelines = [Timeline(0.0, [(t, n) for t, n in line]) for line in self._receive()["timelines"]]
+        timelines = [Timeline(0.0, [(t, n) for t, n in line]) for line in self.ask(requests)]
         for line, request in zip(timelines, requests, strict=True):
             if line.num_tokens != request.max_tokens:
                 raise self._failed(f"gave {line.num_tokens} tokens instead of {request.max_tokens}")
         return timelines
+
+    def ask(self, requests: Sequence[BenchRequest]) -> list[list[Any]]:
+        """Run requests; the worker's timelines."""
+        orders = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
+        self._send({"requests": orders})
+        return self._receive()["timelines"]
 
     def _command(self) -> list[str]:
         return [self.settings.python, str(pathlib.Path(__file__).with_name("worker.py"))]
 
     def _first_token(self) -> dict[str, str]:
         settings = self.settings
-        self._send({"engine": settings.name, "model": str(settings.model), "options": settings.engine_options()})
+        engine, options = settings.name + self.part, settings.engine_options()
+        self._send({"engine": engine, "model": str(settings.model), "options": options})
         return self._receive()["versions"]
 
     def _send(self, order: dict[str, Any]) -> None:
@@ -255,25 +287,21 @@ class OfflineEngine(EngineProcess):
         return json.loads(line)
 
 
+class SchedulerAlone(OfflineEngine):
+    """Only the scheduler of an engine."""
+
+    part = " scheduler"
+
+
 class Server(EngineProcess):
     """An engine behind its own OpenAI-compatible server."""
 
     kind = "server"
 
     def run(self, workload: Workload, requests: Sequence[BenchRequest]) -> list[Timeline]:
-        return self._talk(client.run_workload(self.url, self.model_name, workload, requests))
-
-    def keep_busy(
-        self, requests: Iterator[BenchRequest], num_streams: int, during: Coroutine[Any, Any, T]
-    ) -> tuple[list[Timeline], T]:
-        """So many requests at once, one after another, until `during` is over; see `client.keep_busy`.
-
-        Raises:
-            EngineFailed: the server ended, or its answer is not what was asked for.
-        """
-        return self._talk(client.keep_busy(self.url, self.model_name, requests, num_streams, during))
-
-    def _talk(self, talk: Coroutine[Any, Any, T]) -> T:
+        talk = client.run_workload(self.url, self.fields, workload, requests)
+        if self.settings.name == "watched":
+            talk = client.watched(self.url, talk)
         try:
             return asyncio.run(talk)
         except (client.ServerError, httpx.HTTPError) as error:
@@ -282,13 +310,17 @@ class Server(EngineProcess):
     def _command(self) -> list[str]:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        module = ["nanovllm", "serve"]
-        extra: list[str] = []
-        if self.settings.name == "vllm":
+        settings, options = self.settings, self.settings.engine_options()
+        address = ["--host", "127.0.0.1", "--port", str(port), "--model", str(settings.model)]
+        if settings.name == "llamacpp":
+            slots = min(SERVER_SLOTS, options["n_seq_max"])
+            options |= {"n_seq_max": slots, "n_ctx": slots * settings.options["max_model_len"]}
+            flags = [word for name, value in options.items() for word in (_LLAMA_FLAGS[name], str(value))]
+            return [str(llama_server(settings.python)), *address, *flags]
+        module, extra = ["nanovllm", "serve"], list[str]()
+        if settings.name == "vllm":
             module, extra = ["vllm.entrypoints.openai.api_server"], ["--enforce-eager"]
-        address = ["--host", "127.0.0.1", "--port", str(port), "--model", str(self.settings.model)]
-        flags = EngineConfig(**self.settings.engine_options()).words()
-        return [self.settings.python, "-m", *module, *address, *extra, *flags]
+        return [settings.python, "-m", *module, *address, *extra, *EngineConfig(**options).words()]
 
     def _first_token(self) -> dict[str, str]:
         deadline = time.perf_counter() + START_SECONDS
@@ -299,12 +331,15 @@ class Server(EngineProcess):
                 if time.perf_counter() > deadline:
                     raise self._failed(f"server did not start within {START_SECONDS:.0f} seconds")
                 time.sleep(0.05)
-            self.model_name = http.get("/v1/models").json()["data"][0]["id"]
-            body = {"model": self.model_name, "prompt": [3, 4, 5, 6], "max_tokens": 1, "temperature": 0}
+            name = self.settings.name
+            self.fields: dict[str, Any] = {"model": http.get("/v1/models").json()["data"][0]["id"]}
+            self.fields |= {"timings_per_token": True} if name == "llamacpp" else {}  # they count the tokens
+            body = self.fields | {"prompt": [3, 4, 5, 6], "max_tokens": 1, "temperature": 0}
             answer = http.post("/v1/completions", json=body)
             if answer.status_code != 200:
                 raise self._failed(f"server answered {answer.text[:200]!r}")
-            return {self.settings.name: http.get("/version").json()["version"]}
+            page, field = ("/props", "build_info") if name == "llamacpp" else ("/version", "version")
+            return {name: http.get(page).json()[field]}
 
     @staticmethod
     def _is_healthy(http: httpx.Client) -> bool:

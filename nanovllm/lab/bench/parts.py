@@ -1,4 +1,4 @@
-"""The benchmarks that have parts (`bench parallel`, `kv`, `gpu`), and the runner that starts each part in its own process."""
+"""The benchmarks that have parts (`bench scheduler`, `parallel`, `kv`, `gpu`), and the runner that starts each part in its own process."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ class Setting:
         repeats: how often something long is measured; what is short is measured a multiple of that.
         seconds: the part is killed after this time.
         before: the rows of earlier parts.
+        vllm_python: interpreter of the environment that has vLLM, to measure it beside nanovllm.
     """
 
     dry_run: bool = False
@@ -65,6 +66,7 @@ class Setting:
     repeats: int = 3
     seconds: float = 600.0
     before: list[Row] = field(default_factory=list)
+    vllm_python: str | None = None
 
     def __post_init__(self) -> None:
         self._started = time.perf_counter()
@@ -130,9 +132,13 @@ class Part:
 _PARALLEL, _KV = "nanovllm.lab.bench.parallel.", "nanovllm.lab.bench.kv."
 #: What `--part` names.
 PARTS = {
+    "scheduler": {
+        "scheduler": Part("the scheduler alone", "nanovllm.lab.bench.steps:scheduler"),
+        "step": Part("a decode step by part", "nanovllm.lab.bench.steps:step_parts"),
+    },
     "parallel": {
         "orders": Part("orders to the ranks", _PARALLEL + "orders:orders"),
-        "executor": Part("executor overhead", _PARALLEL + "engines:executor"),
+        "executor": Part("executor overhead", "nanovllm.lab.bench.steps:executor"),
         "all-reduce": Part("all-reduce", _PARALLEL + "all_reduce:all_reduces"),
         "pipeline": Part("pipeline bubble", _PARALLEL + "pipeline:pipeline"),
         "experts": Part("expert shuffle", _PARALLEL + "shuffle:experts"),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from nanovllm.lab.bench.engines import SERVING_ENGINES, EngineProcess, EngineSettings, OfflineEngine, Server, Started
+from nanovllm.lab.bench.engines import ENGINES, KINDS, EngineProcess, EngineSettings, OfflineEngine, Server, Started
 from nanovllm.lab.bench.machine import Limits, Noise, NoiseMeter, best, measure_limits
 from nanovllm.lab.bench.metrics import AGREEING_PAIRS, TIE, Figures, compare, figures, intruder_figures
 from nanovllm.lab.bench.report import Row, conditions
@@ -19,8 +19,6 @@ from nanovllm.models.config import ModelConfig
 
 # A warm-up has other tokens than any repeat.
 WARM_UP, WARM_UP_REQUESTS = -1, 4
-
-KINDS = ("offline", "server")
 
 #: What engines are compared by: field of `Figures`, its title and factor, and whether more is better.
 COMPARED = (
@@ -76,10 +74,10 @@ class Suite:
         groups: dict[tuple[Any, ...], list[Workload]] = {}
         for workload in self.workloads:
             # Workloads with equal keys run on the same engine processes.
-            key = (workload.mode == "serve", *sorted(workload.options.items()))
+            key = (workload.kind, *sorted(workload.options.items()))
             groups.setdefault(key, []).append(workload)
         for number, (key, group) in enumerate(groups.items()):
-            able = [each for each in self.engines if not key[0] or each.name in SERVING_ENGINES]
+            able = [each for each in self.engines if key[0] in ENGINES[each.name]]
             with contextlib.ExitStack() as stack:
                 running = [self._start(stack, number, group[0], settings) for settings in able]
                 for repeat in range(self.repeats):
@@ -89,20 +87,17 @@ class Suite:
         self, stack: contextlib.ExitStack, number: int, workload: Workload, settings: EngineSettings
     ) -> EngineProcess:
         """Start an engine for this workload and others like it."""
-        make = Server if workload.mode == "serve" else OfflineEngine
+        make = Server if workload.kind == "server" else OfflineEngine
         engine = stack.enter_context(make(replace(settings, options=settings.options | workload.options)))
-        self.note_start(engine.started, number)
+        started = engine.started
+        say(f"{started.engine}: first token {started.seconds:.1f} s after its start ({started.kind})")
+        started.group = number
+        self.starts.append(started)
         # What an engine does only once, such as compiling or growing its buffers, is done before it counts.
         requests = workload.requests(self.model.vocab_size, self.seed, WARM_UP)[:WARM_UP_REQUESTS]
         engine.run(replace(workload, intruder_len=0), shortened(requests))
         engine.rest()
         return engine
-
-    def note_start(self, started: Started, group: int = 0) -> None:
-        """Keep the measurements of a start."""
-        say(f"{started.engine}: first token {started.seconds:.1f} s after its start ({started.kind})")
-        started.group = group
-        self.starts.append(started)
 
     def _take_turns(self, running: list[EngineProcess], workloads: list[Workload], repeat: int) -> None:
         """Run every workload once on every engine; neighbouring runs of a workload make a pair."""
@@ -142,6 +137,7 @@ class Suite:
             f"measured roofs: {self.limits.bytes_per_second / 1e9:.1f} GB/s read, "
             f"{self.limits.flops_per_second / 1e9:.0f} GFLOP/s in {self.limits.dtype}",
             *(f"{workload.name}: {workload.title}" for workload in self.workloads),
+            *(f"{engine.name}: {engine.note}" for engine in self.engines if engine.note),
         ]
 
     def of(self, workload: str, engine: str) -> list[Run]:

@@ -60,6 +60,11 @@ class Workload:
     intruder_len: int = 0
 
     @property
+    def kind(self) -> str:
+        """How it uses an engine: "offline" or "server"."""
+        return "server" if self.mode == "serve" else "offline"
+
+    @property
     def max_request_tokens(self) -> int:
         """The most tokens, prompt and output, that a request may have."""
         longest = self.prefix_len + self.input_len[1] + self.output_len[1]
@@ -142,9 +147,3 @@ def custom_workload(
         title += f", {request_rate:g} per second"
     shape = count, (input_len, input_len), (output_len, output_len)
     return Workload("custom", mode, title, *shape, max_concurrency=max_concurrency, request_rate=request_rate)
-
-
-def endless_workload(num_streams: int, input_len: int = 32, output_len: int = 512) -> Workload:
-    """One wave of `bench watch`'s load: that many streams, each of which is followed by another one."""
-    made = custom_workload("serve", input_len, output_len, num_prompts=num_streams, max_concurrency=num_streams)
-    return replace(made, name="watch", title=f"{num_streams} streams without an end, {input_len} + {output_len} tokens")

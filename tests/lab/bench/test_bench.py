@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
-import itertools
 import json
 import math
 import pathlib
@@ -13,16 +10,12 @@ import re
 import statistics
 import subprocess
 import sys
-import time
-from unittest import mock
 
-import httpx
-import numpy as np
 import pytest
 
 from nanovllm import LLM
 from nanovllm.cli.main import main
-from nanovllm.lab.bench import client, machine, report, watch
+from nanovllm.lab.bench import client, machine, report
 from nanovllm.lab.bench.client import ServerError
 from nanovllm.lab.bench.engines import EngineFailed, EngineSettings, OfflineEngine, Server
 from nanovllm.lab.bench.machine import Limits, Noise, NoiseMeter, peak_memory, process_tree
@@ -30,7 +23,7 @@ from nanovllm.lab.bench.metrics import Timeline, compare, figures, intruder_figu
 from nanovllm.lab.bench.report import Report, goal
 from nanovllm.lab.bench.roofline import ModelCost, Work, least_work, roofline_share, workload_work
 from nanovllm.lab.bench.suite import Run, Started, Suite
-from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload, endless_workload
+from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload
 from nanovllm.models.config import ModelConfig
 from tests.oracle import make_checkpoint, reference_model
 
@@ -344,86 +337,6 @@ def test_an_engine_that_cannot_start_is_named_with_its_reason(
     assert process_tree(engine.process.pid) == []
 
 
-# ---------------------------------------------------------------- what a watcher costs
-
-
-def test_each_kind_of_pair_comes_in_both_orders() -> None:
-    kinds = [(pair.watched, pair.swapped) for pair in watch.plan(5)]
-    assert kinds[:4] == [(True, False), (False, False), (True, True), (False, True)] and len(kinds) == 10
-    assert [pair.windows for pair in watch.plan(2)] == [(True, False), (False,) * 2, (False, True), (False,) * 2]
-
-
-def test_a_trend_favours_nobody() -> None:
-    num_windows = 4 * (watch.WARM_UP_PAIRS + 40)
-    pairs, noise = watch.plan(watch.WARM_UP_PAIRS + 40), Noise(0.0, 0.0, 2.0)
-    seen = [window for pair in pairs for window in pair.windows]
-    # Contexts grow, each window is 1 % slower than the one before; and who is watched loses 5 %.
-    speeds = [400 * 0.99**i * (0.95 if seen[i] else 1) for i in range(num_windows)]
-    watched, control, windows = watch.compare(pairs, speeds, 20.0, 1.0, noise)
-    assert watched["pairs"] == control["pairs"] == 40
-    assert watched["ratio"]["median"] == pytest.approx(0.95, abs=0.001)
-    assert control["ratio"]["median"] == pytest.approx(1, abs=0.001)
-    assert watched["ratio"]["low"] < 0.95 < watched["ratio"]["high"] < 1 < control["ratio"]["high"]
-    assert windows["tokens/s without a watcher"] == pytest.approx(400 * 0.99 ** (num_windows / 2 + 4), rel=0.05)
-
-
-def test_an_interval_narrows_with_the_pairs() -> None:
-    few, many = (report.estimate([0.9, 1.0, 1.1, 1.0] * n) for n in (2, 20))
-    assert few["median"] == many["median"] == 1
-    assert few["low"] < many["low"] <= 1 <= many["high"] < few["high"]
-    assert report.estimate([0.97]) == {"median": 0.97, "low": 0.97, "high": 0.97, "values": [0.97]}
-
-
-def test_a_window_holds_whole_steps() -> None:
-    # A step of two tokens every 0.3 s, from 0.3 on.
-    lines = [Timeline(0.0, [(0.3 * (i + 1) + late, 1) for i in range(20)]) for late in (0.0, 0.001)]
-    assert watch.rates(lines, [(1.0, 2.0), (2.0, 2.5), (2.11, 5.0)]) == pytest.approx([2 / 0.3] * 3)
-    assert np.isnan(watch.rates(lines, [(0.1, 1.0), (1.0, 1.1), (7.0, 8.0)])).all()
-
-
-def test_pairs_without_a_speed_are_left_out() -> None:
-    pairs, noise = watch.plan(watch.WARM_UP_PAIRS + 3), Noise(0.0, 0.0, 2.0)
-    speeds = [100.0, 200.0] * len(pairs)
-    speeds[-3] = math.nan  # of the last pair that somebody watched
-    watched, control, _ = watch.compare(pairs, speeds, 20.0, 1.0, noise)
-    assert watched["ratio"]["values"] == [0.5, 2.0] and control["ratio"]["values"] == [0.5, 2.0, 0.5]
-    with pytest.raises(EngineFailed, match="--window"):
-        watch.compare(pairs, [math.nan] * len(speeds), 20.0, 1.0, noise)
-
-
-def test_the_streams_of_the_load_do_not_end_together() -> None:
-    requests = watch.endless_requests(endless_workload(4, 8, 100), VOCABULARY, seed=0)
-    first = list(itertools.islice(requests, 12))
-    assert [r.max_tokens for r in first] == [25, 50, 75, 100] + [100] * 8
-    assert len({tuple(r.prompt_token_ids) for r in first}) == 12 and all(len(r.prompt_token_ids) == 8 for r in first)
-
-
-async def test_a_watcher_counts_the_lines_until_its_time_is_over() -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\n\r\nheader\nstep 0\n")
-        await asyncio.sleep(0.1)
-        writer.write(b"step 1\nstep")
-        await writer.drain()
-
-    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert await watch.read_steps(f"http://127.0.0.1:{port}/trace", time.perf_counter() + 0.5) == 3
-    with pytest.raises(httpx.ConnectError):
-        await watch.read_steps("http://127.0.0.1:9/trace", time.perf_counter() + 0.5)
-
-
-def test_a_server_that_shows_no_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = mock.MagicMock()
-    server.__enter__.return_value, server.started = server, Started("nanovllm", "server", 1.0)
-    server.keep_busy.side_effect = lambda *arguments: (arguments[2].close(), ([], ([], 7)))[1]
-    monkeypatch.setattr(watch, "Server", lambda settings: server)
-    monkeypatch.setattr(watch, "NoiseMeter", mock.MagicMock())
-    suite = dataclasses.replace(made_up_suite(), workloads=[endless_workload(4)])
-    with pytest.raises(EngineFailed, match="showed no step"):
-        watch.measure(suite, 5, 0.1)
-
-
 # ---------------------------------------------------------------- reports
 
 
@@ -439,6 +352,13 @@ def made_up_suite() -> Suite:
     for engine, seconds in (("nanovllm", 2.0), ("hf", 5.0)):
         suite.starts.append(Started(engine, "offline", seconds, {"torch": "2.13"}, int(seconds * 2**28)))
     return suite
+
+
+def test_an_interval_narrows_with_the_pairs() -> None:
+    few, many = (report.estimate([0.9, 1.0, 1.1, 1.0] * n) for n in (2, 20))
+    assert few["median"] == many["median"] == 1
+    assert few["low"] < many["low"] <= 1 <= many["high"] < few["high"]
+    assert report.estimate([0.97]) == {"median": 0.97, "low": 0.97, "high": 0.97, "values": [0.97]}
 
 
 def test_markdown_and_json_say_the_same() -> None:
@@ -482,7 +402,7 @@ def test_goals() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["latency", "--engine", "tgi"], "unknown name 'tgi'; there are nanovllm, hf, vllm"),
+        (["latency", "--engine", "tgi"], "unknown name 'tgi'; there are nanovllm, vllm, llamacpp, hf, watched"),
         (["latency", "--engine", "vllm"], "needs --vllm-python"),
         (["latency", "--engine", "vllm", "--vllm-python", "/nowhere"], "got /nowhere"),
         (["serve", "--engine", "hf"], "has no server"),
@@ -499,12 +419,10 @@ def test_goals() -> None:
         (["latency", "--json", "/nowhere/x.json"], "no such folder"),
         (["latency", "--input-len", "300"], "over the 256 that fit"),
         (["latency", "--device", "cuda"], "measures CPUs"),
-        (["watch", "--minutes", "3"], "unrecognized arguments: --minutes 3"),
+        (["scheduler", "--minutes", "3"], "unrecognized arguments: --minutes 3"),
         (["parallel", "--part", "orders,all"], "unknown name 'all'; there are orders, executor"),
         (["parallel", "-tp", "2"], "unrecognized arguments: -tp 2"),
-        (["watch", "--engine", "hf"], "unrecognized arguments: --engine hf"),
-        (["watch", "--pairs", "0"], "argument --pairs: must be 1 or more"),
-        (["watch", "--window", "nan"], "argument --window: must be above 0"),
+        (["scheduler", "--engine", "hf"], "unrecognized arguments: --engine hf"),
         (["serve", "--request-rate", "0"], "argument --request-rate: must be above 0"),
         (["serve", "--request-rate", "nan"], "argument --request-rate: must be above 0"),
     ],
@@ -518,28 +436,6 @@ def test_a_mistake_is_answered_in_one_line(
         code = error.code  # type: ignore[assignment]
     lines = capsys.readouterr().err.splitlines()
     assert code == 2 and len(lines) == 1 and lines[0].startswith("nanovllm bench") and message in lines[0]
-
-
-@pytest.mark.nightly
-def test_watching_from_the_command_line_to_the_files(
-    checkpoint: pathlib.Path,
-    tmp_path: pathlib.Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("nanovllm.lab.bench.measure_limits", lambda dtype, threads: Limits(1e9, 1e9, dtype, 4))
-    monkeypatch.setattr("nanovllm.lab.bench.watch.WARM_UP_PAIRS", 1)
-    words = ["bench", "watch", "--model", str(checkpoint), "--dtype", "float32", "--kv-cache-memory", "8MiB"]
-    words += ["--pairs", "2", "--window", "0.7", "--streams", "3", "--input-len", "8", "--output-len", "40"]
-    words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
-    assert main(words) == 0
-    compared, (windows,) = json.loads((tmp_path / "r.json").read_text())["tables"].values()
-    for row in compared:
-        assert row["pairs"] == 2 and 0 < row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
-    assert windows["tokens/s without a watcher"] > 0 and windows["lines/s that the watcher read"] > 0
-    shown, text = capsys.readouterr().out, (tmp_path / "r.md").read_text()
-    for name in ("watched / unwatched", "3 streams without an end"):
-        assert name in shown and name in text
 
 
 @pytest.mark.parametrize("benchmark", ["latency", "throughput", "serve"])

@@ -16,6 +16,7 @@ import torch
 from nanovllm.cli.main import main
 from nanovllm.distributed.expert_parallel import ExpertPlacement
 from nanovllm.distributed.groups import Grid, get_tp_group
+from nanovllm.lab.bench import steps
 from nanovllm.lab.bench.metrics import alternate, slowest
 from nanovllm.lab.bench.parallel import all_reduce, engines, pipeline, shuffle
 from nanovllm.lab.bench.report import number
@@ -126,7 +127,7 @@ def test_weights_have_to_shrink_with_the_number_of_ranks(shares: list[tuple[int,
 
 def test_executors_are_compared_in_pairs() -> None:
     uni, mp = [1e-3, 2e-3, 9e-3], [1.5e-3, 2.5e-3, 9.5e-3]
-    found = list(engines.compare_executors("m", {1: {"uni": uni, "mp": mp}}))
+    found = list(steps.compare_executors("m", {1: {"uni": uni, "mp": mp}}))
     assert measured(found) == pytest.approx([500, 1.25])
 
 

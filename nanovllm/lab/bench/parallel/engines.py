@@ -1,11 +1,10 @@
-"""Whole engines: what an executor adds to a step, what a rank loads, and the speed of divided engines on the same cores."""
+"""Whole engines: what a rank loads, and the speed of divided engines on the same cores."""
 
 from __future__ import annotations
 
 import itertools
 import pathlib
 import statistics
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,81 +12,16 @@ from typing import Any
 import torch
 
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.engine.core import EngineCore
-from nanovllm.lab.bench.local import TINY, add_requests, run_requests, start_engine, write_config
+from nanovllm.lab.bench.local import add_requests, run_requests, start_engine
 from nanovllm.lab.bench.metrics import alternate, timed
 from nanovllm.lab.bench.parallel.pipeline import Stopwatch
 from nanovllm.lab.bench.parts import Setting
-from nanovllm.lab.bench.report import Row, estimate, goal, paired
+from nanovllm.lab.bench.report import Row, goal, paired
 from nanovllm.lab.bench.workloads import BenchRequest, Workload
 from nanovllm.lab.processes import run_ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import checkpoint_tensors, load_model
 from nanovllm.ops.device import choose_dtype
-
-BACKENDS, BATCHES = ("uni", "mp"), (1, 16)
-
-# ---------------------------------------------------------------- executors
-
-
-def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
-    """Seconds of a decode step, the median of each round, by the number of requests and by executor; they take turns."""
-    length = 32 + steps * (rounds + 2)
-    options = options | {"max_model_len": length, "max_num_seqs": max(BATCHES)}
-    cores = {name: start_engine(distributed_executor_backend=name, **options) for name in BACKENDS}
-    found: dict[int, dict[str, list[float]]] = {}
-    try:
-        for batch in BATCHES:
-            for core in cores.values():
-                add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
-                core.step()  # the prompts
-            found[batch] = alternate({name: partial(_median_step, core, steps) for name, core in cores.items()}, rounds)
-            for core in cores.values():
-                for index in range(batch):
-                    core.abort_request(str(index))
-    finally:
-        for core in cores.values():
-            core.close()
-    return found
-
-
-def _median_step(core: EngineCore, steps: int) -> float:
-    return statistics.median(timed(core.step) for _ in range(steps))
-
-
-def executor(setting: Setting) -> Iterator[Row]:
-    """The same engine with its only rank in its own process, and in another one."""
-    steps, rounds = (2, 1) if setting.dry_run else (10, 6 * setting.repeats)
-    with tempfile.TemporaryDirectory() as tiny:
-        write_config(pathlib.Path(tiny), TINY)
-        models = {
-            # A step so short that it hides nothing that is added to it; it has no use for a second core.
-            "tiny model": (1, setting.options(load_format="dummy", model=tiny)),
-            pathlib.Path(setting.folder).name: (setting.threads, setting.options()),
-        }
-        for name, (threads, options) in models.items():
-            yield from compare_executors(
-                name, run_ranks(time_steps, Grid(), options, steps, rounds, threads=threads)[0]
-            )
-
-
-def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> Iterator[Row]:
-    """Compare the steps of the two executors, round by round; see `time_steps`."""
-    for batch, both in times.items():
-        more = estimate([1e6 * (mp - uni) for uni, mp in zip(both["uni"], both["mp"], strict=True)])
-        ratio = paired(both["uni"], both["mp"])
-        where = f"executor mp against uni, {model}, {batch} request{'s' * (batch > 1)}"
-        yield goal(f"{where}: added to a step", more["median"], "µs")
-        yield goal(f"{where}: step time", ratio["median"], "×")
-        yield {
-            "table": "One rank in a process of its own (mp) against in-process (uni): decode steps, 95 % intervals",
-            "model": model,
-            "requests": batch,
-            "uni, ms per step": [1e3 * seconds for seconds in both["uni"]],
-            "mp, µs more": more,
-            "mp / uni": ratio,
-        }
-
 
 # ---------------------------------------------------------------- weights
 

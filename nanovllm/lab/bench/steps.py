@@ -1,0 +1,177 @@
+"""What a step costs the host: the scheduler alone, also beside vLLM's; every part of a decode step; and what an executor adds."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pathlib
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.distributed.groups import Grid
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.llm import LLMEngine
+from nanovllm.engine.process import Report
+from nanovllm.lab.bench.engines import EngineSettings, SchedulerAlone
+from nanovllm.lab.bench.local import TINY, add_requests, start_engine, write_config
+from nanovllm.lab.bench.metrics import alternate, timed
+from nanovllm.lab.bench.parallel.pipeline import Stopwatch
+from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.report import Row, estimate, goal, paired
+from nanovllm.lab.bench.workloads import BenchRequest
+from nanovllm.lab.processes import run_ranks
+
+RUNNING, HISTORIES = (1, 32, 256, 1024, 4096), (32, 4096)
+BATCHES, CALLS = (1, 32, 256, 1024), ("schedule", "update", "both")
+
+
+def scheduler(setting: Setting) -> Iterator[Row]:
+    """Steps in which all requests decode; the engines take turns."""
+    sizes, steps, rounds = itertools.product(HISTORIES, RUNNING), 50, setting.repeats
+    if setting.dry_run:
+        sizes, steps, rounds = itertools.product((8, 40), (1, 3)), 6, 1
+    pythons = {"nanovllm": sys.executable} | ({"vllm": setting.vllm_python} if setting.vllm_python else {})
+    with contextlib.ExitStack() as stack:
+        engines = {}
+        for name, python in pythons.items():
+            settings = EngineSettings(name, pathlib.Path(setting.folder), {}, setting.threads, python)
+            engine = stack.enter_context(SchedulerAlone(settings))
+            engines[f"{name} {engine.started.versions.get(name, '')}"] = engine
+        for history, running in sizes:
+            requests = [BenchRequest([i] * history, steps) for i in range(running)]
+            works = {name: partial(engine.ask, requests) for name, engine in engines.items()}
+            for name, found in alternate(works, rounds, warm_up=0).items():
+                # For each round, the medians of the two calls and of their sum.
+                times = 1e6 * np.median([[(*step, sum(step)) for step in line] for (line,) in found], axis=1)
+                row: Row = {"table": "The scheduler in a decode step, µs, medians", "tokens of each": history}
+                row |= {"running": running, "engine": name} | dict(zip(CALLS, times.T.tolist(), strict=True))
+                yield row | {"both, per request": (times[:, 2] / running).tolist()}
+
+
+def time_parts(options: dict[str, Any], batches: Sequence[int], steps: int) -> dict[int, dict[str, list[float]]]:
+    """By the number of requests that decode: seconds that each part takes in each step; the model is a part, too."""
+    engine, decode = LLMEngine(EngineConfig(**options)), msgspec.msgpack.Decoder(Report).decode
+    core, runner = engine.core, engine.core.runner
+    pipe = SimpleNamespace(carry=lambda outputs: decode(msgspec.msgpack.encode(Report(outputs, core.stats))).outputs)
+    functions: dict[str, list[tuple[Any, str]]] = {
+        "scheduler": [(core.scheduler, "schedule"), (core.scheduler, "update_from_output")],
+        "batch building": [(runner, "prepare_inputs"), (runner, "_sampling_rows")],
+        "sampling": [(runner.sampler, "start")],
+        "message to the front end": [(pipe, "carry")],
+        "output processing": [(engine.output_processor, "process")],
+        "model": [(runner, "_forward"), (runner.model, "compute_logits")],
+    }
+    watches = {part: [Stopwatch(*each) for each in those] for part, those in functions.items()}
+    parts: dict[int, dict[str, list[float]]] = {}
+
+    def step() -> int:
+        return len(engine.output_processor.process(pipe.carry(core.step()))[0])
+
+    for batch in batches:
+        params = SamplingParams(temperature=0, max_tokens=options["max_model_len"], ignore_eos=True)
+        for i in range(batch):
+            engine.add_request(str(i), [3 + i % 64] * 16, params)
+        while step() < batch:  # until all decode
+            pass
+        found = parts[batch] = {part: [] for part in (*watches, "rest")}
+        for _ in range(steps):
+            for watch in itertools.chain(*watches.values()):
+                watch.seconds = 0.0
+            whole = timed(step)
+            for part, those in watches.items():
+                found[part].append(sum(watch.seconds for watch in those))
+            found["rest"].append(whole - sum(found[part][-1] for part in watches))
+        for i in range(batch):
+            engine.abort_request(str(i))
+    return parts
+
+
+def step_parts(setting: Setting) -> Iterator[Row]:
+    """Decode steps of a whole engine with a tiny model, whose time is subtracted, and with the true model's vocabulary."""
+    batches, steps = ((1, 3), 3) if setting.dry_run else (BATCHES, 50 * setting.repeats)
+    with tempfile.TemporaryDirectory() as work:
+        tiny = write_config(pathlib.Path(work), TINY | {"vocab_size": setting.model.vocab_size})
+        options = setting.options(model=str(tiny), tokenizer=setting.folder, load_format="dummy")
+        options |= {"max_num_seqs": max(batches), "max_model_len": 64 + steps, "enable_prefix_caching": True}
+        found = run_ranks(time_parts, Grid(), options, batches, steps, threads=setting.threads)[0]
+    for batch, parts in found.items():
+        model = parts.pop("model")
+        parts["together"] = [sum(times) for times in zip(*parts.values(), strict=True)]
+        row: Row = {"table": "Host time of a decode step by part, µs, medians", "running": batch}
+        row |= {part: [1e6 * seconds for seconds in times] for part, times in parts.items()}
+        row["together, per request"] = [each / batch for each in row["together"]]
+        yield row | {"tiny model, subtracted": [1e6 * seconds for seconds in model]}
+
+
+# ---------------------------------------------------------------- executors
+
+BACKENDS, EXECUTOR_BATCHES = ("uni", "mp"), (1, 16)
+
+
+def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
+    """Seconds of a decode step, the median of each round, by the number of requests and by executor; they take turns."""
+    length = 32 + steps * (rounds + 2)
+    options = options | {"max_model_len": length, "max_num_seqs": max(EXECUTOR_BATCHES)}
+    cores = {name: start_engine(distributed_executor_backend=name, **options) for name in BACKENDS}
+    found: dict[int, dict[str, list[float]]] = {}
+    try:
+        for batch in EXECUTOR_BATCHES:
+            for core in cores.values():
+                add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
+                core.step()  # the prompts
+            found[batch] = alternate({name: partial(_median_step, core, steps) for name, core in cores.items()}, rounds)
+            for core in cores.values():
+                for index in range(batch):
+                    core.abort_request(str(index))
+    finally:
+        for core in cores.values():
+            core.close()
+    return found
+
+
+def _median_step(core: EngineCore, steps: int) -> float:
+    return statistics.median(timed(core.step) for _ in range(steps))
+
+
+def executor(setting: Setting) -> Iterator[Row]:
+    """The same engine with its only rank in its own process, and in another one."""
+    steps, rounds = (2, 1) if setting.dry_run else (10, 6 * setting.repeats)
+    with tempfile.TemporaryDirectory() as tiny:
+        write_config(pathlib.Path(tiny), TINY)
+        models = {
+            # A step so short that it hides nothing that is added to it; it has no use for a second core.
+            "tiny model": (1, setting.options(load_format="dummy", model=tiny)),
+            pathlib.Path(setting.folder).name: (setting.threads, setting.options()),
+        }
+        for name, (threads, options) in models.items():
+            yield from compare_executors(
+                name, run_ranks(time_steps, Grid(), options, steps, rounds, threads=threads)[0]
+            )
+
+
+def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> Iterator[Row]:
+    """Compare the steps of the two executors, round by round; see `time_steps`."""
+    for batch, both in times.items():
+        more = estimate([1e6 * (mp - uni) for uni, mp in zip(both["uni"], both["mp"], strict=True)])
+        ratio = paired(both["uni"], both["mp"])
+        where = f"executor mp against uni, {model}, {batch} request{'s' * (batch > 1)}"
+        yield goal(f"{where}: added to a step", more["median"], "µs")
+        yield goal(f"{where}: step time", ratio["median"], "×")
+        yield {
+            "table": "One rank in a process of its own (mp) against in-process (uni): decode steps, 95 % intervals",
+            "model": model,
+            "requests": batch,
+            "uni, ms per step": [1e3 * seconds for seconds in both["uni"]],
+            "mp, µs more": more,
+            "mp / uni": ratio,
+        }

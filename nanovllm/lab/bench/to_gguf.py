@@ -1,0 +1,83 @@
+"""Writes a checkpoint as a GGUF file, the only format that llama.cpp reads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pathlib
+from dataclasses import replace
+
+import gguf
+import torch
+
+from nanovllm.checkpoint.hub import nanovllm_home
+from nanovllm.data.flags import UsageError
+from nanovllm.distributed.groups import Grid
+from nanovllm.lab.processes import run_ranks
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import rotary_frequencies
+from nanovllm.models.loader import checkpoint_tensors
+from nanovllm.text.tokenizer import Tokenizer
+
+#: llama.cpp's names of architectures and data types.
+ARCHITECTURES = dict(LlamaForCausalLM="LLAMA", Qwen2ForCausalLM="QWEN2", Qwen3ForCausalLM="QWEN3")
+_TYPES = dict(bfloat16="BF16", float16="F16", float32="F32")
+
+
+def gguf_of(folder: pathlib.Path, dtype: str) -> pathlib.Path:
+    """The checkpoint as a GGUF file in the cache folder; written if there is none of these weights.
+
+    Raises:
+        UsageError: an architecture that cannot be written.
+    """
+    config = ModelConfig.from_pretrained(folder)
+    if config.architecture not in ARCHITECTURES or any(config.layer_windows):
+        raise UsageError(f"llamacpp runs {', '.join(ARCHITECTURES)} in full attention, no {config.architecture}")
+    stamps = sorted((str(file), file.stat().st_mtime_ns) for file in folder.glob("*.safetensors"))
+    digest = hashlib.sha256(f"{dtype} {stamps}".encode()).hexdigest()[:8]
+    path = nanovllm_home() / "models" / f"{folder.name}-{digest}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_ranks(write_gguf, Grid(), folder, path.with_suffix(".part"), dtype)  # torch's threads end with the process
+        path.with_suffix(".part").rename(path)
+    return path
+
+
+def write_gguf(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
+    """Write the file. Its pre-tokenizer is llama.cpp's default one, since a benchmark sends token ids."""
+    config, tokenizer = ModelConfig.from_pretrained(folder), Tokenizer.from_pretrained(folder)
+    arch = gguf.MODEL_ARCH[ARCHITECTURES[config.architecture]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    values = {
+        "block_count": config.num_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_heads, "head_count_kv": config.num_kv_heads, "key_length": config.head_dim,
+        "value_length": config.head_dim, "rope_dimension_count": config.head_dim, "rope_freq_base": config.rope_theta,
+        "layer_norm_rms_eps": config.rms_norm_eps, "vocab_size": config.vocab_size, "tokenizer_model": "gpt2",
+        "tokenizer_pre": "default", "eos_token_id": (config.eos_token_ids or [0])[0],
+    }  # fmt: skip
+    for name, value in values.items():
+        getattr(writer, f"add_{name}")(value)
+    tokens = {index: token for token, index in tokenizer.backend.get_vocab().items()}
+    ids, special = range(config.vocab_size), tokenizer.all_special_ids
+    writer.add_token_list([tokens.get(i, f"[unused {i}]") for i in ids])
+    writer.add_token_types([gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in ids])
+    writer.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.backend.to_str())["model"]["merges"]])
+    if config.rope_scaling["rope_type"] != "default":
+        plain = rotary_frequencies(replace(config, rope_scaling={"rope_type": "default"}))
+        writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
+    names, kind = gguf.get_tensor_name_map(arch, config.num_layers), gguf.GGMLQuantizationType[_TYPES[dtype]]
+    rotated = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == gguf.MODEL_ARCH.LLAMA else {}
+    for name, tensor in checkpoint_tensors(folder):
+        place = names.get_name(name, (".weight", ".bias")) or f"unknown: {name}"
+        if num_heads := rotated.get(place.split(".")[-2]):  # it rotates neighbouring channels, not halves of a head
+            tensor = tensor.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        if tensor.ndim == 1:
+            writer.add_tensor(place, tensor.float().numpy())
+        elif name != "lm_head.weight" or not config.tie_word_embeddings:
+            numbers = tensor.to(getattr(torch, dtype)).contiguous()
+            writer.add_tensor(place, numbers.view(torch.uint8).numpy(), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
