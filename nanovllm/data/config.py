@@ -236,8 +236,8 @@ class EngineConfig(Flags):
 
     def trace_settings(self, num_blocks: int) -> dict[str, Any]:
         """What the header of a trace says of the engine whose steps it has: sizes and policies."""
-        names = ("block_size", "token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
-        return {"num_blocks": num_blocks} | {name: getattr(self, name) for name in names}
+        names = ("token_budget", "max_num_seqs", "batching_policy", "enable_prefix_caching")
+        return {"block_size": self.block_size, "num_blocks": num_blocks} | {name: getattr(self, name) for name in names}
 
     @property
     def world_size(self) -> int:
