@@ -53,6 +53,7 @@ WANTED: dict[str, list[object]] = {
     "Triton": [{"attention_backend": "triton"}],
     "CUDA graphs": [],  # these need a GPU
     "compiled operators": [],  # plain torch replaces them
+    "layers in one call": [],  # they run one by one
     "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
     "structured output": [("regex", "a+")],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],

@@ -24,6 +24,7 @@ README = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
 # Operators, and what is between a client and the engine: of the rest a stage's size is wanted.
 OPERATORS_AND_SERVER = [
     "ops/",
+    "attention/triton_kernels",
     "server/",
     "router/",
     "cli/",
@@ -35,7 +36,7 @@ OPERATORS_AND_SERVER = [
 OPERATORS_AND_SERVER += [
     f"engine/{name}" for name in ("async_engine", "front_end", "process", "client", "request_stream")
 ]
-STAGE_18 = 4_300  # code lines of the rest, at most; the goal is 3,500
+STAGE_18 = 4_100  # code lines of the rest, at most; the goal is 3,500
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
