@@ -6,9 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import IO, Any
+from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed import life_signs
@@ -21,13 +21,12 @@ class DataRank(Peer, EngineClient):
     """An engine as the coordinator of several engines knows it, or as a front end knows its only one.
 
     Args:
-        config, environment, wrapper, log: see `EngineClient`.
+        config: its settings.
+        process: further arguments of `EngineClient`.
     """
 
-    def __init__(
-        self, config: EngineConfig, environment: dict[str, str], wrapper: Sequence[str] = (), log: IO[Any] | None = None
-    ) -> None:
-        EngineClient.__init__(self, config, environment, wrapper, log)
+    def __init__(self, config: EngineConfig, *process: Any) -> None:
+        EngineClient.__init__(self, config, *process)
         self.rank = config.data_parallel_rank or 0
         name = "the engine process" if config.data_parallel_rank is None else f"data rank {self.rank}"
         Peer.__init__(self, name, "", self.connection, self.process)

@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
@@ -34,26 +34,19 @@ from nanovllm.executor.worker import run_worker
 logger = logging.getLogger(__name__)
 
 
-class Launch(NamedTuple):
-    """What torchrun's environment variables say about this process."""
+class Launch:
+    """What torchrun's environment variables say about this process.
 
-    rank: int
-    local_rank: int
-    local_world_size: int
-    world_size: int
-    address: str
+    Raises:
+        ValueError: torchrun has not started this process.
+    """
 
-    @classmethod
-    def from_environment(cls) -> Launch:
-        """Read the variables.
-
-        Raises:
-            ValueError: torchrun has not started this process.
-        """
+    def __init__(self) -> None:
         names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         try:
-            rank, local_rank, local_world_size, world_size = (int(os.environ[name]) for name in names)
-            return cls(rank, local_rank, local_world_size, world_size, os.environ["MASTER_ADDR"])
+            numbers = [int(os.environ[name]) for name in names]
+            self.rank, self.local_rank, self.local_world_size, self.world_size = numbers
+            self.address = os.environ["MASTER_ADDR"]
         except KeyError as error:
             mistake = f"distributed_executor_backend 'external_launcher' needs torchrun, and {error} is not in the"
             raise ValueError(f"{mistake} environment: start with torchrun --nproc-per-node N, or use 'mp'") from None
@@ -89,7 +82,7 @@ class TorchrunExecutor(RemoteExecutor):
 
     def _start_ranks(self, setup: WorkerSetup) -> None:
         setup.init_method = "env://"
-        launch = Launch.from_environment()
+        launch = Launch()
         reception, store = Reception(launch.join_network()), open_store()
         if store.add("engines", 1) > 1:
             raise ValueError("the other ranks have followed an engine already: under torchrun, a program can have one")
@@ -123,7 +116,7 @@ def follow_to_the_end(config: EngineConfig) -> NoReturn:
     """
     folder = resolve_model(config.model, config.revision)
     check_grid(config, read_model_config(config, folder))
-    launch = Launch.from_environment()
+    launch = Launch()
     launch.join_network()
     invitation = json.loads(open_store().get("executor"))  # waits for rank 0
     # From here on, rank 0 decides when this rank ends: torchrun and terminals signal all ranks at once.

@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from nanovllm.attention.base import AttentionBackend
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_tp_group
+from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.transport.identity import kv_identity
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanovllm.attention.base import AttentionBackend
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.kv.connector import KVConnectorScheduler, KVConnectorWorker
-    from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import ModelConfig
 
 # Name -> its two halves, imported when they are asked for.
-_OFFLOADING = (
-    "nanovllm.kv_transfer.stores.offloading:OffloadingScheduler",
-    "nanovllm.kv_transfer.stores.offloading_worker:OffloadingWorker",
-)
-_DISAGGREGATED = "nanovllm.kv_transfer.pd.disaggregated:DisaggregatedScheduler"
 CONNECTORS = {
-    "local": (_DISAGGREGATED, "nanovllm.kv_transfer.pd.disaggregated:DisaggregatedWorker"),
-    "nixl": (_DISAGGREGATED, "nanovllm.kv_transfer.pd.disaggregated:NixlWorker"),
-    "offloading": _OFFLOADING,
-    "pool": _OFFLOADING,
-    "blend": (
-        "nanovllm.kv_transfer.blend.connector:BlendScheduler",
-        "nanovllm.kv_transfer.blend.connector:BlendWorker",
-    ),
+    "local": ("pd.disaggregated:DisaggregatedScheduler", "pd.disaggregated:DisaggregatedWorker"),
+    "nixl": ("pd.disaggregated:DisaggregatedScheduler", "pd.disaggregated:NixlWorker"),
+    "offloading": ("stores.offloading:OffloadingScheduler", "stores.offloading_worker:OffloadingWorker"),
+    "pool": ("stores.offloading:OffloadingScheduler", "stores.offloading_worker:OffloadingWorker"),
+    "blend": ("blend.connector:BlendScheduler", "blend.connector:BlendWorker"),
 }
 
 
@@ -42,7 +32,7 @@ def _half(config: EngineConfig, half: int) -> Any:
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    return load(CONNECTORS[name][half], f"kv_connector {name!r}")
+    return load(f"nanovllm.kv_transfer.{CONNECTORS[name][half]}", f"kv_connector {name!r}")
 
 
 def create_scheduler_connector(

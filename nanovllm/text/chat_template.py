@@ -91,19 +91,8 @@ class LimitedProcess:
         return reasons.get(code, f"its process has ended with exit code {code}")
 
 
-class TemplateProcess(LimitedProcess):
-    """The process that renders templates."""
-
-    def render(self, template: str, messages: list[Any], variables: dict[str, Any]) -> str:
-        """Render a chat. The variables are those of the template and of transformers' `render_jinja_template`.
-
-        Raises:
-            ValueError: an error of the template, or a template that takes too much time or memory.
-        """
-        return self.ask(template, messages, variables)
-
-
-PROCESS = TemplateProcess()
+# Renders templates: it is asked with a template, messages, and the variables of the template and of `render_jinja_template`.
+PROCESS = LimitedProcess()
 # A forked process starts a process of its own; otherwise both would read each other's answers. The lock is new, too: a thread that
 # does not exist after the fork may hold the old one.
 os.register_at_fork(after_in_child=PROCESS.__init__)  # type: ignore[misc]

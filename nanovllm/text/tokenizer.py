@@ -183,7 +183,7 @@ class Tokenizer:
         variables = {**self.special_tokens, **kwargs, "add_generation_prompt": add_generation_prompt}
         variables["continue_final_message"] = continue_final_message
         try:
-            return PROCESS.render(template, plain_messages, variables)
+            return PROCESS.ask(template, plain_messages, variables)
         except Exception as error:  # including a variable of a type that cannot be sent to the process
             raise ValueError(f"the chat template failed: {error}") from error
 

@@ -112,20 +112,27 @@ def test_strangers_are_not_let_in() -> None:
 def test_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError, match=r"needs torchrun, and 'RANK' is not in the environment: .* or use 'mp'"):
-        Launch.from_environment()
+        Launch()
 
 
 def test_the_network_that_leads_to_rank_0(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    Launch(0, 0, 2, 2, "127.0.0.1").join_network()
+    Launch().join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    Launch(0, 0, 1, 2, "127.0.0.1").join_network()  # the other machine cannot be there
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    Launch().join_network()  # the other machine cannot be there
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert "--master-addr 127.0.0.1 is a loopback address here" in caplog.text
     use_network_of("203.0.113.1")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    Launch(0, 0, 2, 2, "127.0.0.1").join_network()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    Launch().join_network()
     assert os.environ["GLOO_SOCKET_IFNAME"] in ("lo", "lo0")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
 

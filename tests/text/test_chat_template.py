@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from nanovllm.text.chat_template import TemplateProcess
+from nanovllm.text.chat_template import LimitedProcess
 
 FORK = """
 import multiprocessing, sys, threading, time
@@ -19,7 +19,7 @@ SLOW = "{% for i in range(9999) %}{% for j in range(50) %}{% endfor %}{% endfor 
 answers = {}
 
 def render(name, template, content):
-    answers[name] = PROCESS.render(template, [{"role": "user", "content": content}], {})
+    answers[name] = PROCESS.ask(template, [{"role": "user", "content": content}], {})
 
 def in_child():
     render("child", "{{ messages[0].content }}", "child's")
@@ -58,4 +58,4 @@ def test_modules_come_from_where_the_parent_finds_them(tmp_path: pathlib.Path, m
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "served")  # as `python -m` does
     word = importlib.import_module("own_words").Word("Hello")
-    assert TemplateProcess().render("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"
+    assert LimitedProcess().ask("{{ word }}", [{"role": "user", "content": "Hi"}], {"word": word}) == "Hello"

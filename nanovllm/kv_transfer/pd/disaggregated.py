@@ -16,28 +16,26 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
+from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.kv.connector import KVConnectorWorker
+from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.pd.control import Consumer
 from nanovllm.kv_transfer.pd.plan import TransferMetadata, TransferParams
 from nanovllm.kv_transfer.pd.producer import ProducerSide
+from nanovllm.kv_transfer.transport.base import Transport
 from nanovllm.kv_transfer.transport.handshake import secret
 from nanovllm.kv_transfer.transport.local import LocalTransport
 from nanovllm.kv_transfer.transport.nixl import NixlTransport
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.data.schedule import SchedulerOutput
-    from nanovllm.kv_transfer.layout import KVLayout
-    from nanovllm.kv_transfer.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 

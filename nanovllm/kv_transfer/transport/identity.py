@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 
 import xxhash
@@ -9,8 +10,6 @@ import xxhash
 from nanovllm.data.config import EngineConfig
 from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_device, choose_dtype
-
-PIECE_BYTES = 2**24
 
 
 def weights_digest(folder: pathlib.Path) -> str:
@@ -25,8 +24,7 @@ def weights_digest(folder: pathlib.Path) -> str:
         if path.exists():
             digest.update(f"{path.name} {path.stat().st_size}\n".encode())
             with path.open("rb") as file:
-                while piece := file.read(PIECE_BYTES):
-                    digest.update(piece)
+                digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()
 
 

@@ -75,10 +75,6 @@ class NixlLink(Link):
     def read(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         """See `Link.read`."""
         self.ask(messages.Fetch(*piece.remote_part, list(remote_ids)))
-        self._move(piece, local_ids, remote_ids)
-        self.connection.send(messages.encode(messages.Moved()))
-
-    def _move(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         (memory, name), mine, theirs = self._agent, self.transport.layout, self.theirs.layout
         runs = piece.runs(mine, theirs)
         local = self._descriptors(self.transport.memory, mine, piece.layers, piece.local_head, runs, local_ids)
@@ -88,6 +84,7 @@ class NixlLink(Link):
             self._wait(handle)
         finally:
             self._release(handle)
+        self.connection.send(messages.encode(messages.Moved()))
 
     def _descriptors(
         self, memory: _Memory, layout: KVLayout, layers: range, head: int, runs: tuple[int, int], ids: BlockIds
