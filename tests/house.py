@@ -48,6 +48,8 @@ LATER = "quantization, speculation and structured output"
 BUDGETS = {"the engine": 14_000, LATER: 1_900, "the workshop": 7_000, "the core that remains": 6_500}
 # The parts of that name, which have a budget beside the engine's.
 LATER_PARTS = ["structured output"]
+# What they need of the plain data, which cannot be deleted: sampling parameters name it.
+LATER_FILES = ["data/structured_outputs.py"]
 MODULE_LINES = 425
 
 # The core in an afternoon.
@@ -105,7 +107,7 @@ def sizes() -> dict[str, int]:
         files = {path.relative_to(PACKAGE).as_posix() for path in files_of(part) if path.suffix == ".py"}
         found[f"part: {part}"] = sum(modules[path] for path in files - peeled)
         peeled |= files
-    found[LATER] = sum(found[f"part: {part}"] for part in LATER_PARTS)
+    found[LATER] = sum(found[f"part: {part}"] for part in LATER_PARTS) + sum(modules[path] for path in LATER_FILES)
     found["the engine"] = sum(modules.values()) - found["lab/"] - found[LATER]
     found["the workshop"] = found["lab/"]
     found["the core that remains"] = sum(n for path, n in modules.items() if path not in peeled)
