@@ -29,10 +29,12 @@ from nanovllm.models.config import ModelConfig
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al. 2021).
+    """Angle per position for each pair of channels, `[head_dim / 2]` float32 (RoPE, Su et al. 2021); on the CPU, also
+    where torch's default device is the meta device.
 
-    "linear" scaling divides all of them, as if positions were closer together; "llama3" divides only the slow ones
-    (wavelength over `original_max_position_embeddings / low_freq_factor`), with a smooth transition.
+    With `rope_type` "linear" in `config.rope_scaling`, all angles are divided by `factor`. With "llama3", a pair's turns
+    within `original_max_position_embeddings` decide: above `high_freq_factor` the angle stays, below `low_freq_factor` it
+    is divided by `factor`, and in between it is a mean of both, whose weights are linear in the turns.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents

@@ -63,7 +63,8 @@ def load_weights(model: LlamaForCausalLM, tensors: Iterable[tuple[str, Tensor]])
     """Copy each tensor to its place, and convert its dtype.
 
     Raises:
-        CheckpointError: a tensor has the wrong shape or no place, or is missing.
+        CheckpointError: its message contains `NAME has shape [3]` if a tensor is of another shape than its place, `no place
+            for 'NAME'` if the model has none, and `lacks NAME` (up to five names) if tensors have not come.
     """
     places = model.checkpoint_places()
     for name_in_file, tensor in tensors:

@@ -21,6 +21,13 @@ ROTARY = {"plain": TINY, "linear": LINEAR, "llama3": SHAPES["Llama-3.2-1B"]}
 
 
 @pytest.mark.parametrize("kind", ROTARY)
+def test_rotary_frequencies_are_on_the_cpu(kind: str) -> None:
+    with torch.device("meta"):  # as when the loader builds the model
+        found = rotary_frequencies(ModelConfig.from_dict(ROTARY[kind]))
+    assert found.device.type == "cpu", 'pass `device="cpu"`: the model is built where torch\'s default device is "meta"'
+
+
+@pytest.mark.parametrize("kind", ROTARY)
 def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
     found = rotary_frequencies(ModelConfig.from_dict(ROTARY[kind]))
     torch.testing.assert_close(found, LlamaRotaryEmbedding(LlamaConfig(**ROTARY[kind])).inv_freq)

@@ -118,8 +118,9 @@ def _complaint(folder: str, name: str, tests: str) -> str:
         return ""
     if f"NotImplementedError: write {name}" in done.stdout:
         return "not written yet"
-    lines = re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout)[1:2] or [done.stdout + done.stderr]
-    return "\n".join(["wrong", *lines[0].rstrip().split("\n")[-25:]])
+    said = re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout)[1:2] or [done.stdout + done.stderr]
+    lines = said[0].rstrip().split("\n")  # the test and the learner's code are at the beginning, the error at the end
+    return "\n".join(["wrong", *lines[:15], *lines[15:][-12:]])
 
 
 def write_workbook(root: Path, lecture: str) -> Path:
