@@ -45,11 +45,13 @@ def gather_kv(kv_cache: Tensor, block_table: Tensor, seq_len: int, first: int = 
 def attend_dense(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, sliding_window: int = 0, soft_cap: float = 0.0
 ) -> Tensor:
-    """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, with a causal mask.
+    """softmax(q·kᵀ · scale) v for the last `query_len` positions of one sequence, each over the positions up to its own.
 
     Args:
-        q: `[query_len, num_heads, head_dim]`.
+        q: `[query_len, num_heads, head_dim]`; head h uses KV head `h // (num_heads // num_kv_heads)`.
         keys, values: `[num_kv_heads, seq_len, head_dim]`; values may have another width than keys.
+        sliding_window: above 0, a row sees only its own position and the `sliding_window - 1` before it.
+        soft_cap: above 0, scores become `soft_cap * tanh(score / soft_cap)`.
 
     Returns:
         `[query_len, num_heads, value's head_dim]` in q's dtype; scores and softmax in at least float32.
@@ -79,7 +81,18 @@ def paged_attention(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
     scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Gather each sequence's pages and attend densely; shapes as in `nanovllm.ops.paged_attention`."""
+    """Attention of a packed batch: gather each sequence's pages and attend densely.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]`. Sequence s has the rows `query_start_loc[s] : query_start_loc[s + 1]`, the last
+            of its `seq_lens[s]` positions; it may have none in this step. Rows after the last sequence's are padding.
+        kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; the keys and values of all rows are in it already.
+        block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
+        scale, sliding_window, soft_cap: see `attend_dense`. Pages that the window hides from all rows are not read.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim]` in q's dtype; padding rows may be anything.
+    """
     out = torch.zeros_like(q)
     starts = query_start_loc.tolist()
     for s, seq_len in enumerate(seq_lens.tolist()):
