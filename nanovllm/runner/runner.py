@@ -91,7 +91,7 @@ class ModelRunner:
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
-        """One tensor a layer of this rank; none for no blocks."""
+        """One tensor per layer of this rank; none if `num_blocks` is 0."""
         shape = self._cache_shape(num_blocks)
         return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
 
@@ -255,9 +255,9 @@ class ModelRunner:
     def _run_model(
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: Tensor | None
     ) -> Tensor:
-        """The layers of this rank: hidden states, or what the next stage wants."""
+        """Run the layers of this rank; returns hidden states, or what the next pipeline stage needs."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        connector = self.connector if self.connector.kv_caches else None  # only one that moves KV hears of layers
+        connector = self.connector if self.connector.kv_caches else None  # only one that moves KV is called per layer
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 

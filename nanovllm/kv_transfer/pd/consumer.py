@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Seconds after which a consumer gives up a fetch for which nothing has moved.
 PREFILL_TIMEOUT = 120.0
-# And how many more until it gives up one that moves without progress.
+# Additional seconds for a fetch whose blocks are being moved.
 TRANSFER_TIMEOUT = 30.0
 
 # The life of a fetch: stage, event -> next stage.
@@ -48,8 +48,8 @@ class Fetch:
         local_block_ids, remote_block_ids: what is to be filled, and from what; the latter is known only for reads.
         order: what the producer was asked to compute; None if it has computed already.
         deadline: for the current stage.
-        error: why what comes is of no use any more.
-        is_given_up: this engine computes it instead, whatever the policy says of failures.
+        error: why its KV will not be used; empty so far.
+        is_given_up: this engine computes the prompt itself, even with the policy "fail".
     """
 
     request_id: str
@@ -82,7 +82,7 @@ class ConsumerSide(Side):
         self._block_size, extra = self.config.block_size, self.kv_transfer.extra
         self.prefill_timeout = float(extra("prefill_timeout", PREFILL_TIMEOUT))
         self.timeout = float(extra("timeout", TRANSFER_TIMEOUT))
-        # The last block of a prompt is never taken from the cache whole: fetching it alone saves nothing.
+        # This engine computes a token of the prompt's last block in any case: fetching that block alone saves nothing.
         self.min_remote_tokens = extra("min_remote_tokens", self._block_size + 1)
         self._producers: dict[tuple[str, int], Producer] = {}
         self.fetches: dict[str, Fetch] = {}

@@ -52,7 +52,7 @@ class ProducerSide(Side):
 
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`."""
-        # Where the ranks have stopped pushing, a request that still runs has failed in it: its consumer has no use for the rest.
+        # If the ranks have stopped pushing a request that still runs, the push has failed, and its consumer cannot use the rest.
         self._output.aborts += self._output.finished_sending & self.orders.keys()
         self._output.finished_sending |= self.leases.take_ended()
         return super().take_output()
@@ -76,7 +76,7 @@ class ProducerSide(Side):
         self.leases.release(request_id)
 
     def decline(self, request: Request, reason: str) -> None:
-        """Tell the consumer that has ordered the request."""
+        """Tell the consumer that ordered the request why this engine does not compute it."""
         order = self.orders.pop(request.request_id)
         order.consumer.tell(Prefilled(request.request_id, error=f"it refuses: {reason}"))
 
@@ -118,16 +118,16 @@ class ProducerSide(Side):
                 self._push(order, share, tables[share.request_id])
 
     def _push(self, order: Order, share: ScheduledRequest, table: list[int]) -> None:
-        """Push what the step computes of an order, and at first also what the producer had in its cache.
+        """Push what the step computes of an order; the first push also contains what the producer had in its cache.
 
-        That is, all tokens of the order (`token_ids`) up to the end of this step's share that have not been pushed yet and that the
-        consumer has not computed (its first `num_computed_tokens`). They are whole blocks, except for a last one that the next step
-        fills, which is pushed again then. `metadata.pushes` gets a `Move` of the order's `consumer.ranks`, from blocks of `table`
-        to those at the same places in `Prefill.push`; `is_last` says that it ends the order. The order's `num_pushed` becomes the end, and
-        `_in_flight` gets the id, which is that of the request.
+        The tokens to push are those of the order (`token_ids`) up to the end of this step's share, without those that were pushed
+        (`num_pushed`) and those that the consumer has (its first `num_computed_tokens`). All blocks that contain such a token are
+        pushed whole, so a block that this step fills only in part is pushed again by the next step. `metadata.pushes` gets a `Move`
+        with the order's `consumer.ranks`, from blocks of `table` to those at the same places in `Prefill.push`; `is_last` says that
+        it ends the order. The order's `num_pushed` becomes the end, and `_in_flight` gets the id, which is that of the request.
 
-        Nothing is pushed if the consumer will read (`push` is None), or if part was pushed and the id is no longer in flight: the
-        ranks have stopped.
+        Nothing is pushed if there is no such token, if the consumer will read (`push` is None), or if a part was pushed and the id
+        is no longer in flight: then the ranks have stopped.
         """
         message, size = order.message, self.config.block_size
         start = max(message.num_computed_tokens, order.num_pushed)
