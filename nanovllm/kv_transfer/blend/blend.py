@@ -38,9 +38,10 @@ def rotate_keys(keys: Tensor, before: Tensor, after: Tensor, cos_sin: Tensor) ->
     Channel pair i is channels i and i + head_dim / 2. Turned by an angle d, a pair (a, b) becomes (a cos d - b sin d, b cos d + a sin d).
     Here, d is the angle of `after` minus that of `before`; cos d and sin d follow from the cosines and sines of both.
 
-    The difference is computed from two entries of the table, in float64, and not looked up as an entry of its own: the table's
-    angles are rounded, by 1e-4 at position 2000, but the rotation by an entry can be undone to the last digit. For that, cos d and
-    sin d are divided by cos² + sin² of `before`, which is not quite 1. The keys are turned in float32 at least.
+    cos d and sin d are computed in float64 from the table's entries at `before` and `after`, and not looked up at their difference:
+    the table's angles are rounded, by 1e-4 at position 2000, but the rotation that was made with an entry can be undone to the last
+    digit. For that, cos d and sin d are divided by cos² + sin² of `before`, which is not quite 1 in a rounded table. The keys are
+    turned in float32, or in their own dtype if that is wider.
 
     Args:
         keys: `[..., num_tokens, num_kv_heads, head_dim]`, rotated for the positions `before`.
@@ -232,7 +233,7 @@ def blend(
     score: Callable[[BlendRows], Tensor] = kv_deviation,
     max_rows: int | None = None,
 ) -> BlendOutput:
-    """Prefill a prompt of which some chunks have been computed before, behind another prefix.
+    """Prefill a prompt with chunks that were computed earlier, behind other prefixes.
 
     All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with the highest scores. Up to and
     including the check layer, where the score is computed, all tokens are computed. Attention always runs over the whole sequence.

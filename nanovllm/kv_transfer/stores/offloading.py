@@ -104,7 +104,7 @@ class OffloadingScheduler(KVConnectorScheduler):
         # The ranks' host memory has the same keys in the same order. Here, an entry is one byte.
         self._host = HostStore(min(rank["num_slots"] for rank in ranks), 1, lower=self._below)
         self._host.is_in_use = lambda key: any(key in blocks for blocks in self._loading.values())
-        # A request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved.
+        # Request id -> the request, and how many blocks from its beginning are kept, or have been given to the ranks to be saved.
         self._saved: dict[str, tuple[Request, int]] = {}
         self._loading: dict[str, dict[bytes, int]] = {}  # request id -> key -> block id
         self._loads: dict[str, dict[bytes, int]] = {}  # those of them that begin with the next step
@@ -115,14 +115,15 @@ class OffloadingScheduler(KVConnectorScheduler):
     # ---------------------------------------------------------------- a request's KV comes from elsewhere
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens after the first `num_computed_tokens` can be loaded, and True: they come while the request waits.
+        """How many tokens after the first `num_computed_tokens` can be loaded (0 if none), and True: the request waits for them.
 
         The kept blocks are those of `request.block_hashes` that `_host.contains` finds (by their `_keys`), counted from the beginning
-        of the prompt. `_saved[request_id]` notes the request and their number, in a producer, too. Only whole blocks are loaded, not the one
-        with the last token, whose logits are needed, and none unless `kv_transfer.is_consumer`.
+        of the prompt. `_saved[request_id]` becomes the pair of the request and their number, even if nothing can be loaded. Only whole
+        blocks are loaded, not the one with the last of `num_tokens`, whose logits are needed, and none unless
+        `kv_transfer.is_consumer`.
 
-        The scheduler asks again as long as the request waits for free blocks. If other engines share the store (`_is_shared`), it is
-        slow, and the number in `_saved` is used again; host memory is looked up anew, since it may have evicted blocks.
+        The scheduler asks again as long as the request waits for free blocks. If other engines share the store (`_is_shared`), a lookup
+        is slow, and the number in `_saved` is used again; host memory is looked up anew, since it may have evicted blocks.
         """
         if request.request_id not in self._saved or not self._is_shared:
             self._saved[request.request_id] = request, self._host.contains(self._keys(request.block_hashes))
