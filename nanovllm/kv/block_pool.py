@@ -84,8 +84,11 @@ class BlockPool:
         """Let other requests find a full block under its hash.
 
         Returns:
-            False if another block is found under this hash already. The two are not merged: a block table only
-            ever grows at its end. The duplicate just stays private.
+            Whether the block is found under this hash from now on. False, with nothing changed, if the hash leads to another
+            block (the two are not merged: a block table only ever grows at its end), or the block has another hash.
+
+        Raises:
+            InvariantError: the block is free.
         """
         if self.ref_counts[block_id] == 0:
             raise InvariantError(f"block {block_id} is free and cannot be published")

@@ -71,8 +71,9 @@ class KVCacheManager:
         """Blocks, held or free, that already contain the beginning of the request's tokens, without a gap. Nothing is
         found if the prefix cache is switched off.
 
-        The last token is never taken from the cache: its logits are needed, so it has to be computed. A request
-        that wants log-probabilities of its prompt needs the logits of all of it, and takes nothing.
+        The last token is never taken from the cache: its logits are needed, so it has to be computed. A request that
+        wants log-probabilities of its prompt (`sampling_params.prompt_logprobs` is not None) needs the logits of all of
+        it, and takes nothing.
         """
         if not self.enable_prefix_caching or request.sampling_params.prompt_logprobs is not None:
             return []
@@ -92,7 +93,8 @@ class KVCacheManager:
             computed_blocks: blocks from `get_computed_blocks`, with which the table of a new request begins.
 
         Returns:
-            The blocks that were appended to the table; None, with nothing changed, if the pool has too few free blocks.
+            The blocks that were appended to the table, the computed ones included; [] if the last block has room. None,
+            with nothing changed, if the pool has too few free blocks.
         """
         num_held = len(self.tables.get(request.request_id, ())) + len(computed_blocks)
         num_new = max(0, self.blocks_for(num_tokens) - num_held)
