@@ -114,12 +114,10 @@ def _complaint(folder: str, name: str, tests: str) -> str:
     """What pytest says in a folder with the package and the tests; "" if all pass."""
     command = [sys.executable, "-m", "pytest", *_PYTEST.split(), *tests.split()]
     done = subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True)
-    if done.returncode == 0:
-        return ""
-    if f"NotImplementedError: write {name}" in done.stdout:
-        return "not written yet"
-    said = re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout)[1:2] or [done.stdout + done.stderr]
-    lines = said[0].rstrip().split("\n")  # the test and the learner's code are at the beginning, the error at the end
+    if done.returncode == 0 or f"NotImplementedError: write {name}" in done.stdout:
+        return "not written yet" if done.returncode else ""
+    _, said, *_ = [*re.split(r"(?m)^=.* (?:FAILURES|ERRORS) =.*\n|^!.*\n", done.stdout), done.stdout + done.stderr]
+    lines = said.rstrip().split("\n")  # the test and the learner's code are at the beginning, the error at the end
     return "\n".join(["wrong", *lines[:15], *lines[15:][-12:]])
 
 
