@@ -26,7 +26,7 @@ from nanovllm.engine.request_stream import (
     RequestTimes,
 )
 from nanovllm.executor.base import read_model_config
-from nanovllm.text.long_texts import LongTexts
+from nanovllm.text.long_texts import encode_long_text
 from nanovllm.text.portions import early_portions
 from nanovllm.text.processor import InputProcessor, OutputProcessor
 from nanovllm.text.prompts import Prompt
@@ -44,7 +44,6 @@ class AsyncEngine(FrontEnd):
     """An engine process and its callers. `await AsyncEngine.start(config)` makes one."""
 
     input_processor: InputProcessor
-    _long_texts: LongTexts
 
     # ---------------------------------------------------------------- start
 
@@ -77,7 +76,6 @@ class AsyncEngine(FrontEnd):
         engine._show_trace(ready.trace_settings, show_text)
         engine.input_processor = InputProcessor(engine.tokenizer, engine.limits, config.seed)
         engine.output_processor = OutputProcessor(engine.tokenizer)
-        engine._long_texts = LongTexts(engine.tokenizer)
         engine._reader = asyncio.create_task(engine._read_reports())
         return engine
 
@@ -87,11 +85,11 @@ class AsyncEngine(FrontEnd):
         """The token ids of a text of any length, without blocking the event loop.
 
         Raises:
-            ValueError: the text is not valid Unicode, or a long one with more tokens than any request may have; see `LongTexts.encode`.
+            ValueError: the text is not valid Unicode, or a long one with more tokens than any request may have; see `encode_long_text`.
         """
         if len(text) <= LONG_PROMPT:
             return self.tokenizer.encode(text, add_special_tokens)
-        return await self._long_texts.encode(text, add_special_tokens, self.limits.max_request_tokens)
+        return await encode_long_text(self.tokenizer, text, add_special_tokens, self.limits.max_request_tokens)
 
     async def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -233,7 +231,6 @@ class AsyncEngine(FrontEnd):
         if self._reader is not None:
             await self.drain(drain_timeout)
             self._fail_all("the engine was shut down")
-            self._long_texts.close()
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 
 from nanovllm.text.tokenizer import Tokenizer
 
 # Characters per portion, which take 20 to 100 ms. Other texts get their turn between two portions.
 PORTION = 2**16
-MAX_THREADS = 2
+# So many threads at a time, so that long texts wait only for each other, and short work does not wait for them.
+THREADS = CapacityLimiter(2)
 MARGIN = 4
 
 
@@ -17,37 +18,22 @@ class TooManyTokensError(ValueError):
     """A text has more tokens than the caller accepts."""
 
 
-class LongTexts:
-    """Tokenizes in threads of its own, so that long texts wait only for each other, and short work does not wait for them.
+async def encode_long_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
+    """The token ids of a text.
 
     Args:
         tokenizer: the tokenizer, which releases the interpreter lock while it works.
+        most: how many tokens the caller accepts. Portions are tokenized separately and have a few more tokens than the whole
+            text, so a long text is refused only once its portions have `MARGIN` times as many.
+
+    Raises:
+        ValueError: the text is not valid Unicode, or has far more than `most` tokens (`TooManyTokensError`).
     """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(MAX_THREADS, "nanovllm-tokenize")
-
-    async def encode(self, text: str, add_special_tokens: bool, most: int) -> list[int]:
-        """The token ids of a text.
-
-        Args:
-            most: how many tokens the caller accepts. Portions are tokenized separately and have a few more tokens than the whole
-                text, so a long text is refused only once its portions have `MARGIN` times as many.
-
-        Raises:
-            ValueError: the text is not valid Unicode, or has far more than `most` tokens (`TooManyTokensError`).
-        """
-        loop = asyncio.get_running_loop()
-        if len(text) > PORTION:
-            count = 0
-            for start in range(0, len(text), PORTION):
-                portion = text[start : start + PORTION]
-                count += len(await loop.run_in_executor(self._threads, self._tokenizer.encode, portion, False))
-                if count > MARGIN * most:
-                    raise TooManyTokensError(f"the text has more than {most} tokens")
-        return await loop.run_in_executor(self._threads, self._tokenizer.encode, text, add_special_tokens)
-
-    def close(self) -> None:
-        """Drop the waiting texts, and end the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    if len(text) > PORTION:
+        count = 0
+        for start in range(0, len(text), PORTION):
+            portion = text[start : start + PORTION]
+            count += len(await run_sync(tokenizer.encode, portion, False, limiter=THREADS))
+            if count > MARGIN * most:
+                raise TooManyTokensError(f"the text has more than {most} tokens")
+    return await run_sync(tokenizer.encode, text, add_special_tokens, limiter=THREADS)

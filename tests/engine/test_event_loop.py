@@ -8,8 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -31,7 +30,7 @@ from nanovllm.server.errors import APIError
 from nanovllm.server.generation import json_response
 from nanovllm.server.middleware import MAX_DIGITS, check_contents
 from nanovllm.server.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest
-from nanovllm.text.long_texts import MAX_THREADS, PORTION, LongTexts, TooManyTokensError
+from nanovllm.text.long_texts import PORTION, THREADS, TooManyTokensError, encode_long_text
 from nanovllm.text.portions import early_portions, in_portions
 from nanovllm.text.processor import OutputProcessor
 from nanovllm.text.prompts import logprob_dictionary
@@ -197,13 +196,6 @@ def test_bodies_that_are_no_json_object_are_counted_too() -> None:
 # ---------------------------------------------------------------- long texts
 
 
-@contextmanager
-def long_texts(encode: Callable[[str, bool], list[int]]) -> Iterator[LongTexts]:
-    texts = LongTexts(SimpleNamespace(encode=encode))  # type: ignore[arg-type]
-    yield texts
-    texts.close()
-
-
 async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> None:
     at_work, most_at_work, num_portions = 0, 0, 0
     lock = threading.Lock()
@@ -218,22 +210,20 @@ async def test_few_texts_are_tokenized_at_once_and_none_beyond_the_limit() -> No
             at_work -= 1
         return [3] * len(text)
 
-    with long_texts(encode) as texts:
-        long = "a" * (50 * PORTION)
-        work = [texts.encode(long, True, most=PORTION // 2) for _ in range(10)]
-        answers = await asyncio.gather(*work, texts.encode("short", True, most=9), return_exceptions=True)
+    slow: Any = SimpleNamespace(encode=encode)
+    work = [encode_long_text(slow, "a" * (50 * PORTION), True, most=PORTION // 2) for _ in range(10)]
+    answers = await asyncio.gather(*work, encode_long_text(slow, "short", True, most=9), return_exceptions=True)
     assert all(isinstance(answer, TooManyTokensError) for answer in answers[:-1])
     assert answers[-1] == [3] * 5
-    assert num_portions == 31 and most_at_work <= MAX_THREADS
+    assert num_portions == 31 and most_at_work <= THREADS.total_tokens == 2
 
 
 async def test_a_text_of_several_portions_is_tokenized_as_a_whole() -> None:
     tokenizer = Tokenizer(make_tokenizer())
     text = "é word " * 20_000
-    with long_texts(tokenizer.encode) as texts:
-        assert await texts.encode(text, True, most=10**6) == tokenizer.encode(text)
-        with pytest.raises(ValueError, match="surrogate"):
-            await texts.encode(text + "\ud800", True, most=10**6)
+    assert await encode_long_text(tokenizer, text, True, most=10**6) == tokenizer.encode(text)
+    with pytest.raises(ValueError, match="surrogate"):
+        await encode_long_text(tokenizer, text + "\ud800", True, most=10**6)
 
 
 # ---------------------------------------------------------------- large answers
