@@ -21,7 +21,7 @@ def write_kv_kernel(
     HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, PARTS: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
-    rotated on the way, the queries in place. A cache of one PARTS has keys only. Grid (num_tokens, num_kv_heads)."""
+    rotated on the way, the queries in place. With PARTS = 1, the cache has keys only. Grid (num_tokens, num_kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
@@ -129,10 +129,11 @@ def _attend(
 
 @triton.jit
 def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr):
-    """(first position that a decode reads, positions per part): whole tiles, as even as possible.
+    """Cut the context of a decode into NUM_SPLITS parts: returns the first position that it reads, and the positions per part.
 
-    A decode reads positions 0 to seq_len - 1. WINDOWED, it reads the last `window` of them, and what is before these in the same tile.
-    All parts have the same number of tiles of TILE_KEYS positions, the least with which NUM_SPLITS parts have all positions.
+    The first position is 0; WINDOWED, it is the start of the tile in which the last `window` of the seq_len positions begin.
+    Part i begins at first + i * (positions per part). These are whole tiles of TILE_KEYS positions, the same number of tiles for
+    all parts, and the fewest with which NUM_SPLITS parts contain position seq_len - 1. The last parts may be empty.
     """
     first = 0
     if WINDOWED:
@@ -207,7 +208,7 @@ def combine_kernel(
     sums, -inf for a part in which no key was visible. The parts that begin at the end of the sequence or later (`_parts`) were never
     written: they may be NaN and must not be loaded. The sums themselves may be too large or too small for float32; only their ratios
     matter. If no key was visible, the result is 0. It goes to the sequence's row of `out[num_tokens, NUM_HEADS, HEAD_DIM]`,
-    `query_start[seq]`. Sequences with more new tokens than one are left alone. Only HEAD_DIM of HEAD_P2 channels exist.
+    `query_start[seq]`. Sequences without or with several new tokens are left alone. Only HEAD_DIM of HEAD_P2 channels exist.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -238,7 +239,7 @@ def mixed_attention_kernel(
     TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Whole prompts, chunks, rests after a prefix hit and decodes in one launch.
+    """Whole prompts, chunks, the rest of a prompt after a prefix hit, and decodes, in one launch.
 
     A tile is TILE_TOKENS tokens of one sequence times the GROUP query heads of one KV head; the rest of TILE_ROWS
     stays idle. Sequence s gets the tiles from `query_start[s] // TILE_TOKENS + s` on, which is enough for

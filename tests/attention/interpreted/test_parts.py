@@ -34,7 +34,7 @@ def parts_kernel(out_ptr, seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: 
 def test_parts_are_whole_tiles(seq_len: int, window: int, splits: int, expected: tuple[int, int], why: str) -> None:
     out = torch.zeros(2, dtype=torch.int32)
     parts_kernel[(1,)](out, seq_len, window, NUM_SPLITS=splits, TILE_KEYS=16, WINDOWED=window > 0)
-    assert tuple(out.tolist()) == expected, why
+    assert tuple(out.tolist()) == expected, f"(first position, positions per part): {why}"
 
 
 SPLITS, HEADS, TILE = 4, 3, 16
@@ -73,7 +73,8 @@ def test_the_result_is_the_weighted_average_of_the_parts(level: float, head_dim:
     expected = (partial[0] * share[:, :, None]).sum(0)
     is_nan = bool(out.isnan().any())
     assert not is_nan, f"sums of 2^score around 2^{level:g}: compare them with the largest first"
-    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5)
+    weighted = f"the parts count as 2^log_weight to the sum of these, and all {head_dim} channels are written"
+    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{weighted}\n{text}")
 
 
 def test_parts_that_were_not_written_do_not_count() -> None:
