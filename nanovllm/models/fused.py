@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.attention.base import Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.ops import native
+from nanovllm.ops.native import PACKED_INPUTS, call, kernel_of
 
 #: What the C++ code computes. A layer with a module of another file, such as a lecture or a model with experts, runs as it is.
 MODULES = {"nanovllm.models.llama", "nanovllm.layers.basic", "nanovllm.layers.tensor_parallel"}
@@ -66,13 +66,13 @@ class FusedLayers:
         tables, lengths = batch.block_tables, batch.seq_lens
         tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
-        width = self.layers[0].mlp.down_proj.weight.shape[1] * native.PACKED_INPUTS
+        width = self.layers[0].mlp.down_proj.weight.shape[1] * PACKED_INPUTS
         num_blocks, _, _, block_size, _ = caches[0].shape
         cache_sizes = block_size, num_blocks, caches[0].stride(0), tables.shape[1], tables.stride(0)
         sizes = len(caches), *x.shape, *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes
         factors = self.layers[0].input_layernorm.eps, attention.scale, attention.options.get("soft_cap", 0.0)
-        kernel = native.kernel_of("decoder_layers", x.dtype)
-        if kernel is None or not native.call(kernel, tensors, *sizes, *factors):
+        kernel = kernel_of("decoder_layers", x.dtype)
+        if kernel is None or not call(kernel, tensors, *sizes, *factors):
             raise IndexError(
                 "positions, slot_mapping, block_tables and seq_lens do not agree with the cache or each other"
             )
