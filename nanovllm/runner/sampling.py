@@ -96,10 +96,14 @@ def occurrences(
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Repetition penalty over prompt and output; presence and frequency penalty over the output. In place.
+    """Apply the repetition penalty to the tokens of prompt and output, then presence and frequency penalty to those of the
+    output, in place.
+
+    The repetition penalty r, clamped by `moderate`, makes x / r of a logit x above 0, and x * r of others, once per token however
+    often it occurs. Of a token that the output has c > 0 times, the presence penalty and c times the frequency penalty are subtracted.
 
     Args:
-        logits: `[num_rows, vocab_size]` float32.
+        logits: `[num_rows, vocab_size]` float32, on the device, which the host must not wait for: it reads no number from there.
         rows: one per row of logits. Rows without penalties cost nothing.
     """
     # A token that occurs twice in a text is read twice, then written twice: the same value both times.
@@ -210,10 +214,15 @@ def top_k_threshold(logits: Tensor, top_k: Sequence[int], width: int = NUCLEUS_G
 
 
 def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. Other rows cost nothing.
+    """Set the logits that top-k, then top-p, then min-p exclude to -inf, in place. A row costs nothing if top_k is 0, top_p 1 and min_p 0.
 
-    Each of the three becomes a threshold on the logit: all logits from the threshold up stay, ties included. So
-    the result does not depend on the order in which equal logits are sorted.
+    Each of the three becomes a threshold on the logits that the one before has left, by `top_k_threshold`, `nucleus_threshold` and
+    `min_p_threshold`: all logits from the threshold up stay, ties included. So the result does not depend on the order in
+    which equal logits are sorted. The host reads no number from the device.
+
+    Args:
+        logits: `[num_rows, vocab_size]` float32.
+        rows: one per row of logits.
     """
     options = ("top_k", 0, top_k_threshold), ("top_p", 1, nucleus_threshold), ("min_p", 0, min_p_threshold)
     for name, off, threshold_of in options:

@@ -213,7 +213,9 @@ def kept(logits: Sequence[float], **options: Any) -> list[int]:
     ],
 )  # fmt: skip
 def test_truncation_by_hand(options: dict[str, Any], expected: list[int]) -> None:
-    assert kept([2.0, 3.0, 1.0, 3.0, -4.0], **options) == expected
+    assert kept([2.0, 3.0, 1.0, 3.0, -4.0], **options) == expected, (
+        f"tokens that {options} leaves of logits 2, 3, 1, 3, -4"
+    )
 
 
 @given(LOGITS, st.permutations(range(VOCAB)), sampling_rows(greedy=False))
@@ -244,7 +246,8 @@ def test_formulas_by_hand(options: dict[str, Any], expected: list[float]) -> Non
     rows = [SamplingRow(SamplingParams(**options), [0, 1, 1], 1, [2]), plain]
     nanovllm.runner.sampling.apply_constraints(logits, rows)
     nanovllm.runner.sampling.apply_penalties(logits, rows)
-    assert logits.tolist() == [expected, [2.0, -1.0, 3.0, -4.0]]
+    texts = f"{options}; the prompt is token 0, the output token 1 twice; and a row without options, which stays"
+    assert logits.tolist() == [expected, [2.0, -1.0, 3.0, -4.0]], texts
 
 
 def test_a_stop_id_outside_of_the_vocabulary_concerns_nobody() -> None:
@@ -498,7 +501,9 @@ class NeverWaits(TorchDispatchMode):
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         known = {id(tensor) for tensor in self.known}
         for tensor in operands:
-            assert tensor.device.type == "cpu" or id(tensor) in known, "a tensor made of numbers on the host"
+            assert tensor.device.type == "cpu" or id(tensor) in known, (
+                "a list or a tensor of the host went to the device by itself: use `upload` or `pick`"
+            )
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.known += results
         if len({tensor.device.type for tensor in operands + results if tensor.ndim > 0}) > 1:
@@ -550,7 +555,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "names", [*([name] for name in ASKING), list(ASKING)], ids=lambda names: names[0] * (len(names) == 1) or "mixed"
 )
 @pytest.mark.parametrize("with_others", [False, True])
-def test_between_logits_and_tokens_nobody_waits_for_the_device(names: list[str], with_others: bool) -> None:
+def test_the_host_does_not_wait_for_the_device(names: list[str], with_others: bool) -> None:
     rows = [SamplingRow(SamplingParams(**ASKING[name]), [3, 4, 4], 1, [2]) for name in names]
     if with_others:
         rows += [SamplingRow(SamplingParams(temperature=t), [3, 4, 4], 1, [2]) for t in (0, 1)]
