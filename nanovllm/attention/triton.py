@@ -22,7 +22,7 @@ from nanovllm.attention.triton_kernels import (
 
 # The hardware has an instruction for 2^x and none for e^x, so scores are kept in units of log 2.
 LOG2_E = 1.4426950408889634
-# Decodes over contexts of a few tiles do not pay for a launch of their own: a mixed batch keeps them with its prompts.
+# A mixed batch whose longest context is at most this gives its decodes no launch of their own: it would not pay.
 SHORT_CONTEXT = 256
 # Maximum number of parts of a decode's context; combining parts costs little compared with reading a long context.
 MAX_SPLITS = 64
@@ -38,7 +38,8 @@ def write_kv_cache(
     """Put keys and values into their slots; with `rotary`, rotate keys on the way and queries in place.
 
     Args:
-        q, k, v: as in `AttentionBackend.forward`; tokens may lie apart (views of one projection), heads may not.
+        q, k, v: as in `AttentionBackend.forward`; tokens may have any stride (views of one projection), heads
+            must be contiguous.
     """
     num_kv_heads, head_dim = k.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -73,8 +74,8 @@ class Hardware(NamedTuple):
 
 
 def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
-    """Number of parts of each decode's context: enough programs for many rounds on every multiprocessor, so that the last
-    round, which is not full, matters little. Depends on nothing that changes while a CUDA graph is replayed."""
+    """Number of parts of each decode's context: about 16 programs per multiprocessor, so that the last round,
+    which is not full, matters little; at most MAX_SPLITS. Depends on nothing that changes while a CUDA graph is replayed."""
     wanted = -(-16 * hardware.num_processors // (num_seqs * num_kv_heads))
     return min(triton.next_power_of_2(wanted), MAX_SPLITS)
 
@@ -97,9 +98,9 @@ class Tiles(NamedTuple):
 def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
     """Choose tiles for programs with at most `max_rows` rows of queries.
 
-    Few rows wait for memory: they get 16 rows, the minimum of a matrix instruction, and many keys in flight. Many rows
-    are bound by compute: they get four warps per 64 rows, as Hopper's matrix instruction needs. All of these fit into the
-    registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
+    A program with few rows waits for memory: it gets 16 rows, the minimum of a matrix instruction, and many keys in flight.
+    One with many rows is bound by compute: it gets four warps per 64 rows, as Hopper's matrix instruction needs. All choices fit
+    into the registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
     """
     channels = triton.next_power_of_2(head_dim)
     amd = hardware.warp_size == 64
@@ -124,8 +125,8 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
 
-    Reads no length from the device: launches depend on the numbers of tokens and sequences, and on whether any sequence
-    has more than one new token.
+    Reads no length from the device: launches depend on the numbers of tokens and sequences, and on `max_query_len` and
+    `max_seq_len` of the metadata, which are known on the host.
     """
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
