@@ -53,7 +53,7 @@ class SamplingRow:
 
 
 def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Add logit biases and forbid early stops, in place. Other rows cost nothing."""
+    """Add logit biases and forbid early stops, in place. Rows without these options are not touched."""
     vocab_size = logits.shape[1]
     biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
     for i, row in enumerate(rows):
