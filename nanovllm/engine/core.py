@@ -347,7 +347,7 @@ class EngineCore:
         self._wind_up()
 
     def unwatch(self, sink: RecordSink) -> None:
-        """Pass no more records to `sink`."""
+        """Pass no more records to `sink`. Without any other sink and without a trace, nothing is recorded from now on."""
         if not self._recorder.unwatch(sink):
             self._recorder = NoRecorder()
             for step in self._in_flight:
@@ -368,7 +368,7 @@ class EngineCore:
 
     @property
     def sources(self) -> list[Any]:
-        """Sockets that become readable when `step` has something to take in."""
+        """Sockets that become readable when the next `step` has a notification to read."""
         return [*self.connector.sources, *self.executor.sources]
 
     @property

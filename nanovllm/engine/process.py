@@ -41,10 +41,10 @@ class Command:
     """A message from the front end: requests to add, sequences to abort (id to reason), or another order.
 
     Attributes:
-        order: "watch" asks for the records of all further steps, or, once they come, for a fresh snapshot;
-            "start_wave" has an engine in lock-step make steps with the others.
-        engine: with "watch" and "unwatch", which of several engines.
-        wave: with "start_wave", its number.
+        order: "watch" asks for the records of all further steps or, if the engine sends them already, for a new snapshot;
+            "start_wave" tells an engine in lock-step to run steps together with the other engines (lecture 25).
+        engine: with "watch" and "unwatch", the number of the engine.
+        wave: with "start_wave", the number of the wave.
     """
 
     add: list[EngineRequest] = field(default_factory=list)
@@ -61,12 +61,12 @@ class Report:
     Attributes:
         time: when the step ended, in seconds of the system's monotonic clock.
         num_taken: sequences that the engine has taken over or refused since it started.
-        refused: sequence id to reason, for what the engine could not take.
+        refused: sequence id to reason, for sequences that the engine refused.
         steps: by engine, its `StepRecord`s in msgpack, while the engine is watched.
-        limits: in the first report only: the engine is ready.
-        trace_settings: in the first report only: what the trace's header says, of each engine.
-        fatal: why the engine is about to end; empty while it lives.
-        user_error: the fatal error is one that the user can mend, such as an unknown model.
+        limits: only in the first report, which says that the engine is ready.
+        trace_settings: only in the first report: for each engine, the settings in the trace's header.
+        fatal: why the engine is about to end; empty while it works.
+        user_error: whether the user can correct the fatal error, such as an unknown model.
     """
 
     outputs: list[EngineOutput] = field(default_factory=list)
@@ -96,7 +96,7 @@ class EngineLoop:
     ) -> None:
         self.core, self.commands, self.reports = core, commands, reports
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._report = Report()  # the next one; its statistics are the last reported ones
+        self._report = Report()  # the next one; until it is sent, its statistics are those of the previous report
         self._has_news = False  # a report is due although no sequence has got a token
         self._sinks: dict[int, RecordSink] = {}  # by engine
         self._parent_sentinel = parent_sentinel
@@ -110,8 +110,8 @@ class EngineLoop:
         self._report.trace_settings = [engine.trace_settings for engine in self.core.engines]
         self._send_report()
         while self._take_commands(wait=self.core.is_idle):
-            # Without requests this step computes nothing, and its report has the blocks that an abort has freed. It counts as rest: an
-            # engine for which others wait in vain must look the same in all its heartbeats.
+            # Without requests this step computes nothing, but its report shows the blocks that an abort has freed. It counts as
+            # rest: if peers wait for this engine in vain, all its heartbeats must say the same.
             with in_step() if self.core.has_work else contextlib.nullcontext():
                 self._report.outputs = self.core.step()
             if self._report.outputs or self._has_news or self.core.stats != self._report.stats:
@@ -126,10 +126,10 @@ class EngineLoop:
     def _take_commands(self, wait: bool) -> bool:
         """Obey the commands that have arrived; with `wait`, sleep until something has. False means stop."""
         with at_rest():
-            # Without steps, ranks in other processes are looked at now and then.
+            # Without steps, the loop wakes up now and then to check ranks in other processes.
             seconds = [s for s in (LOOK_SECONDS, self.core.idle_seconds) if s is not None] if wait else [0.0]
             events = dict(self._poller.poll(math.ceil(1000 * min(seconds))))
-        if wait:  # without steps, this notices ranks in other processes that die, and sends them heartbeats
+        if wait:  # without steps, only this call notices that a rank has died, and sends heartbeats to the ranks
             self.core.check_health()
         if self._parent_sentinel in events:
             return False  # without its parent the engine gets no more commands

@@ -55,7 +55,7 @@ def assert_right(case: AttentionCase, out: Tensor) -> None:
     for (start, end), length in zip(pairwise(starts), lengths, strict=True):
         error = relative_error(out[start:end], case.expected[start:end])
         what = f"rows {start} to {end - 1} are the last {end - start} of a sequence's {length} positions"
-        assert error <= tolerance, f"{what}; with NaN, a slot was read that holds none of its tokens"
+        assert error <= tolerance, f"{what}; NaN means that a slot was read which none of them may see"
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"soft_cap": 20.0}, {"dtype": torch.bfloat16}], ids=str)
