@@ -57,7 +57,7 @@ class Router(Layer):
         self.e_score_correction_bias: nn.Parameter | None = None
         if config.correction_bias:
             self.e_score_correction_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
-            # Its steps in training are finer than bfloat16's.
+            # Training changes it by less than bfloat16 can represent.
             self.e_score_correction_bias.kept_dtype = torch.float32  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
