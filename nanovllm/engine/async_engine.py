@@ -174,8 +174,9 @@ class AsyncEngine(FrontEnd):
     def _deliver(self, outputs: list[EngineOutput], now: float) -> None:
         """Turn the engine's outputs into text, and put them into the streams from which the requests' readers take them.
 
-        The engine does not see stop strings. It would go on computing the sequences that a stop string has ended, so one `Command`
-        aborts all of them, with the reason "stop".
+        `OutputProcessor.process` returns the requests' new outputs, and the ids of sequences that a stop string has ended. The engine
+        does not see stop strings, and would go on computing these sequences, so one `Command` aborts all of them, with the
+        reason "stop".
 
         If the trace is watched, `_texts` is not None and collects every output. `_note_times` notes the time `now` in the stream's
         `times` before its reader can see the output. If an output has an error, the stream raises it in its reader (`fail`). After a
