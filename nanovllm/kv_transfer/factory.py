@@ -20,12 +20,15 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.ops.device import choose_device, choose_dtype
 
 # Name -> its two halves, imported when they are asked for.
+PD = "nanovllm.kv_transfer.pd.disaggregated"
+BLEND = "nanovllm.kv_transfer.blend.connector"
+OFFLOADING = "nanovllm.kv_transfer.stores.offloading"
 CONNECTORS = {
-    "local": ("pd.disaggregated:DisaggregatedScheduler", "pd.disaggregated:DisaggregatedWorker"),
-    "nixl": ("pd.disaggregated:DisaggregatedScheduler", "pd.disaggregated:NixlWorker"),
-    "offloading": ("stores.offloading:OffloadingScheduler", "stores.offloading_worker:OffloadingWorker"),
-    "pool": ("stores.offloading:OffloadingScheduler", "stores.offloading_worker:OffloadingWorker"),
-    "blend": ("blend.connector:BlendScheduler", "blend.connector:BlendWorker"),
+    "local": (f"{PD}:DisaggregatedScheduler", f"{PD}:DisaggregatedWorker"),
+    "nixl": (f"{PD}:DisaggregatedScheduler", f"{PD}:NixlWorker"),
+    "offloading": (f"{OFFLOADING}:OffloadingScheduler", f"{OFFLOADING}_worker:OffloadingWorker"),
+    "pool": (f"{OFFLOADING}:OffloadingScheduler", f"{OFFLOADING}_worker:OffloadingWorker"),
+    "blend": (f"{BLEND}:BlendScheduler", f"{BLEND}:BlendWorker"),
 }
 
 
@@ -34,7 +37,7 @@ def _half(config: EngineConfig, half: int) -> Any:
     name = config.kv_transfer.kv_connector
     if name not in CONNECTORS:
         raise ValueError(f"kv_connector must be one of {', '.join(CONNECTORS)}; got {name!r}")
-    return load(f"nanovllm.kv_transfer.{CONNECTORS[name][half]}", f"kv_connector {name!r}")
+    return load(CONNECTORS[name][half], f"kv_connector {name!r}")
 
 
 def create_scheduler_connector(
