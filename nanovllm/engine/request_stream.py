@@ -84,8 +84,8 @@ class RequestStream:
         """Wait for an output, and return all outputs that were not read yet, as one (`OutputCollector.result`); they are read now.
 
         The stream has ended (`_ended`) with an output that is `finished`, after an error was raised, or when it was closed; then this raises
-        StopAsyncIteration, without waiting. An error (`fail`) is raised when all outputs before it have been read. `_news` is
-        set as long as there is something to return or to raise.
+        StopAsyncIteration, without waiting. An error (`fail`) is raised by the call after the one that returns the last outputs. So
+        `_news` stays set while an output or an error is left, and is cleared when neither is.
         """
         if self._ended:
             raise StopAsyncIteration

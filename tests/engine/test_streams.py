@@ -100,8 +100,11 @@ async def rest(of: RequestStream) -> list[str]:
 
 
 async def within(awaitable: Any) -> Any:
-    """A reader that waits for ever is told so."""
-    return await asyncio.wait_for(awaitable, 20)
+    """Fails if it would wait for ever."""
+    try:
+        return await asyncio.wait_for(awaitable, 20)
+    except TimeoutError:
+        raise AssertionError("it waits for ever, but an output, an error or the end is there") from None
 
 
 async def test_a_reader_gets_each_output_and_the_end() -> None:
