@@ -104,6 +104,7 @@ class EngineSettings:
     def environment(self) -> dict[str, str]:
         """Its environment variables: as many threads as all the others, and nothing from the network."""
         found = python_environment() | {"HF_HUB_OFFLINE": "1"}
+        found.pop("OMP_WAIT_POLICY", None)  # nanovllm sets it for itself; it would slow the others
         if self.name in PEERS:
             del found["PYTHONPATH"]
         if self.name != "vllm":
