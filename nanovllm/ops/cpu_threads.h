@@ -43,12 +43,12 @@ class Team {
       wake.notify_all();
     }
     work();
-    ++round;  // even: closed. Who is inside by now is waited for, and nobody enters any more.
-    const auto nobody_inside = [this] { return inside == 0; };
-    if (!spin(nobody_inside)) {
+    ++round;  // even: closed. Helpers that are inside by now are waited for; no other enters.
+    const auto none_inside = [this] { return inside == 0; };
+    if (!spin(none_inside)) {
       std::unique_lock<std::mutex> lock(mutex);
       waiting = true;
-      left.wait(lock, nobody_inside);
+      left.wait(lock, none_inside);
       waiting = false;
     }
     busy = false;
