@@ -4,6 +4,7 @@ Lectures import from here; the engine never does. The command line is ``python -
 """
 
 from nanovllm.lab.course.exercise import Exercise
+from nanovllm.lab.course.predict import Prediction as predict
 from nanovllm.lab.course.reopen import extend
 
-__all__ = ["Exercise", "extend"]
+__all__ = ["Exercise", "extend", "predict"]

@@ -1,0 +1,56 @@
+"""A prediction is kept by the notebook, and shown beside the measurement."""
+
+import pytest
+
+from nanovllm.lab import course
+
+QUESTION = "How many times as many tokens per second do 8 requests get as one?"
+
+
+def test_a_prediction_is_shown_beside_the_formula_and_the_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    course.predict(QUESTION, 6, unit="times").reveal(4, formula=8)
+    assert capsys.readouterr().out.splitlines() == [
+        QUESTION,
+        "You predict: 6 times",
+        QUESTION,
+        "   you predicted: 6 times, 1.5 times too high",
+        "  by the formula: 8 times, 2 times too high",
+        "        measured: 4 times",
+    ]
+
+
+def test_without_a_prediction_it_says_where_to_put_one(capsys: pytest.CaptureFixture[str]) -> None:
+    prediction = course.predict("How long is a step?", ..., unit="ms")
+    assert capsys.readouterr().out.endswith("You predict: put a number of ms in the place of ...\n")
+    prediction.reveal(12_345.6)
+    assert "you predicted: nothing yet\n        measured: 12,346 ms\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("guess", "measured", "said"),
+    [
+        (2.0, 4.0, "2, 2 times too low"),
+        (4.1, 4.0, "4.1: right"),
+        (0, 0, "0: right"),
+        (0, 3, "0: no"),
+        (1_499.6, 3_000, "1,500, 2 times too low"),
+    ],
+)
+def test_how_far_a_prediction_is_off(
+    guess: float, measured: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    course.predict("How many?", guess).reveal(measured)
+    assert f"you predicted: {said}\n" in capsys.readouterr().out
+
+
+def test_a_prediction_among_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer, verdict in {"swap": "no", "recompute": "right"}.items():
+        course.predict("Which wins?", answer, among=("swap", "recompute")).reveal("recompute")
+        assert f"you predicted: {answer}: {verdict}\n" in capsys.readouterr().out
+
+
+def test_a_prediction_is_a_number_or_one_of_the_answers() -> None:
+    with pytest.raises(ValueError, match="a prediction is a number of ms, got '3 ms'"):
+        course.predict("How long?", "3 ms", unit="ms")
+    with pytest.raises(ValueError, match="a prediction is one of 'swap', 'recompute', got 'neither'"):
+        course.predict("Which wins?", "neither", among=("swap", "recompute"))
