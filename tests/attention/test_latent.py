@@ -37,6 +37,7 @@ from nanovllm.models.deepseek import latent_rotary_table, yarn_frequencies
 from nanovllm.models.loader import load_model
 from nanovllm.ops.attention import attend_dense
 from tests.engine.test_features import FEATURES
+from tests.examples import examples
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_model, reference_tokens
 
 DECODES = [(1, 127), (1, 16), (1, 0), (1, 60), (1, 300)]
@@ -62,7 +63,7 @@ def test_backends_against_float64(backend, dtype, sequences) -> None:
     assert error < case.tolerance and cache_error == 0
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 200)), min_size=1, max_size=8).filter(
         lambda lengths: any(query for query, _ in lengths)

@@ -22,6 +22,7 @@ from nanovllm.distributed.process_groups import ProcessGroupCoordinator
 from nanovllm.distributed.shared_collectives import CollectiveError, SharedCollectives
 from nanovllm.distributed.shared_memory import Segment, load_shared_memory_library
 from nanovllm.lab.course.ranks import RankError, run_ranks
+from tests.examples import examples
 from tests.server_process import wait_for_shared_memory_to_go
 
 
@@ -209,7 +210,7 @@ def test_rows_objects_and_counters(size):
 
 
 @needs_library
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_shared_collectives_of_any_size_in_any_order(data):
     """Threads stand for ranks: sizes around the part's, several collectives in a row."""

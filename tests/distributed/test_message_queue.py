@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from nanovllm.distributed import shared_memory
 from nanovllm.distributed.shared_memory import MessageQueue, PeerLost, SegmentHandle, load_shared_memory_library
 from nanovllm.ops.native_library import BuildError
+from tests.examples import examples
 from tests.processes import CONTEXT
 from tests.server_process import wait_until
 
@@ -47,7 +48,7 @@ def read_all(queue: MessageQueue, count: int, received: list[bytes]) -> None:
         received.append(queue.get(30))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     messages=st.lists(st.binary(max_size=200) | st.integers(0, 3000).map(os.urandom), max_size=40),
     num_readers=st.integers(1, 3),

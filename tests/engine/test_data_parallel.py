@@ -44,6 +44,7 @@ from nanovllm.scheduler.data_parallel import (
 from nanovllm.trace.trace import Trace
 from tests import rank_faults
 from tests.content_runner import ContentRunner, next_token
+from tests.examples import examples
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.server_process import ServerProcess, wait_until
 
@@ -94,7 +95,7 @@ def test_the_last_token_is_never_from_a_cache() -> None:
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=24)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.integers(1, 4),
     st.integers(0, 6),
@@ -112,7 +113,7 @@ def test_the_router_never_piles_up(num_ranks: int, capacity: int, stream: list[t
             assert loads[chosen] == min(loads)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(2, 4), prompts, st.integers(1, 200))
 def test_one_prompt_does_not_drown_one_engine(num_ranks: int, tokens: list[int], count: int) -> None:
     """All requests share a prefix and none ever ends: the loads stay within the bound, whatever affinity wants."""
@@ -122,7 +123,7 @@ def test_one_prompt_does_not_drown_one_engine(num_ranks: int, tokens: list[int],
     assert load_score(max(waiting) - min(waiting), 0) <= MAX_IMBALANCE + load_score(1, 0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 7), st.integers(0, 30)), min_size=1, max_size=60))
 def test_the_longest_prefix_among_the_idle_wins(num_ranks: int, stream: list[tuple[int, int]]) -> None:
     """While all are equally busy, and nothing has been forgotten, no other engine was sent a longer part of the prompt."""

@@ -16,10 +16,8 @@ import pytest
 
 from tests import rank_faults
 from tests.oracle import make_checkpoint, make_tokenizer, reference_tokens
-from tests.server_process import ServerProcess, are_gone, wait_for_shared_memory_to_go, wait_until
+from tests.server_process import SOON, ServerProcess, are_gone, wait_for_shared_memory_to_go, wait_until
 
-# Errors come within 5 s; a busy machine may take longer.
-SOON = 15.0
 PROMPT = [5, 6, 7, 8]
 BODY = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -73,13 +71,11 @@ def descendant(process: psutil.Process, path: tuple[int, ...]) -> psutil.Process
 LOCK_STEP = "--enable-expert-parallel"
 
 
-# One fault of each kind; the others, which tests of executors and of data parallelism have without a server, nightly.
-FAULTS = [
-    ("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL"),
+# By day one fault; the others, which tests of executors and of data parallelism have without a server, nightly.
+FAULTS = [("-pp 2", signal.SIGKILL, (1,), r"rank 1 \(stage 1, .*\), process \d+, was killed by SIGKILL")]
+MORE_FAULTS = [
     ("-tp 2", "hang 300", (1,), r"rank 1, process \d+, hangs: for 4 s.* at .*rank_faults.py:\d+ in strike"),
     ("-dp 2", signal.SIGSTOP, (), r"the engine process, process \d+, hangs: nothing was heard of it for 4 s"),
-]
-MORE_FAULTS = [
     ("-tp 2", signal.SIGKILL, (0,), r"rank 0, process \d+, was killed by SIGKILL"),
     ("-tp 2", signal.SIGSTOP, (1,), r"rank 1, process \d+, hangs: nothing was heard of it for 4 s"),
     ("-dp 2", signal.SIGKILL, (), "the engine process,? .*was killed by SIGKILL"),
@@ -141,7 +137,7 @@ def test_a_rank_is_missed_while_nobody_asks(tiny_model: pathlib.Path, tmp_path: 
         assert "rank 1" in server.text
 
 
-@pytest.mark.parametrize("grid", ["-tp", "-dp"])
+@pytest.mark.parametrize("grid", ["-tp", pytest.param("-dp", marks=pytest.mark.nightly)])
 def test_the_ranks_end_with_the_server_however_it_dies(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, grid: str
 ) -> None:

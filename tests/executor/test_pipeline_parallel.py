@@ -103,17 +103,24 @@ def test_a_stage_has_its_own_weights_and_no_others(variant: str, tmp_path: pathl
     assert found.keys() == {name for name, _ in whole.named_parameters()}
 
 
+# By day each architecture in two stages or in three.
+ARCHITECTURES = [
+    pytest.param(variant, stages, marks=[pytest.mark.nightly] if (number + stages) % 2 else [])
+    for number, variant in enumerate(VARIANTS)
+    for stages in (2, 3)
+]
+
+
 @pytest.mark.usefixtures("staged")
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_architectures(variant: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("variant", "stages"), ARCHITECTURES)
+def test_architectures(variant: str, stages: int, tmp_path: pathlib.Path) -> None:
     make_checkpoint(tmp_path, variant)
     draw = random.Random(variant)
     prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 2, 15, 17, 40)]
     expected = [reference_tokens(str(tmp_path), prompt, 16) for prompt in prompts]
-    for stages in (2, 3):
-        llm = LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, check_invariants=True,
-                  num_kv_blocks=32, pipeline_parallel_size=stages)  # fmt: skip
-        assert greedy(llm, prompts, 16) == expected
+    llm = LLM(str(tmp_path), dtype="float32", max_num_batched_tokens=32, max_num_seqs=8, check_invariants=True,
+              num_kv_blocks=32, pipeline_parallel_size=stages)  # fmt: skip
+    assert greedy(llm, prompts, 16) == expected
 
 
 # ---------------------------------------------------------------- the line

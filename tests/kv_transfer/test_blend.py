@@ -31,6 +31,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM, rotary_table
 from nanovllm.models.loader import load_model
 from nanovllm.ops.attention import gather_kv
+from tests.examples import examples
 from tests.oracle import make_checkpoint, reference_model
 
 BLOCK_SIZE, NUM_BLOCKS = 8, 40
@@ -129,7 +130,7 @@ def test_moved_keys_are_the_keys_that_are_computed_there(variant: str, checkpoin
         assert torch.equal(moved[1], chunk.kv[0, 1].transpose(0, 1))
 
 
-@settings(max_examples=50, derandomize=True)
+@settings(max_examples=examples(50), derandomize=True)
 @given(before=st.integers(0, 7000), after=st.integers(0, 7000), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, checkpoint) -> None:
     cos_sin = rotary_table(ModelConfig.from_pretrained(checkpoint("llama")), 7100)
@@ -148,7 +149,7 @@ def test_rotation_there_and_back(before: int, after: int, dtype: torch.dtype, ch
 # ------------------------------------------------------------------------------------------- scattered rows
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=examples(40), derandomize=True)
 @given(
     rows=st.sets(st.integers(0, 79), min_size=1),
     window=st.sampled_from([0, 1, 13]),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from nanovllm.kv_transfer.transport import handshake
 from nanovllm.kv_transfer.transport.connection import MAX_MESSAGE, Connection, CorruptFrame, PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, HandshakeError, Listener, connect, secret
+from tests.examples import examples
 from tests.server_process import wait_until
 
 SECRET = b"only for those who may"
@@ -304,7 +305,7 @@ def test_a_short_secret_is_refused(home, monkeypatch, short):
 # ------------------------------------------------------------------------------------------------ frames
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.binary(max_size=300), st.binary(max_size=20_000)), max_size=6))
 def test_messages_and_payloads_come_as_they_were_sent(frames):
     server = socket.create_server(("127.0.0.1", 0))

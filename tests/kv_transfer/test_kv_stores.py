@@ -30,12 +30,13 @@ from nanovllm.kv_transfer.stores.folder import LOW_WATER, FolderStore
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, SealedStore
 from nanovllm.kv_transfer.stores.servers import MooncakeStore, RedisStore
 from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from tests.examples import examples
 from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.server_process import wait_until
 
 SIZE = 4096
 FILE = HEADER_BYTES + SIZE
-STATEFUL = settings(max_examples=40, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+STATEFUL = settings(max_examples=examples(40), stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 def key(number: int) -> bytes:

@@ -48,6 +48,7 @@ from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model
 from nanovllm.models.moe import Experts, MoE, Router
 from nanovllm.models.moe_config import MoEConfig
+from tests.examples import examples
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 
 HIDDEN = 24
@@ -205,7 +206,7 @@ def routings(draw: st.DrawFn, num_experts: int, most_tokens: int = 12, top_k: in
     return draw(st.lists(one, max_size=most_tokens))
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(routing=routings(7), absent=st.booleans(), seed=st.integers(0, 1000))
 def test_experts_against_the_definition(routing: list[list[int]], absent: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -311,7 +312,7 @@ def placements(draw: st.DrawFn) -> ExpertPlacement:
     return balance(loads, placement)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(data=st.data(), placement=placements())
 def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPlacement) -> None:
     """Every rank with tokens of its own, any routing, ranks without tokens: what comes back is the dense sum, and no
@@ -346,7 +347,7 @@ def test_shuffle_against_the_definition(data: st.DataObject, placement: ExpertPl
     assert sum(sent for _, _, sent in results) == pairs * (2 * HIDDEN * 4 + 3 * 8) + ranks * ranks * 8
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(placement=placements(), seed=st.integers(0, 1000))
 def test_replicas_take_turns(placement: ExpertPlacement, seed: int) -> None:
     """An expert's tokens differ by one at most between its replicas, if consecutive tokens want it."""
@@ -399,7 +400,7 @@ def loads_and_slots(draw: st.DrawFn) -> tuple[list[int], int, int]:
     return draw(st.lists(heavy, min_size=experts, max_size=experts)), ranks, redundant
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(loads_and_slots())
 def test_balancing_properties(case: tuple[list[int], int, int]) -> None:
     loads, ranks, redundant = case
@@ -439,7 +440,7 @@ def test_skewed_load_becomes_even() -> None:
     assert before > 1.8 and 1.5 < packed < before and after < 1.02
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(placement=placements(), seed=st.integers(0, 1000))
 def test_moves_carry_the_right_experts(placement: ExpertPlacement, seed: int) -> None:
     """Weights that say which expert they are stand, after the move, where the new placement wants them."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.ops import native, reference
+from tests.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}  # of float32 sums, and one bfloat16 rounding
@@ -143,7 +144,7 @@ def test_write_kv_cache_writes_its_slots_and_nothing_else(block_size, dtype):
 # ------------------------------------------------------------------------------------------------------ linear
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.integers(0, 70),
     inner=st.sampled_from([32, 96, 576]),
@@ -160,7 +161,7 @@ def test_linear(tokens, inner, outputs, with_bias, dtype):
     assert_matches(ops.linear(x, ops.pack_weight(weight), bias), oracle, dtype)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.one_of(st.integers(0, 70), st.integers(250, 600)),
     steps=st.sampled_from([1, 2, 9, 11, 18, 48]),
@@ -506,6 +507,7 @@ def test_compiled_products_do_not_pile_up(tmp_path):
     code = """
 import psutil, torch
 from nanovllm import ops
+
 weights = [torch.zeros(576, width, dtype=torch.bfloat16) for width in (64, 128)]
 memory = []
 for rows in range(1, 301):

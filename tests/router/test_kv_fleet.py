@@ -176,7 +176,9 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
     assert num_fetched(fleet) > before, "it is found in its old place, with a new engine"
 
 
-@pytest.mark.parametrize(("name", "is_engine"), [("decode 1", False), ("prefill 0", True)])
+@pytest.mark.parametrize(
+    ("name", "is_engine"), [("decode 1", False), pytest.param("prefill 0", True, marks=pytest.mark.nightly)]
+)
 def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_engine: bool) -> None:
     server = fleet.server(name)
     (engine,) = [child for child in server.children() if "nanovllm.engine.client" in " ".join(child.cmdline())]

@@ -27,6 +27,7 @@ from nanovllm.runner.cuda_graphs import ladder
 from nanovllm.runner.memory import num_blocks_that_fit
 from nanovllm.runner.runner import Batch, ModelRunner, RequestRows, choose_device, choose_dtype
 from nanovllm.scheduler.scheduler import Scheduler
+from tests.examples import examples
 from tests.oracle import TINY, make_checkpoint
 
 SHAPE = ModelConfig.from_dict(TINY | {"architectures": ["LlamaForCausalLM"]})
@@ -97,7 +98,7 @@ def check_batch(batch: Batch, plan: SchedulerOutput, scheduler: Scheduler) -> No
         assert tensor.dtype == torch.int32
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(150), suppress_health_check=list(HealthCheck))
 @given(
     data=st.data(),
     prompts=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=1, max_size=7),

@@ -32,6 +32,7 @@ from nanovllm.runner.sampling import (
     truncate,
     uniform,
 )
+from tests.examples import examples
 from tests.oracle import make_checkpoint
 
 VOCAB = 12
@@ -129,14 +130,14 @@ def sample(logits: Sequence[Sequence[float]], rows: Sequence[SamplingRow]) -> li
     return Sampler().sample(torch.tensor(logits, dtype=torch.float32), rows)[0]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(LOGITS, sampling_rows(greedy=True))
 def test_greedy_takes_the_first_of_the_largest(logits: list[float], row: SamplingRow) -> None:
     scores = reference_logits(logits, row)
     assert sample([logits], [row]) == [scores.index(max(scores))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(LOGITS, sampling_rows(greedy=False), st.lists(st.floats(0, 1, exclude_max=True), min_size=1, max_size=8))
 def test_every_option_against_the_reference(logits: list[float], row: SamplingRow, us: list[float]) -> None:
     """The draw inverts the distribution function, so a chosen u tells which token the reference would draw."""
@@ -300,7 +301,7 @@ def penalized_rows(draw_from: Any) -> SamplingRow:
     return SamplingRow(params, np.array(tokens, dtype=np.int32) if as_array else tokens, len(prompt))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data(), st.lists(penalized_rows() | sampling_rows(), max_size=6), st.integers(0, 3))
 def test_penalties_of_a_whole_batch_are_those_of_each_row(
     data: st.DataObject, rows: list[SamplingRow], padding: int
@@ -434,7 +435,7 @@ def test_only_wide_rows_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> N
 # ---------------------------------------------------------------- without a question to the device
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(st.floats(-30, 30, width=32) | st.sampled_from([0.0, -0.0, -INF, 1.5]), min_size=1, max_size=40),
     st.floats(0, 1, exclude_min=True, exclude_max=True),
@@ -468,7 +469,7 @@ def test_the_search_by_digits_at_its_ends(top_p: float) -> None:
     assert threshold == 2.0 if top_p < 0.5 else threshold <= -1.0
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(LOGITS, sampling_rows()), max_size=6))
 def test_a_gpu_gets_the_tokens_that_a_cpu_gets(pairs: list[tuple[list[float], SamplingRow]]) -> None:
     """What runs for an asynchronous device, run here: it must agree, unless float32 decides at a border."""
@@ -630,7 +631,7 @@ def test_draw_never_takes_an_impossible_token(logits: list[float], u: float) -> 
         assert logits[token] > -INF
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.lists(st.tuples(LOGITS, sampling_rows()), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_neither_the_batch_nor_its_order_matters(pairs: list[tuple[list[float], SamplingRow]], shuffle: Any) -> None:
     def outcome(chosen: list[tuple[list[float], SamplingRow]]) -> list[tuple[int, Any]]:
@@ -651,7 +652,7 @@ def test_a_batch_of_nobody() -> None:
 # ---------------------------------------------------------------- log-probabilities
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(LOGITS, sampling_rows(), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_logprobs_are_those_of_the_model(logits: list[float], row: SamplingRow, dtype: torch.dtype) -> None:
     given_logits = torch.tensor([logits], dtype=dtype)

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker, border_lengths
 from nanovllm.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from tests.examples import examples
 
 EMOJI = "👩‍🚀"
 SPECIAL = ["<unk>", "<s>", "</s>"]
@@ -86,7 +87,7 @@ def check_detokenizer(tokenizer: Tokenizer, token_ids: list[int], sizes: list[in
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(token_ids=IDS, sizes=SIZES, skip=st.booleans())
 def test_pieces_are_the_text_for_any_ids(name: str, token_ids: list[int], sizes: list[int], skip: bool) -> None:
     check_detokenizer(TOKENIZERS[name], token_ids, sizes, skip)
@@ -97,7 +98,7 @@ def course_tokenizer() -> Tokenizer:
     return Tokenizer.from_pretrained(resolve_model("smollm2-135m"))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(token_ids=st.lists(st.integers(0, 49160), max_size=40), sizes=SIZES, skip=st.booleans())
 def test_pieces_are_the_text_for_the_course_model(
     course_tokenizer: Tokenizer, token_ids: list[int], sizes: list[int], skip: bool
@@ -201,7 +202,7 @@ def stream(checker: StopChecker, pieces: Sequence[str]) -> tuple[list[str], str 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(text=st.text("abc", max_size=30), stop=STOPS, sizes=SIZES, include=st.booleans())
 @example(text="abcabd", stop=["abd"], sizes=[1], include=False)
 @example(text="aaab", stop=["aab"], sizes=[1], include=False)
@@ -218,7 +219,7 @@ def test_stop_strings_cut_the_text_alike_for_any_pieces(
     assert stream(StopChecker(stop, include), [text])[1] == matched
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(text=st.text("ab", max_size=20), stop=STOPS)
 def test_only_what_may_begin_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     checker = StopChecker(stop)

@@ -21,6 +21,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.structured_outputs import GrammarError, StructuredOutputsParams
 from nanovllm.text.grammars import GrammarChecker, describe, find_fault, new_matcher, of_schema, to_grammar, token_trie
 from nanovllm.text.tokenizer import Tokenizer
+from tests.examples import examples
 from tests.oracle import make_tokenizer
 from tests.text.json_schema_suite import GROUPS, NEVER_WRITTEN, NUM_FOLLOWED
 
@@ -68,7 +69,7 @@ def test_the_public_suite(trie: LLTokenizer) -> None:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
 def test_a_choice_is_one_of_the_texts(trie: LLTokenizer, choices: list[str], other: str) -> None:
     grammar = to_grammar(StructuredOutputsParams(choice=choices))

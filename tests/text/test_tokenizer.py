@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from tests.examples import examples
 
 
 @pytest.fixture(scope="session")
@@ -86,7 +87,7 @@ MISSING_BYTES = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2}
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.text("0123456789 \n\té½²٣½😀👩‍🚀🇫🇷\u200d'sS.,")
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=TEXTS)
 def test_course_tokenizer_matches_transformers_and_round_trips(
     course_tokenizer: Tokenizer, course_reference: Any, text: str

@@ -31,6 +31,7 @@ from nanovllm.lab.viz.data import pool_states
 from nanovllm.scheduler.scheduler import Scheduler
 from nanovllm.trace.format import HIDDEN_TOKEN, MIN_KNOWN, TraceDecoder, TraceEncoder, header_line, require_sizes
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
+from tests.examples import examples
 from tests.oracle import make_checkpoint
 from tests.stages import StagedExecutor
 
@@ -94,7 +95,7 @@ def records(draw: st.DrawFn) -> StepRecord:
 
 
 @given(st.lists(records(), max_size=6))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_any_record_survives_the_way_through_a_line(steps: list[StepRecord]) -> None:
     trace = Trace(settings={"num_blocks": 64})
     trace.steps = steps
@@ -379,7 +380,7 @@ class Witness:
     ids=str,
 )
 def test_the_pool_of_a_simulation_can_be_rebuilt(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(8):
+    for seed in range(examples(9)):
         with monkeypatch.context() as patch:
             witness = Witness(patch)
             trace = crowd(seed, **options)
@@ -510,7 +511,7 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     core = EngineCore(config, trace)
 
     readers = []
-    for seed in range(8):
+    for seed in range(examples(9)):
         session = Session(core, seed)
         for action in session.draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=80):
             session.do(action)
