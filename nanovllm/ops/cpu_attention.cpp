@@ -19,7 +19,7 @@
 constexpr int TILE_ROWS = 192;      // query rows of a tile: enough to repay packing the keys
 constexpr int CUT_ROWS = 24;        // of tiles of at most so many, each part is a task
 constexpr int KEYS_PER_PART = 256;  // a multiple of KEYS
-constexpr int STEP_BYTES = 128 << 10;  // of a step's keys and values: with the next step's, they stay in the second-level cache
+constexpr int STEP_BYTES = 128 << 10;  // keys and values of a step: two steps stay in the second-level cache
 constexpr int PARALLEL_KEYS = 256;  // fewer are done before a second thread would have begun
 
 struct Problem {
