@@ -2,21 +2,24 @@
 //
 // One tile = some queries of one sequence x the heads that share one KV head. Its rows pass over the keys, 64 at a
 // time, with a running maximum and sum (online softmax: Milakov and Gimelshein, 2018, arXiv 1805.02867; tiled as in
-// FlashAttention, Dao et al., 2022, arXiv 2205.14135). A decoding sequence is a tile with one query.
+// FlashAttention, Dao et al., 2022, arXiv 2205.14135). A decoding sequence is a tile with one query, of
+// several KV heads: they stand one behind the other in each block, and memory is fast at long streams.
 //
 // After every 256 keys of the sequence a part ends: it has a maximum, a sum and an output of its own, and parts are
 // merged in their order. Threads share the parts of a tile of few rows (Flash-Decoding: Dao et al., 2023). A query meets
 // the same keys, in the same lanes, steps and parts, whatever tile it is in, so its result depends neither on the batch
 // nor on the chunk or the number of threads.
 #include <memory>
+#include <vector>
 
+#include "cpu_in_place.h"
 #include "cpu_operators.h"
-#include "cpu_products.h"
 #include "cpu_threads.h"
 
 constexpr int TILE_ROWS = 192;      // query rows of a tile: enough to repay packing the keys
 constexpr int CUT_ROWS = 24;        // of tiles of at most so many, each part is a task
 constexpr int KEYS_PER_PART = 256;  // a multiple of KEYS
+constexpr int STEP_BYTES = 128 << 10;  // keys and values of a step: two steps stay in the second-level cache
 constexpr int PARALLEL_KEYS = 256;  // fewer are done before a second thread would have begun
 
 struct Problem {
@@ -30,14 +33,22 @@ struct Problem {
 };
 
 struct Tile {
-  int sequence, kv_head, query, queries;  // rows query .. query + queries - 1 of the packed batch
+  int sequence, kv_head, kv_heads;
+  int query, queries;                     // rows query .. query + queries - 1 of the packed batch
   int position;                           // of the first query in its sequence
   int begin, end;                         // keys that some query sees
   int part;                               // index among the parts that are tasks, or -1
 
-  // Where the tile's row stands in [tokens, heads].
-  int token(const Problem& problem, int row) const { return query + row / problem.group(); }
-  int head(const Problem& problem, int row) const { return kv_head * problem.group() + row % problem.group(); }
+  int first_step() const { return begin / KEYS * KEYS; }
+  // Rows of a KV head: its heads for each query.
+  int head_rows(const Problem& problem) const { return queries * problem.group(); }
+  int rows(const Problem& problem) const { return kv_heads * head_rows(problem); }
+  // Which query of the tile a row is, and where it stands in [tokens, heads].
+  int index(const Problem& problem, int row) const { return row % head_rows(problem) / problem.group(); }
+  int token(const Problem& problem, int row) const { return query + index(problem, row); }
+  int head(const Problem& problem, int row) const {
+    return (kv_head + row / head_rows(problem)) * problem.group() + row % problem.group();
+  }
 };
 
 // --------------------------------------------------------------------------------------------------------- tile
@@ -87,42 +98,63 @@ INLINE void merge_row(float* merged, float maximum, float sum, const float* out,
     store(merged + column, multiply_add(load(out) * factor, load(merged + column), splat(before)));
 }
 
+template <class T>
+INLINE Pages<T> pages_of(const Problem& problem, const Tile& tile, const T* kv_cache) {
+  const int64_t head_stride = int64_t{problem.block_size} * problem.head_dim;
+  return {kv_cache + tile.kv_head * head_stride,
+          problem.block_tables + tile.sequence * problem.table_stride,
+          problem.block_stride,
+          problem.num_kv_heads * head_stride,
+          problem.block_size,
+          problem.head_dim};
+}
+
 // Leaves the tile's rows, with all its parts merged, in `merged`: [rows][2 + columns]. HEAD_DIM is the head's size
-// where it is known beforehand, or 0.
+// where it is known beforehand, or 0. A thread's tiles come one after the other: `previous` has fetched what this one
+// begins with, and this one fetches what `following` begins with; each is null where there is none.
 template <class T, int HEAD_DIM>
-static void attend(const Problem& problem, const Tile& tile, const T* q, const T* kv_cache, const Scratch& scratch,
-                   float* merged) {
+static void attend(const Problem& problem, const Tile& tile, const Tile* previous, const Tile* following, const T* q,
+                   const T* kv_cache, const Scratch& scratch, float* merged) {
   const int head_dim = HEAD_DIM ? HEAD_DIM : problem.head_dim;
-  const int group = problem.group(), rows = tile.queries * group, width = scratch.columns + 2;
+  const int head_rows = tile.head_rows(problem), rows = tile.rows(problem), width = scratch.columns + 2;
+  const bool in_place = fits_in_place<T>(head_rows, head_dim);
   for (int row = 0; row < rows; ++row) {
     const T* query = q + tile.token(problem, row) * problem.q_stride + tile.head(problem, row) * head_dim;
     copy_words(query, head_dim, scratch.queries + row * scratch.words);
   }
-  const int64_t head_stride = int64_t{problem.block_size} * head_dim;
-  const Pages<T> pages = {kv_cache + tile.kv_head * head_stride,
-                          problem.block_tables + tile.sequence * problem.table_stride,
-                          problem.block_stride,
-                          problem.num_kv_heads * head_stride,
-                          problem.block_size,
-                          head_dim};
-  const int first_step = tile.begin / KEYS * KEYS;
-  Rows<T> next(pages, first_step, tile.begin, tile.end);
-  for (const T* row : next.row) fetch_row(row, head_dim), fetch_row(row + pages.value_offset, head_dim);
-  for (int begin = first_step; begin < tile.end; begin += KEYS) {
+  const Pages<T> pages = pages_of(problem, tile, kv_cache);
+  Rows<T> next(pages, tile.first_step(), tile.begin, tile.end);
+  int next_heads = tile.kv_heads;
+  const auto fetch = [&](int64_t offset) { return Fetcher<T>(next, pages, offset, next_heads); };
+  if (!previous) fetch(0).fetch_all(), fetch(pages.value_offset).fetch_all();
+  for (int begin = tile.first_step(); begin < tile.end; begin += KEYS) {
     const Rows<T> now = next;
-    if (begin + KEYS < tile.end) next = Rows<T>(pages, begin + KEYS, tile.begin, tile.end);
-    if (begin == first_step || begin % KEYS_PER_PART == 0) {
+    if (begin + KEYS < tile.end) {
+      next = Rows<T>(pages, begin + KEYS, tile.begin, tile.end);
+    } else if (following) {
+      next = Rows<T>(pages_of(problem, *following, kv_cache), following->first_step(), following->begin, following->end);
+      next_heads = following->kv_heads;
+    } else {
+      next_heads = 0;
+    }
+    if (begin == tile.first_step() || begin % KEYS_PER_PART == 0) {
       std::fill_n(scratch.maxima, rows, -FLT_MAX);
       std::fill_n(scratch.totals, rows * LANES, 0.0f);
       std::fill_n(scratch.out, rows * scratch.columns, 0.0f);
     }
-    score_packed(rows, now, next, head_dim, scratch);
+    if (in_place)
+      score_in_place(head_rows, tile.kv_heads, now, fetch(0), pages, scratch);
+    else
+      score_packed(rows, now, next, head_dim, scratch);
     for (int row = 0; row < rows; ++row) {
-      const int position = tile.position + row / group;
+      const int position = tile.position + tile.index(problem, row);
       const int first = problem.window > 0 ? position - problem.window + 1 - begin : 0;
       softmax_step<PackedProbability<T>>(problem, row, first, std::min(now.count, position + 1 - begin), scratch);
     }
-    add_packed_values(rows, now, next, pages.value_offset, head_dim, scratch);
+    if (in_place)
+      add_values_in_place(head_rows, tile.kv_heads, now, fetch(pages.value_offset), pages, scratch);
+    else
+      add_packed_values(rows, now, next, pages.value_offset, head_dim, scratch);
     if (begin + KEYS < tile.end && (begin + KEYS) % KEYS_PER_PART != 0) continue;
     for (int row = 0; row < rows; ++row) {
       float *target = merged + row * width, *out = scratch.out + row * scratch.columns;
@@ -140,7 +172,7 @@ static void attend(const Problem& problem, const Tile& tile, const T* q, const T
 
 template <class T>
 INLINE void write_rows(const Problem& problem, const Tile& tile, const float* merged, int width, T* out) {
-  for (int row = 0; row < tile.queries * problem.group(); ++row, merged += width) {
+  for (int row = 0; row < tile.rows(problem); ++row, merged += width) {
     const int64_t head = int64_t{tile.token(problem, row)} * problem.num_heads + tile.head(problem, row);
     for (int i = 0; i < problem.head_dim; i += LANES)
       store(out + head * problem.head_dim + i, load(merged + 2 + i) * (1.0f / merged[1]), problem.head_dim - i);
@@ -151,35 +183,45 @@ INLINE void write_rows(const Problem& problem, const Tile& tile, const float* me
 
 struct Plan {
   std::vector<Tile> tiles;
-  int rows = 0, parts = 0;
+  int rows = 0, parts = 0, part_rows = 0;
   int64_t keys = 0;
-  bool valid = true;
+  bool valid = true, in_place = true;
 };
 
 // The parts of a tile stand one after the other.
-static Plan make_plan(const Problem& problem, int sequences) {
+template <class T>
+static Plan make_plan(const Problem& problem, int sequences, int threads) {
   Plan plan;
   const int group = problem.group(), tile_queries = std::max(1, TILE_ROWS / group);
+  int64_t parts = 0;
+  for (int sequence = 0; sequence < sequences; ++sequence) parts += problem.seq_lens[sequence] / KEYS_PER_PART + 1;
+  // Of a tile that is read in place: all, if that makes enough tasks.
+  const int64_t most_heads = STEP_BYTES / (2 * KEYS * problem.head_dim * int64_t{sizeof(T)});
+  const int64_t kv_heads = std::min(most_heads, problem.num_kv_heads * parts / (2 * std::max(1, threads)));
   for (int sequence = 0; sequence < sequences; ++sequence) {
     const int start = problem.query_start_loc[sequence], queries = problem.query_start_loc[sequence + 1] - start;
     const int context = problem.seq_lens[sequence] - queries;
     plan.valid &= queries >= 0 && context >= 0;
     for (int done = 0; done < queries && plan.valid; done += tile_queries) {
-      Tile tile = {sequence, 0, start + done, std::min(tile_queries, queries - done), context + done, 0, 0, -1};
-      const int end = tile.position + tile.queries;
+      Tile tile = {sequence, 0, 1, start + done, std::min(tile_queries, queries - done), context + done, 0, 0, -1};
+      const int end = tile.position + tile.queries, head_rows = tile.head_rows(problem);
       const int begin = problem.window > 0 ? std::max(0, tile.position - problem.window + 1) : 0;
-      const bool cut = tile.queries * group <= CUT_ROWS && (end - 1) / KEYS_PER_PART > begin / KEYS_PER_PART;
-      for (tile.kv_head = 0; tile.kv_head < problem.num_kv_heads; ++tile.kv_head) {
+      const bool cut = head_rows <= CUT_ROWS && (end - 1) / KEYS_PER_PART > begin / KEYS_PER_PART;
+      const bool in_place = fits_in_place<T>(head_rows, problem.head_dim);
+      plan.in_place &= in_place;
+      for (; tile.kv_head < problem.num_kv_heads; tile.kv_head += tile.kv_heads) {
+        if (in_place) tile.kv_heads = std::clamp<int64_t>(kv_heads, 1, problem.num_kv_heads - tile.kv_head);
         for (tile.begin = begin; tile.begin < end; tile.begin = tile.end) {
           tile.end = cut ? std::min(end, (tile.begin / KEYS_PER_PART + 1) * KEYS_PER_PART) : end;
           tile.part = cut ? plan.parts++ : -1;
           plan.tiles.push_back(tile);
         }
+        plan.rows = std::max(plan.rows, tile.rows(problem));
+        if (cut) plan.part_rows = std::max(plan.part_rows, tile.rows(problem));
       }
       const int32_t* table = problem.block_tables + sequence * problem.table_stride;
       for (int block = begin / problem.block_size; block <= (end - 1) / problem.block_size && plan.valid; ++block)
         plan.valid = block < problem.table_width && table[block] >= 0 && table[block] < problem.num_blocks;
-      plan.rows = std::max(plan.rows, tile.queries * group);
       plan.keys += int64_t{end - begin} * problem.num_kv_heads;
     }
   }
@@ -196,7 +238,7 @@ bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t* block
   const Problem problem = {int(num_heads), int(num_kv_heads), int(head_dim), int(block_size), q_stride,
                            num_blocks,     block_stride,      table_width,   table_stride,    block_tables,
                            seq_lens,       query_start_loc,   scale,         soft_cap,        int(window)};
-  const Plan plan = make_plan(problem, sequences);
+  const Plan plan = make_plan<T>(problem, sequences, threads);
   if (!plan.valid) return false;
   const auto run = head_dim == 64 ? attend<T, 64> : head_dim == 128 ? attend<T, 128> : attend<T, 0>;
   const int64_t count = plan.tiles.size();
@@ -208,14 +250,19 @@ bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t* block
   const auto make_worker = [&] {
     return Worker{Scratch(plan.rows, head_dim, Dot<T>::STEP / LANES), Tiles(uses_tiles<T>())};
   };
-  const int columns = Scratch::columns_of(head_dim), width = columns + 2, part_size = CUT_ROWS * width;
+  const int columns = Scratch::columns_of(head_dim), width = columns + 2, part_size = plan.part_rows * width;
   const std::unique_ptr<float[]> parts(new float[int64_t{plan.parts} * part_size]);
-  parallel_for(count, used, make_worker, [&](int64_t task, const Worker& worker) {
-    // Later tiles of a prefill see more keys: begun first, they leave small ones to even out the threads' ends.
-    const Tile& tile = plan.tiles[count - 1 - task];
-    float* merged = tile.part < 0 ? worker.scratch.merged : &parts[int64_t{tile.part} * part_size];
-    run(problem, tile, q, kv_cache, worker.scratch, merged);
-    if (tile.part < 0) write_rows(problem, tile, merged, width, out);
+  // Later tiles of a prefill see more keys: begun first, they leave small ones to even out the threads' ends.
+  const auto tile_at = [&](int64_t task) { return &plan.tiles[count - 1 - task]; };
+  const auto portions = plan.in_place ? Portions::IN_RUNS : Portions::IN_TURN;
+  parallel_portions(portions, count, used, make_worker, [&](int64_t begin, int64_t end, const Worker& worker) {
+    for (int64_t task = begin; task < end; ++task) {
+      const Tile& tile = *tile_at(task);
+      float* merged = tile.part < 0 ? worker.scratch.merged : &parts[int64_t{tile.part} * part_size];
+      run(problem, tile, task > begin ? tile_at(task - 1) : nullptr, task + 1 < end ? tile_at(task + 1) : nullptr, q,
+          kv_cache, worker.scratch, merged);
+      if (tile.part < 0) write_rows(problem, tile, merged, width, out);
+    }
   });
   for (int64_t i = 0, next; i < count; i = next) {
     const Tile& tile = plan.tiles[i];
@@ -224,7 +271,7 @@ bool paged_attention(const T* q, const T* kv_cache, T* out, const int32_t* block
                        plan.tiles[next].kv_head == tile.kv_head;
          ++next) {
       const float* part = &parts[int64_t{plan.tiles[next].part} * part_size];
-      for (int row = 0; row < tile.queries * problem.group(); ++row)
+      for (int row = 0; row < tile.rows(problem); ++row)
         merge_row(merged + row * width, part[row * width], part[row * width + 1], part + row * width + 2, columns);
     }
     if (tile.part >= 0) write_rows(problem, tile, merged, width, out);

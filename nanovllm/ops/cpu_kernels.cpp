@@ -204,9 +204,6 @@ INLINE void for_outputs(int64_t task, int64_t outputs, const Rows& rows) {
 }
 
 // Where the machine multiplies no bfloat16, x is widened once, and a part of the weight for each block of tokens.
-template <class T>
-constexpr bool WIDENS = std::is_same<T, bfloat16>::value && Dot<T>::STEP == LANES;
-
 INLINE void widen_all(const bfloat16* source, float* target, int64_t count) {
   for (int64_t i = 0; i < count; i += LANES) store(target + i, load(source + i));
 }
@@ -303,16 +300,8 @@ static void packed_tile(const uint32_t* x, int64_t stride, const uint32_t* weigh
         __builtin_prefetch(weight + group * distance + WORDS_AHEAD * GROUP, 0, 2);
     for (int v = 0; v < VECTORS; ++v) {
       const Words w = load_words(weight + v / PER_GROUP * distance + v % PER_GROUP * LANES);
-      for (int token = 0; token < TOKENS; ++token) {
-        const uint32_t* row = x + token * stride;
-        Floats& total = totals[token][v];
-        if constexpr (WIDENS<T>) {
-          total = multiply_add(total, (Floats)(Words{} + row[2 * word]), (Floats)(w << 16));
-          total = multiply_add(total, (Floats)(Words{} + row[2 * word + 1]), (Floats)(w & 0xffff0000));
-        } else {
-          total = Dot<T>::add(total, Dot<T>::repeat(row[word]), (typename Dot<T>::Vector)w);
-        }
-      }
+      for (int token = 0; token < TOKENS; ++token)
+        totals[token][v] = add_word<T>(totals[token][v], x + token * stride, word, w);
     }
   }
   for (int token = 0; token < TOKENS; ++token)

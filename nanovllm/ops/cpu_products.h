@@ -1,11 +1,11 @@
 // The two products of attention, queries x keys and probabilities x values, for up to 64 keys at a time.
 //
 // Keys and values are packed first, so that both products are one dense routine on the words of `Dot`. For the few rows
-// of a decoding sequence, reading the cache as it stands would save a tenth of the time, and add in another order.
+// of a decoding sequence, cpu_in_place.h reads the cache as it stands, and adds in the same order.
 #pragma once
 
+#include <memory>
 #include <utility>
-#include <vector>
 
 #include "cpu_tiles.h"
 #include "cpu_vector.h"
@@ -22,7 +22,7 @@ constexpr int BLOCK_ROWS = 1;
 // The working memory of one tile of query rows. Strides are in words or floats, padded to whole vectors or products.
 struct Scratch {
   int words, columns;
-  std::vector<uint32_t> memory;
+  std::unique_ptr<uint32_t[]> memory;
   uint32_t *queries, *keys, *values, *probabilities;
   float *scores, *out, *totals, *maxima, *rescale, *merged;  // a total is a vector of sums
 
@@ -32,8 +32,9 @@ struct Scratch {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
     columns = columns_of(head_dim);
     const int padded_rows = (rows + LANES - 1) / LANES * LANES;
-    memory.resize(padded_rows * (words + 2 * KEYS + 2 * columns + LANES + 4) + KEYS * (words + columns) + LANES);
-    uint32_t* next = memory.data() + (-(reinterpret_cast<uintptr_t>(memory.data()) / 4) & (LANES - 1));
+    const int size = padded_rows * (words + 2 * KEYS + 2 * columns + LANES + 4) + KEYS * (words + columns) + LANES;
+    memory.reset(new uint32_t[size]);  // a vector would be cleared first
+    uint32_t* next = memory.get() + (-(reinterpret_cast<uintptr_t>(memory.get()) / 4) & (LANES - 1));
     auto take = [&next](int size) { return std::exchange(next, next + size); };
     queries = take(padded_rows * words);
     keys = take(KEYS * words);
@@ -55,6 +56,8 @@ struct Pages {
   const int32_t* table;  // of the sequence
   int64_t block_stride, value_offset;
   int block_size, head_dim;
+
+  int64_t head_stride() const { return int64_t{block_size} * head_dim; }
 };
 
 // Where the keys of one step stand: `begin` and those after it, from `lowest` on and before `end`. The first and the

@@ -109,11 +109,11 @@ class Team {
 // of what is left at once, again and again: it reads on where it is, which memory is fast at.
 enum class Portions { IN_TURN, IN_RUNS };
 
-// Runs body(task, state) for every task on up to `threads` threads, each with a state = make_state() of its own.
-template <Portions PORTIONS = Portions::IN_TURN, class MakeState, class Body>
-static void parallel_for(int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
+// Runs body(begin, end, state) for portions of the tasks on up to `threads` threads, each with a state = make_state() of its own.
+template <class MakeState, class Body>
+static void parallel_portions(Portions portions, int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
   std::atomic<int64_t> next{0};
-  const int64_t parts = PORTIONS == Portions::IN_RUNS ? 2 * std::max(1, threads) : tasks;
+  const int64_t parts = portions == Portions::IN_RUNS ? 2 * std::max(1, threads) : tasks;
   const auto work = [&] {
     int64_t begin = next;
     if (begin >= tasks) return;
@@ -121,7 +121,7 @@ static void parallel_for(int64_t tasks, int threads, const MakeState& make_state
     while (begin < tasks) {
       const int64_t end = begin + std::max<int64_t>(1, (tasks - begin) / parts);
       if (!next.compare_exchange_weak(begin, end)) continue;  // `begin` is what it is by now
-      for (int64_t task = begin; task < end; ++task) body(task, state);
+      body(begin, end, state);
       begin = next;
     }
   };
@@ -130,6 +130,13 @@ static void parallel_for(int64_t tasks, int threads, const MakeState& make_state
     Team::get().run(helpers, work);
   else
     work();
+}
+// Runs body(task, state) for every task.
+template <Portions PORTIONS = Portions::IN_TURN, class MakeState, class Body>
+static void parallel_for(int64_t tasks, int threads, const MakeState& make_state, const Body& body) {
+  parallel_portions(PORTIONS, tasks, threads, make_state, [&](int64_t begin, int64_t end, const auto& state) {
+    for (int64_t task = begin; task < end; ++task) body(task, state);
+  });
 }
 template <Portions PORTIONS = Portions::IN_TURN, class Body>
 static void parallel_for(int64_t tasks, int threads, const Body& body) {

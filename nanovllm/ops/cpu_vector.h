@@ -199,6 +199,39 @@ INLINE void transpose(const Words* rows, uint32_t* target, int stride) {
 #endif
 }
 
+// Turns four words of LANES rows over, of which row[k] is the k-th's address: columns[i] holds word i of each.
+template <class T>
+INLINE void transpose_four(const T* const* row, int64_t first, Words* columns) {
+#if defined(__AVX512F__) || defined(__AVX2__)
+  // Of the vectors' 128-bit lanes, each of which takes four rows, the first has rows 0 to 3, the second 4 to 7.
+  auto four = [&](int k) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[k] + first)); };
+  auto eight = [&](int k) { return _mm256_inserti128_si256(_mm256_castsi128_si256(four(k)), four(k + 4), 1); };
+#ifdef __AVX512F__
+  auto all = [&](int k) { return _mm512_inserti64x4(_mm512_castsi256_si512(eight(k)), eight(k + 8), 1); };
+  const __m512i a = all(0), b = all(1), c = all(2), d = all(3);
+  const __m512i ab = _mm512_unpacklo_epi32(a, b), cd = _mm512_unpacklo_epi32(c, d);
+  const __m512i ab2 = _mm512_unpackhi_epi32(a, b), cd2 = _mm512_unpackhi_epi32(c, d);
+  columns[0] = (Words)_mm512_unpacklo_epi64(ab, cd);
+  columns[1] = (Words)_mm512_unpackhi_epi64(ab, cd);
+  columns[2] = (Words)_mm512_unpacklo_epi64(ab2, cd2);
+  columns[3] = (Words)_mm512_unpackhi_epi64(ab2, cd2);
+#else
+  const __m256i a = eight(0), b = eight(1), c = eight(2), d = eight(3);
+  const __m256i ab = _mm256_unpacklo_epi32(a, b), cd = _mm256_unpacklo_epi32(c, d);
+  const __m256i ab2 = _mm256_unpackhi_epi32(a, b), cd2 = _mm256_unpackhi_epi32(c, d);
+  columns[0] = (Words)_mm256_unpacklo_epi64(ab, cd);
+  columns[1] = (Words)_mm256_unpackhi_epi64(ab, cd);
+  columns[2] = (Words)_mm256_unpacklo_epi64(ab2, cd2);
+  columns[3] = (Words)_mm256_unpackhi_epi64(ab2, cd2);
+#endif
+#else
+  uint32_t words[4][LANES];
+  for (int k = 0; k < LANES; ++k)
+    for (int i = 0; i < 4; ++i) std::memcpy(&words[i][k], row[k] + first + i * sizeof(uint32_t) / sizeof(T), sizeof(uint32_t));
+  std::memcpy(columns, words, sizeof words);
+#endif
+}
+
 // One step of a dot product, in float32: STEP values of two rows, as LANES "words". A word is a float or, where the
 // machine multiplies bfloat16, two neighbouring bfloat16. `read` yields zeros from `rest` values on; `repeat` fills a
 // vector with one word.
@@ -223,6 +256,21 @@ struct Dot<bfloat16> {
   INLINE Floats add(Floats total, Vector a, Vector b) { return (Floats)_mm512_dpbf16_ps((__m512)total, a, b); }
 };
 #endif
+
+// Whether values of T are widened to floats before they are multiplied: bfloat16, where the machine multiplies none.
+template <class T>
+constexpr bool WIDENS = std::is_same<T, bfloat16>::value && Dot<T>::STEP == LANES;
+
+// total + x * w for the values of one 32-bit word of memory, number `word` of x. x is widened where T is.
+template <class T>
+INLINE Floats add_word(Floats total, const uint32_t* x, int64_t word, Words w) {
+  if constexpr (WIDENS<T>) {
+    total = multiply_add(total, (Floats)(Words{} + x[2 * word]), (Floats)(w << 16));
+    return multiply_add(total, (Floats)(Words{} + x[2 * word + 1]), (Floats)(w & 0xffff0000));
+  } else {
+    return Dot<T>::add(total, Dot<T>::repeat(x[word]), (typename Dot<T>::Vector)w);
+  }
+}
 
 // e^x within a relative error of about 2e-7: 2^n times a polynomial in the remainder. Below -87 the result is 0, or
 // where x is known not to be POSITIVE, as in a softmax, something of 1e-38, which saves three instructions.
