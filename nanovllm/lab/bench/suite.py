@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,11 @@ class Suite:
     starts: list[Started] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
+    @functools.cached_property
+    def cost(self) -> ModelCost:
+        """The bytes and FLOPs of the model."""
+        return ModelCost.of(self.model, self.limits.bytes_per_number)
+
     # ---------------------------------------------------------------- measuring
 
     def run(self) -> None:
@@ -118,12 +124,11 @@ class Suite:
         noise = meter.read()
         engine.rest()
         found = (intruder_figures if workload.intruder_len else figures)(timelines)
-        cost = ModelCost.of(self.model, self.limits.bytes_per_number)
         say(
             f"{workload.name}, {name}, run {repeat + 1} of {self.repeats}: {found.tokens_per_second:.1f} tokens/s "
             f"(steal {noise.steal:.0%}, others {noise.others:.0%})"
         )
-        return Run(workload.name, name, found, noise, workload_work(cost, workload, requests))
+        return Run(workload.name, name, found, noise, workload_work(self.cost, workload, requests))
 
     # ---------------------------------------------------------------- reporting
 
