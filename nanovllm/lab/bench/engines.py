@@ -144,7 +144,6 @@ class Started:
         seconds: from nothing to the first token of a first request.
         versions: of the packages it runs on.
         peak_bytes: the most resident memory of all its processes together, so far.
-        group: starts of different engines with the same number belong together.
     """
 
     engine: str
@@ -152,7 +151,6 @@ class Started:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     peak_bytes: int = 0
-    group: int = 0
 
 
 class EngineProcess:
