@@ -14,7 +14,9 @@ from functools import partial
 
 import numpy as np
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.kv.connector import IDLE_SECONDS
+from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
 from nanovllm.kv_transfer.stores.store import KVStore
 from nanovllm.lab.bench.kv import transport
@@ -179,8 +181,9 @@ def tiers(setting: Setting) -> Iterator[Row]:
     with places(entry_bytes, plan.host_documents * document, blocks) as (found, missing):
         counts = sorted({max(1, length // size) for length in plan.lengths})
         for place in found:
-            if place.make_store is not None:
-                store = place.make_store()
+            if place.is_one_store:
+                store = open_store(EngineConfig(**options | place.options), entry_bytes)
+                assert store is not None
                 measured.stores[place.name] = time_store(store, place.forget, entry_bytes, counts)
         specs = {PLAIN: EngineSpec(options, setting.threads)}
         for place in found:
