@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.lab.bench.parts import Skip
 from nanovllm.lab.processes import free_port
 
 SERVER_SECONDS = 30.0
@@ -74,11 +75,10 @@ def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tupl
         ]
         found[2].forget = functools.partial(_drop_from_memory, folders[DISK])
         for name, start in (("redis", _redis), ("mooncake", _mooncake)):
-            server = stack.enter_context(start(gib, disk))
-            if isinstance(server, Place):
-                found.append(server)
-            else:
-                missing[name] = server
+            try:
+                found.append(stack.enter_context(start(gib, disk)))
+            except Skip as reason:
+                missing[name] = str(reason)
         yield found, missing
 
 
@@ -91,11 +91,10 @@ def _drop_from_memory(path: pathlib.Path) -> None:
 
 
 @contextmanager
-def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
+def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place]:
     program = shutil.which("redis-server")
     if program is None or importlib.util.find_spec("redis") is None:
-        yield "there is no redis-server, or no client: pip install 'nanovllm[redis]'"
-        return
+        raise Skip("there is no redis-server, or no client: pip install 'nanovllm[redis]'")
     import redis
 
     port = free_port()
@@ -117,18 +116,16 @@ def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
 
 
 @contextmanager
-def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
+def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place]:
     try:
         import mooncake.store
     except ImportError as error:
-        yield f"there is no Mooncake: pip install 'nanovllm[mooncake]' ({error})"
-        return
+        raise Skip(f"there is no Mooncake: pip install 'nanovllm[mooncake]' ({error})") from error
     if (
         not all(map(shutil.which, ("unshare", "ip", "ss")))
         or subprocess.run([*_ALONE, "true"], capture_output=True).returncode
     ):
-        yield "its client listens on all interfaces, and a network of its own cannot be had here"
-        return
+        raise Skip("its client listens on all interfaces, and a network of its own cannot be had here")
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}
