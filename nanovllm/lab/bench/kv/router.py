@@ -31,21 +31,18 @@ _PROMPT = "How long does a request take through a router? " * 20
 
 async def _upstream(scope: dict[str, Any], receive: Any, send: Any) -> None:
     """A server (ASGI) that has the answer ready."""
-    content = await receive()
+    body, content = b"", {"more_body": True}
     while content.get("more_body"):
-        more = await receive()
-        content = {"body": content["body"] + more["body"], "more_body": more.get("more_body")}
-    wants_stream = scope["path"].startswith("/v1") and json.loads(content["body"]).get("stream")
+        content = await receive()
+        body += content["body"]
+    wants_stream = scope["path"].startswith("/v1") and json.loads(body).get("stream")
     kind = b"text/event-stream" if wants_stream else b"application/json"
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind)]})
-    if scope["path"] == "/kv_transfer":
-        body = json.dumps({"engines": [{"kv_role": "kv_both"}]}).encode()
-        await send({"type": "http.response.body", "body": body})
-        return
-    for _ in range(NUM_CHUNKS if wants_stream else 0):
-        await send({"type": "http.response.body", "body": b"data: " + _ANSWER + b"\n\n", "more_body": True})
+    answer = json.dumps({"engines": [{"kv_role": "kv_both"}]}).encode() if scope["path"] == "/kv_transfer" else _ANSWER
+    for chunk in [b"data: " + answer + b"\n\n"] * NUM_CHUNKS if wants_stream else []:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await asyncio.sleep(0)
-    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n" if wants_stream else _ANSWER})
+    await send({"type": "http.response.body", "body": b"data: [DONE]\n\n" if wants_stream else answer})
 
 
 @contextmanager
