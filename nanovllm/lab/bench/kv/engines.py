@@ -12,6 +12,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -82,34 +83,26 @@ class Engines:
         self._ids = map(str, itertools.count())
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
         self._engines, self._poller = dict[str, EngineProcess](), zmq.Poller()
-        try:
+        with ExitStack() as at_the_end:
+            self._folder = pathlib.Path(at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-")))
             for name, spec in self.specs.items():
                 self.wait(lambda: self._num_starting < len(usable_cores()), START_SECONDS)
-                with self._log(len(self._engines)).open("w") as log:
+                with (self._folder / str(len(self._engines))).open("w") as log:
                     engine = EngineProcess(EngineConfig(**spec.options), spec.threads, False, spec.wrapper, log)
+                at_the_end.callback(engine.shutdown, STOP_SECONDS)
                 self._engines[name], engine.name = engine, f"engine {name!r}"
                 self._poller.register(engine.reports, zmq.POLLIN)
             self.wait(lambda: not self._num_starting, START_SECONDS)
-        except BaseException:
-            self.__exit__()
-            raise
+            self._at_the_end = at_the_end.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for engine in self._engines.values():
-            engine.shutdown(STOP_SECONDS)
-        self._folder.cleanup()
+        self._at_the_end.close()
 
-    def _log(self, number: int) -> pathlib.Path:
-        return pathlib.Path(self._folder.name) / str(number)
-
-    @property
-    def addresses(self) -> dict[str, list[Any]]:
-        """Of the engines that have KV for other engines, in the format of `prefill_addresses`."""
-        known = [(name, each) for name, engine in self._engines.items() for each in engine.limits.kv_transfer]
-        return {name: [[each["kv_host"], each["kv_port"]]] for name, each in known if each.get("kv_port")}
+    def addresses(self, name: str) -> list[Any]:
+        """Of an engine that has KV for other engines, in the format of `prefill_addresses`."""
+        return [[known["kv_host"], known["kv_port"]] for known in self._engines[name].limits.kv_transfer]
 
     @property
     def _num_starting(self) -> int:
@@ -181,7 +174,7 @@ class Engines:
                     for when, output in engine.outputs():
                         self._take(when, output)
                 except RuntimeError as error:
-                    raise EngineFailed(f"{error}{end_of_log(self._log(number))}") from error
+                    raise EngineFailed(f"{error}{end_of_log(self._folder / str(number))}") from error
             if time.monotonic() > end:
                 raise EngineFailed(f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s")
 
