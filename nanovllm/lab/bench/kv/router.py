@@ -52,9 +52,8 @@ def _server(module: str, *words: str) -> Iterator[tuple[int, psutil.Process]]:
     command = [sys.executable, "-m", module, *words, "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(command, env=python_environment(), stdout=subprocess.DEVNULL)  # without its banner
     try:
-        patient = httpx.HTTPTransport(
-            retries=RETRIES
-        )  # it tries to connect again after half a second, a second, two, ...
+        # It tries to connect again after half a second, a second, two, ...
+        patient = httpx.HTTPTransport(retries=RETRIES)
         with httpx.Client(transport=patient, timeout=TIMEOUT_SECONDS, trust_env=False) as client:
             client.get(f"http://127.0.0.1:{port}/health").raise_for_status()
         yield port, psutil.Process(process.pid)
@@ -64,7 +63,8 @@ def _server(module: str, *words: str) -> Iterator[tuple[int, psutil.Process]]:
 
 
 def _asking(port: int, **more: Any) -> Callable[[], float]:
-    """A function that sends a request, always on the same connection, and returns seconds until the whole answer is here."""
+    """A function that sends a request, always on the connection that the first one opens, and returns seconds until the whole
+    answer is here. (A server closes a connection on which it hears nothing for some seconds.)"""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_SECONDS)
     body = json.dumps({"model": "m", "prompt": _PROMPT, "max_tokens": 16, **more})
 
@@ -92,14 +92,12 @@ def router(setting: Setting) -> Iterator[Row]:
             _server("nanovllm", "router", "--worker-urls", urls[0]) as (plain_port, plain),
             _server("nanovllm", "router", "--prefill", urls[0], "--decode", urls[1]) as (divided_port, divided),
         ):
-            ask_one, ask_other = _asking(one), _asking(other)
+            first, second, stream = _asking(one), _asking(other), f"one server, a stream of {NUM_CHUNKS} chunks"
             ways = {
-                "one server": (plain, ask_one, _asking(plain_port)),
-                f"one server, a stream of {NUM_CHUNKS} chunks": (
-                    plain, _asking(one, stream=True), _asking(plain_port, stream=True),
-                ),
-                "prefill first, two servers": (divided, lambda: ask_one() + ask_other(), _asking(divided_port)),
-            }  # fmt: skip
+                "one server": (plain, _asking(one), _asking(plain_port)),
+                stream: (plain, _asking(one, stream=True), _asking(plain_port, stream=True)),
+                "prefill first, two servers": (divided, lambda: first() + second(), _asking(divided_port)),
+            }
             for name, (process, *both) in ways.items():
                 for ask in both * 3:  # connections open, and code gets warm
                     ask()
