@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import pathlib
@@ -74,15 +75,21 @@ def run_ranks(
     Raises:
         RankError: a rank failed; all others are killed.
     """
-    settings = {"grid": grid, "timeout": collective_timeout, "disable_custom_all_reduce": disable_custom_all_reduce}
+    settings: dict[str, Any] = {
+        "grid": grid,
+        "timeout": collective_timeout,
+        "disable_custom_all_reduce": disable_custom_all_reduce,
+    }
+    work = functools.partial(function, *arguments)
     with tempfile.TemporaryDirectory(prefix="nanovllm-ranks-") as folder, contextlib.ExitStack() as at_the_end:
         settings["init_method"] = f"file://{pathlib.Path(folder) / 'rendezvous'}"
         pipes = []
         for rank in range(grid.world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
+            settings |= {"rank": rank, "device": f"cuda:{rank}" if device == "cuda" else device}
             # The server forked from an earlier environment, so the present one is sent.
-            work = (rank, settings, threads, device, function, arguments, dict(os.environ), theirs)
-            process = CONTEXT.Process(target=_run_rank, args=work, name=f"rank {rank}", daemon=True)
+            sent = (settings, threads, work, dict(os.environ), theirs)
+            process = CONTEXT.Process(target=_run_rank, args=sent, name=f"rank {rank}", daemon=True)
             process.start()
             at_the_end.callback(process.join)
             at_the_end.callback(process.kill)  # callbacks run in reverse order
@@ -116,14 +123,7 @@ def _collect(pipes: list[Connection], timeout: float, return_failures: bool) -> 
 
 
 def _run_rank(
-    rank: int,
-    settings: dict[str, Any],
-    threads: int,
-    device: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    environment: dict[str, str],
-    answer: Connection,
+    settings: dict[str, Any], threads: int, work: Callable[[], Any], environment: dict[str, str], answer: Connection
 ) -> None:
     """The main function of a rank's process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends all ranks
@@ -135,9 +135,8 @@ def _run_rank(
 
     torch.set_num_threads(threads)
     try:
-        own_device = f"cuda:{rank}" if device == "cuda" else device
-        initialize_groups(rank=rank, device=own_device, **settings)
-        message = pickle.dumps(("", function(*arguments)))
+        initialize_groups(**settings)
+        message = pickle.dumps(("", work()))
         destroy_groups()
     except BaseException:
         message = pickle.dumps((traceback.format_exc(), None))

@@ -137,17 +137,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure_suite(arguments: argparse.Namespace) -> int:
-    suite = _prepare(arguments)
-    start, failure = time.perf_counter(), None
+    suite, start = _prepare(arguments), time.perf_counter()
+
+    def report() -> int:
+        facts = suite.facts(time.perf_counter() - start)
+        return Report(_command_line(), facts, list(suite.rows())).finish(arguments)
+
     try:
         suite.run()
-    except EngineFailed as error:  # earlier runs are reported
-        failure = error
-    facts = suite.facts(time.perf_counter() - start)
-    code = Report(_command_line(), facts, list(suite.rows())).finish(arguments)
-    if failure is not None:
-        raise failure
-    return code
+    except EngineFailed:  # earlier runs are reported
+        report()
+        raise
+    return report()
 
 
 def _measure_parts(arguments: argparse.Namespace) -> int:
@@ -174,14 +175,15 @@ def _measure_gpu(arguments: argparse.Namespace) -> int:
     from nanovllm.lab.bench.gpu.plan import goals, plan
 
     dry_run, start = arguments.dry_run, time.perf_counter()
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if not dry_run:
-        if not torch.cuda.is_available():
-            built = "without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
-            raise UsageError(
-                f"torch {torch.__version__}, built {built}, sees no NVIDIA GPU; --dry-run runs the same code on the CPU"
-            )
+    if dry_run:
+        environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    elif torch.cuda.is_available():
         environment = {"NANOVLLM_NATIVE": "0"}  # the CPU is only a reference, and its C++ kernels need not be compiled
+    else:
+        torch_is = (
+            f"{torch.__version__}, built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
+        )
+        raise UsageError(f"torch {torch_is}, sees no NVIDIA GPU; --dry-run runs the same code on the CPU")
     rows = Runner(Setting(dry_run), start + 60 * arguments.minutes, environment).run(plan(dry_run))
     facts = conditions("shapes of well-known models", _NUM_CORES, time.perf_counter() - start)
     return Report(_command_line(), facts, [*goals(rows), *rows], dry_run).finish(arguments)

@@ -144,7 +144,6 @@ class Started:
         seconds: from nothing to the first token of a first request.
         versions: of the packages it runs on.
         peak_bytes: the most resident memory of all its processes together, so far.
-        group: starts of different engines with the same number belong together.
     """
 
     engine: str
@@ -152,7 +151,6 @@ class Started:
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
     peak_bytes: int = 0
-    group: int = 0
 
 
 class EngineProcess:
@@ -260,8 +258,7 @@ class OfflineEngine(EngineProcess):
     def ask(self, requests: Sequence[BenchRequest]) -> list[list[Any]]:
         """Run requests; the worker's timelines."""
         orders = [{"prompt_token_ids": r.prompt_token_ids, "max_tokens": r.max_tokens} for r in requests]
-        self._send({"requests": orders})
-        return self._receive()["timelines"]
+        return self._exchange({"requests": orders})["timelines"]
 
     def _command(self) -> list[str]:
         return [self.settings.python, str(pathlib.Path(__file__).with_name("worker.py"))]
@@ -269,21 +266,15 @@ class OfflineEngine(EngineProcess):
     def _first_token(self) -> dict[str, str]:
         settings = self.settings
         engine, options = settings.name + self.part, settings.engine_options()
-        self._send({"engine": engine, "model": str(settings.model), "options": options})
-        return self._receive()["versions"]
+        return self._exchange({"engine": engine, "model": str(settings.model), "options": options})["versions"]
 
-    def _send(self, order: dict[str, Any]) -> None:
-        assert self.process.stdin is not None
-        try:
+    def _exchange(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Send the worker an order; its answer."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and there will be no answer
             self.process.stdin.write(json.dumps(order) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._failed("has ended") from None
-
-    def _receive(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        if not (line := self.process.stdout.readline()):
             raise self._failed(f"ended with status {self.process.wait()}")
         return json.loads(line)
 
@@ -326,7 +317,10 @@ class Server(EngineProcess):
     def _first_token(self) -> dict[str, str]:
         deadline = time.perf_counter() + START_SECONDS
         with httpx.Client(base_url=self.url, timeout=START_SECONDS) as http:
-            while not self._is_healthy(http):
+            while True:
+                with contextlib.suppress(httpx.TransportError):  # not listening yet
+                    if http.get("/health").status_code == 200:
+                        break
                 if self.process.poll() is not None:
                     raise self._failed(f"server ended with status {self.process.returncode}")
                 if time.perf_counter() > deadline:
@@ -341,10 +335,3 @@ class Server(EngineProcess):
                 raise self._failed(f"server answered {answer.text[:200]!r}")
             page, field = ("/props", "build_info") if name == "llamacpp" else ("/version", "version")
             return {name: http.get(page).json()[field]}
-
-    @staticmethod
-    def _is_healthy(http: httpx.Client) -> bool:
-        try:
-            return http.get("/health").status_code == 200
-        except httpx.TransportError:  # not listening yet
-            return False

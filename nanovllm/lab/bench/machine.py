@@ -61,15 +61,11 @@ def _measure(dtype_name: str) -> Limits:
     # 512 MiB do not fit into any cache; a product of two vectors does one multiplication per number.
     numbers = torch.ones(2**27)
     matrix = numbers.view(-1, 4096)
-    bandwidth = max(
-        _rate(lambda: torch.dot(numbers, numbers), numbers.nbytes),
-        _rate(lambda: matrix @ numbers[:4096], numbers.nbytes),
-    )
-    peak = 0.0
-    for size in (1024, 2048):
-        square = torch.ones(size, size, dtype=dtype)
-        product = functools.partial(torch.nn.functional.linear, square, square)
-        peak = max(peak, _rate(product, 2 * size**3))
+    reads = functools.partial(torch.dot, numbers, numbers), functools.partial(torch.mv, matrix, numbers[:4096])
+    bandwidth = max(_rate(read, numbers.nbytes) for read in reads)
+    squares = [torch.ones(size, size, dtype=dtype) for size in (1024, 2048)]
+    products = [functools.partial(torch.nn.functional.linear, square, square) for square in squares]
+    peak = max(_rate(product, 2 * len(square) ** 3) for product, square in zip(products, squares, strict=True))
     return Limits(bandwidth, peak, str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
@@ -81,10 +77,9 @@ def _rate(work: Callable[[], object], amount: float, repeats: int = 7) -> float:
 
 def cpu_model() -> str:
     """The processor's name."""
-    if sys.platform == "linux":
-        for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+    cpus = pathlib.Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    if found := re.search(r"^model name\s*: (.+)", cpus, re.MULTILINE):
+        return found[1].strip()
     if sys.platform == "darwin":
         command = ["sysctl", "-n", "machdep.cpu.brand_string"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

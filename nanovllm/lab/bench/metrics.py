@@ -43,17 +43,15 @@ class Timeline:
         return self.arrivals[0][0] - self.start
 
     @property
-    def gaps(self) -> list[float]:
-        """Inter-token latencies: what a reader waits between one arrival and the next. Tokens that come together
-        count as one arrival, as in vLLM's benchmark; counting them as gaps of zero would flatter the median."""
-        times = [time for time, _ in self.arrivals]
-        return [after - before for before, after in itertools.pairwise(times)]
+    def waits(self) -> list[tuple[float, float]]:
+        """From one arrival to the next. Tokens that come together count as one arrival, as in vLLM's benchmark; counting
+        gaps of zero between them would flatter the median."""
+        return list(itertools.pairwise(time for time, _ in self.arrivals))
 
-    def worst_gap(self, begin: float, end: float) -> float:
-        """The longest wait that overlaps the interval from `begin` to `end`; 0 if none does."""
-        times = [time for time, _ in self.arrivals]
-        pairs = itertools.pairwise(times)
-        return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)
+    @property
+    def gaps(self) -> list[float]:
+        """Inter-token latencies: how long a reader waits."""
+        return [after - before for before, after in self.waits]
 
 
 @dataclass
@@ -99,8 +97,9 @@ def intruder_figures(timelines: Sequence[Timeline]) -> Figures:
     *streams, intruder = timelines
     result = figures(streams)
     end = intruder.start + intruder.ttft
-    # No wait overlaps it if the streams had ended: then there is nothing to measure, and nothing to compare.
-    result.itl_max = max(line.worst_gap(intruder.start, end) for line in streams) or None
+    waits = [wait for line in streams for wait in line.waits if wait[1] > intruder.start and wait[0] < end]
+    # If the streams had ended, there is nothing to measure, and nothing to compare.
+    result.itl_max = max((after - before for before, after in waits), default=None)
     result.ttft_p50 = result.ttft_p99 = intruder.ttft
     return result
 

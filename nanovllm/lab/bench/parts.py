@@ -199,7 +199,9 @@ class Runner:
             order = {"function": part.function, "arguments": part.arguments, "setting": setting}
             with tempfile.TemporaryDirectory() as folder:
                 why = self._process(json.dumps(order), seconds, pathlib.Path(folder))
-                rows = _read_rows(pathlib.Path(folder, "rows"))
+                lines = pathlib.Path(folder, "rows").read_text().splitlines(keepends=True)
+                # A row that it was writing when it was killed is not whole.
+                rows = [json.loads(line) for line in lines if line.endswith("\n")]
             if not why:
                 status = "done"
                 for row in rows:
@@ -238,8 +240,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _read_rows(path: pathlib.Path) -> list[Row]:
-    """The rows that a part has written, without one that it was writing when it was killed."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -44,29 +44,26 @@ def paired(first: Sequence[float], second: Sequence[float]) -> dict[str, Any]:
     return estimate([b / a for a, b in zip(first, second, strict=True)])
 
 
-def goal(
-    figure: str,
-    measured: float | None,
-    unit: str = "",
-    *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    near: float | None = None,
-    tolerance: float = 0.0,
-) -> Row:
+#: The kinds of goals: their signs, and the direction in which a figure may be beyond them.
+_SIGNS = {"at_least": ("≥", 1), "at_most": ("≤", -1), "near": ("=", 0)}
+
+
+def goal(figure: str, measured: float | None, unit: str = "", tolerance: float = 0.0, **wanted: float | None) -> Row:
     """The row of one headline figure, with its goal if it has one.
 
     Args:
         measured: None if the figure could not be measured.
-        near: a goal that may be missed by a share `tolerance` of it.
+        tolerance: the share of a goal `near` by which it may be missed.
+        wanted: `at_least`, `at_most` or `near`; None for no goal.
     """
     words, reached = "–", None
-    for sign, wanted, difference in (("≥", at_least, 1), ("≤", at_most, -1), ("=", near, 0)):
-        if wanted is not None:
-            words = f"{sign} {number(wanted)}" + (f", within {tolerance:.0%}" if tolerance else "")
+    for kind, value in wanted.items():
+        sign, direction = _SIGNS[kind]
+        if value is not None:
+            words = f"{sign} {number(value)}" + (f", within {tolerance:.0%}" if tolerance else "")
             if measured is not None:
-                distance = measured - wanted
-                reached = distance * difference >= 0 if difference else abs(distance) <= tolerance * abs(wanted)
+                distance = measured - value
+                reached = distance * direction >= 0 if direction else abs(distance) <= tolerance * abs(value)
     return {"table": GOALS, "figure": figure, "measured": measured, "unit": unit, "goal": words, "reached": reached}
 
 

@@ -9,6 +9,7 @@ twice, no activations.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -43,50 +44,29 @@ class ModelCost:
 
     @classmethod
     def of(cls, model: ModelConfig, bytes_per_number: int) -> ModelCost:
-        """The cost of a model in a dtype with so many bytes per number."""
-        hidden, moe = model.hidden_size, model.moe
-        sparse = sum(moe.sparse_layers) if moe else 0
-        matrices, vectors = (model.num_layers * count for count in _attention_sizes(model))
-        matrices += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
-        if model.mlp_bias:
-            vectors += (model.num_layers - sparse) * (2 * model.intermediate_size + hidden)
-        expert = visited = 0
-        if moe:
-            expert, visited = 3 * hidden * moe.intermediate_size, moe.top_k
-            matrices += sparse * (hidden * moe.num_experts + moe.num_shared_experts * expert)
-            vectors += sparse * moe.num_experts * moe.correction_bias
-        norms = 4 if model.architecture == "Gemma2ForCausalLM" else 2
-        vectors += (model.num_layers * norms + 1) * hidden
-        head = model.vocab_size * hidden
+        """The cost of a model in a dtype with so many bytes per number, by the shapes of its checkpoint's tensors."""
+        from nanovllm.models.loader import build_model  # it imports torch
+
+        shapes = {name: place.shape for name, [place, *_] in build_model(model).checkpoint_places().items()}
+        experts = sum(math.prod(shape) for name, shape in shapes.items() if ".experts." in name)
+        dense = {name: shape for name, shape in shapes.items() if ".experts." not in name}
+        read = [shape for name, shape in dense.items() if "embed_tokens" not in name or "lm_head.weight" not in shapes]
+        matrices = sum(math.prod(shape) for name, shape in dense.items() if ".layers." in name and len(shape) == 2)
+        visited, num_experts = (model.moe.top_k, model.moe.num_experts) if model.moe else (0, 1)
         nope, value = (model.qk_nope_head_dim, model.v_head_dim) if model.kv_lora_rank else (0, model.head_dim)
         return cls(
-            weight_bytes=(matrices + vectors + head) * bytes_per_number,
+            weight_bytes=sum(map(math.prod, read)) * bytes_per_number,
             kv_bytes_per_token=model.kv_elements_per_token * bytes_per_number,
-            layer_flops=2 * (matrices + sparse * visited * expert),
-            head_flops=2 * head,
+            layer_flops=2 * (matrices + experts * visited // num_experts),
+            head_flops=2 * model.vocab_size * model.hidden_size,
             attention_flops=2 * model.num_layers * model.num_heads * (nope + model.head_dim + value),
-            expert_bytes=sparse * moe.num_experts * expert * bytes_per_number if moe else 0,
-            expert_share=visited / moe.num_experts if moe else 0.0,
+            expert_bytes=experts * bytes_per_number,
+            expert_share=visited / num_experts,
         )
 
     def step_bytes(self, num_tokens: int) -> float:
         """Bytes of weights that a step of so many tokens reads; for experts, the expected value if all are equally likely."""
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** num_tokens)
-
-
-def _attention_sizes(model: ModelConfig) -> tuple[int, int]:
-    """Numbers in the matrices and in the vectors (biases and norms) of one layer's attention."""
-    hidden, heads = model.hidden_size, model.num_heads
-    if not model.kv_lora_rank:
-        query, key_value = heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-        vectors = (query + key_value) * model.qkv_bias + hidden * model.output_bias
-        return hidden * (2 * query + key_value), vectors + 2 * model.head_dim * model.qk_norm
-    query, up = (heads * (model.qk_nope_head_dim + width) for width in (model.head_dim, model.v_head_dim))
-    compressed = model.q_lora_rank
-    queries = compressed * (hidden + query) if compressed else hidden * query
-    matrices = queries + hidden * (model.latent_width + heads * model.v_head_dim) + model.kv_lora_rank * up
-    biases = (compressed + model.latent_width + hidden) * model.output_bias
-    return matrices, compressed + model.kv_lora_rank + biases
 
 
 @dataclass(frozen=True)

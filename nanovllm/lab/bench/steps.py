@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pathlib
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def scheduler(setting: Setting) -> Iterator[Row]:
     if setting.dry_run:
         sizes, steps, rounds = itertools.product((8, 40), (1, 3)), 6, 1
     pythons = {"nanovllm": sys.executable} | ({"vllm": setting.vllm_python} if setting.vllm_python else {})
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         engines = {}
         for name, python in pythons.items():
             settings = EngineSettings(name, pathlib.Path(setting.folder), {}, setting.threads, python)
@@ -115,16 +115,20 @@ def step_parts(setting: Setting) -> Iterator[Row]:
 
 # ---------------------------------------------------------------- executors
 
-BACKENDS, EXECUTOR_BATCHES = ("uni", "mp"), (1, 16)
+EXECUTOR_BATCHES = (1, 16)
 
 
 def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, dict[str, list[float]]]:
     """Seconds of a decode step, the median of each round, by the number of requests and by executor; they take turns."""
     length = 32 + steps * (rounds + 2)
     options = options | {"max_model_len": length, "max_num_seqs": max(EXECUTOR_BATCHES)}
-    cores = {name: start_engine(distributed_executor_backend=name, **options) for name in BACKENDS}
     found: dict[int, dict[str, list[float]]] = {}
-    try:
+    start = partial(start_engine, **options)
+    with (
+        closing(start(distributed_executor_backend="uni")) as uni,
+        closing(start(distributed_executor_backend="mp")) as mp,
+    ):
+        cores = {"uni": uni, "mp": mp}
         for batch in EXECUTOR_BATCHES:
             for core in cores.values():
                 add_requests(core, [BenchRequest([3 + i] * 16, length - 16) for i in range(batch)])
@@ -133,9 +137,6 @@ def time_steps(options: dict[str, Any], steps: int, rounds: int) -> dict[int, di
             for core in cores.values():
                 for index in range(batch):
                     core.abort_request(str(index))
-    finally:
-        for core in cores.values():
-            core.close()
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -63,6 +64,11 @@ class Suite:
     starts: list[Started] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
+    @functools.cached_property
+    def cost(self) -> ModelCost:
+        """The bytes and FLOPs of the model."""
+        return ModelCost.of(self.model, self.limits.bytes_per_number)
+
     # ---------------------------------------------------------------- measuring
 
     def run(self) -> None:
@@ -76,22 +82,19 @@ class Suite:
             # Workloads with equal keys run on the same engine processes.
             key = (workload.kind, *sorted(workload.options.items()))
             groups.setdefault(key, []).append(workload)
-        for number, (key, group) in enumerate(groups.items()):
-            able = [each for each in self.engines if key[0] in ENGINES[each.name]]
+        for (kind, *_), group in groups.items():
+            able = [each for each in self.engines if kind in ENGINES[each.name]]
             with contextlib.ExitStack() as stack:
-                running = [self._start(stack, number, group[0], settings) for settings in able]
+                running = [self._start(stack, group[0], settings) for settings in able]
                 for repeat in range(self.repeats):
                     self._take_turns(running, group, repeat)
 
-    def _start(
-        self, stack: contextlib.ExitStack, number: int, workload: Workload, settings: EngineSettings
-    ) -> EngineProcess:
+    def _start(self, stack: contextlib.ExitStack, workload: Workload, settings: EngineSettings) -> EngineProcess:
         """Start an engine for this workload and others like it."""
         make = Server if workload.kind == "server" else OfflineEngine
         engine = stack.enter_context(make(replace(settings, options=settings.options | workload.options)))
         started = engine.started
         say(f"{started.engine}: first token {started.seconds:.1f} s after its start ({started.kind})")
-        started.group = number
         self.starts.append(started)
         # What an engine does only once, such as compiling or growing its buffers, is done before it counts.
         requests = workload.requests(self.model.vocab_size, self.seed, WARM_UP)[:WARM_UP_REQUESTS]
@@ -118,12 +121,11 @@ class Suite:
         noise = meter.read()
         engine.rest()
         found = (intruder_figures if workload.intruder_len else figures)(timelines)
-        cost = ModelCost.of(self.model, self.limits.bytes_per_number)
         say(
             f"{workload.name}, {name}, run {repeat + 1} of {self.repeats}: {found.tokens_per_second:.1f} tokens/s "
             f"(steal {noise.steal:.0%}, others {noise.others:.0%})"
         )
-        return Run(workload.name, name, found, noise, workload_work(cost, workload, requests))
+        return Run(workload.name, name, found, noise, workload_work(self.cost, workload, requests))
 
     # ---------------------------------------------------------------- reporting
 
@@ -164,7 +166,7 @@ class Suite:
                 "worst others %": 100 * max(run.noise.others for run in runs),
             }  # fmt: skip
         for kind, engine in itertools.product(KINDS, self.engines):
-            if starts := list(self._starts(kind, engine.name).values()):
+            if starts := self._starts(kind, engine.name):
                 yield {
                     "table": "Start-up and memory",
                     "used as": kind,
@@ -176,27 +178,26 @@ class Suite:
         for other in self.engines[1:]:
             yield from self._ratios(other.name)
 
-    def _starts(self, kind: str, engine: str) -> dict[int, Started]:
-        """The starts of an engine, by group."""
-        return {start.group: start for start in self.starts if (start.kind, start.engine) == (kind, engine)}
+    def _starts(self, kind: str, engine: str) -> list[Started]:
+        """The starts of an engine, in order: every engine that can be used in this way is started as often."""
+        return [start for start in self.starts if (start.kind, start.engine) == (kind, engine)]
 
     def _ratios(self, other: str) -> Iterator[Row]:
         """The first engine against another one."""
         first = self.engines[0].name
         row: Row = {"table": f"{first} against the others, pair by pair (above 1: {first} is better; below {TIE} it is a tie "
                f"unless {AGREEING_PAIRS} pairs or more agree)"}  # fmt: skip
-        compared: list[tuple[str, str, list[Any], bool]] = []
+        compared: list[tuple[str, str, list[list[Any]], bool]] = []
         for workload, (name, title, _, more_is_better) in itertools.product(self.workloads, COMPARED):
-            # If an engine's failure cut the suite short, the last run has no partner.
-            both = (_values(self.of(workload.name, engine), name) for engine in (first, other))
-            compared.append((workload.name, title, list(zip(*both, strict=False)), more_is_better))
+            both = [_values(self.of(workload.name, engine), name) for engine in (first, other)]
+            compared.append((workload.name, title, both, more_is_better))
         titles = {"seconds": "start to first token", "peak_bytes": "peak memory"}
         for kind, (name, title) in itertools.product(KINDS, titles.items()):
-            mine, theirs = (self._starts(kind, engine) for engine in (first, other))
-            common = sorted(mine.keys() & theirs.keys())
-            pairs = [(getattr(mine[group], name), getattr(theirs[group], name)) for group in common]
-            compared.append((kind, title, pairs, False))
-        for where, figure, pairs, more_is_better in compared:
+            both = [[getattr(start, name) for start in self._starts(kind, engine)] for engine in (first, other)]
+            compared.append((kind, title, both, False))
+        for where, figure, both, more_is_better in compared:
+            # If an engine's failure cut the suite short, the last one has no partner.
+            pairs = list(zip(*both, strict=False))
             if pairs and not any(None in pair for pair in pairs):
                 ratios, verdict = compare(pairs, more_is_better)
                 shown = " ".join(f"{ratio:.2f}" for ratio in ratios)

@@ -7,6 +7,7 @@ repeat, so that a repeat never finds the prefixes of the one before it in a cach
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -99,32 +100,21 @@ INTRUDER_OUTPUT_LEN = 4
 SMALL_CHUNK = {"max_num_batched_tokens": 128, "max_num_seqs": 64}
 
 _SHARED: dict[str, Any] = {"num_prompts": 16, "input_len": (16, 16), "output_len": (32, 32), "prefix_len": 512}
+_UNCACHED = _SHARED | {"options": {"enable_prefix_caching": False}}
 _STALL: dict[str, Any] = {"num_prompts": 4, "input_len": (32, 32), "output_len": (96, 96), "intruder_len": 1024}
 
-NAMED: dict[str, list[Workload]] = {
-    "W1": [Workload("W1", "latency", "one stream, 32 + 128 tokens", 1, (32, 32), (128, 128))],
-    "W2": [Workload("W2", "throughput", "32 requests, prompts 32-256, outputs 32-128", 32, (32, 256), (32, 128))],
-    "W3": [
-        Workload(
-            "W3 no cache",
-            "throughput",
-            "16 requests, 512 shared tokens + 16, 32 out; no prefix cache",
-            options={"enable_prefix_caching": False},
-            **_SHARED,
-        ),
-        Workload("W3 cold", "throughput", "the same, prefix cache empty", cache="cold", **_SHARED),
-        Workload("W3 hot", "throughput", "the same, prefix cached", cache="hot", **_SHARED),
-    ],
-    "W4": [
-        Workload(
-            "W4", "serve", "8 streaming clients, 32 requests as in W2", 32, (32, 256), (32, 128), max_concurrency=8
-        )
-    ],
-    "W5": [
-        Workload("W5", "serve", "a 1024-token prompt arrives while 4 streams decode", **_STALL),
-        Workload("W5 chunk 128", "serve", "the same, 128 tokens per step", options=SMALL_CHUNK, **_STALL),
-    ],
-}
+_WORKLOADS = (
+    Workload("W1", "latency", "one stream, 32 + 128 tokens", 1, (32, 32), (128, 128)),
+    Workload("W2", "throughput", "32 requests, prompts 32-256, outputs 32-128", 32, (32, 256), (32, 128)),
+    Workload("W3 no cache", "throughput", "16 requests, 512 shared tokens + 16, 32 out; no prefix cache", **_UNCACHED),
+    Workload("W3 cold", "throughput", "the same, prefix cache empty", cache="cold", **_SHARED),
+    Workload("W3 hot", "throughput", "the same, prefix cached", cache="hot", **_SHARED),
+    Workload("W4", "serve", "8 streaming clients, 32 requests as in W2", 32, (32, 256), (32, 128), max_concurrency=8),
+    Workload("W5", "serve", "a 1024-token prompt arrives while 4 streams decode", **_STALL),
+    Workload("W5 chunk 128", "serve", "the same, 128 tokens per step", options=SMALL_CHUNK, **_STALL),
+)
+#: The workloads of each name, which is the first word of theirs.
+NAMED = {name: list(group) for name, group in itertools.groupby(_WORKLOADS, lambda workload: workload.name.split()[0])}
 
 
 def custom_workload(

@@ -9,6 +9,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from nanovllm.lab.course.build import build, compare, find_lectures, find_root, read_lectures, write
@@ -35,44 +36,39 @@ def _parser() -> argparse.ArgumentParser:
     root = "folder of pyproject.toml and notebooks/ (default: from here upwards)"
     parser.add_argument("--root", type=Path, help=root)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    lectures = argparse.ArgumentParser(add_help=False)
-    lectures.add_argument("lectures", nargs="*", metavar="LECTURE")
 
-    help = "write the modules that lectures export, compare, or pull edits back"
-    command = commands.add_parser("build", parents=[lectures], help=help)
-    mode = command.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--check", action="store_true", help="write nothing; show differences, and exit 1 if there are any"
-    )
+    def add(run: Callable[[Path, argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(run.__name__.strip("_"), help=help)
+        command.set_defaults(command=run)
+        return command
+
+    command = add(_build, "write the modules that lectures export, compare, or pull edits back")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
+    mode, check = command.add_mutually_exclusive_group(), "write nothing; show differences, and exit 1 if there are any"
+    mode.add_argument("--check", action="store_true", help=check)
     mode.add_argument("--pull", action="store_true", help="carry edits made in modules back into the lectures' cells")
-    command.set_defaults(command=_build)
 
-    command = commands.add_parser("run", parents=[lectures], help="execute lectures and save them normalised")
+    command = add(_run, "execute lectures and save them normalised")
+    command.add_argument("lectures", nargs="*", metavar="LECTURE")
     command.add_argument("--timeout", type=int, default=300, help="longest a cell may take, in seconds (default: 300)")
-    command.set_defaults(command=_run)
 
-    help = "write the engine as it stands after a lecture: a package that generates and serves, with what was taught until then"
-    command = commands.add_parser("stage", help=help)
+    what = "a package that generates and serves, with what was taught until then"
+    command = add(_stage, f"write the engine as it stands after a lecture: {what}")
     command.add_argument("last", type=int, metavar="LECTURE", help="the lecture's number, such as 18")
     command.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="a new folder")
-    command.set_defaults(command=_stage)
 
-    command = commands.add_parser("diff", help="show what lectures change: the stages after two of them, compared")
+    command = add(_diff, "show what lectures change: the stages after two of them, compared")
     command.add_argument("stages", type=int, nargs=2, metavar="LECTURE", help="their numbers, such as 18 23")
-    command.set_defaults(command=_diff)
 
-    command = commands.add_parser("workbook", help="write a lecture whose core methods are blank, for you to write")
+    command = add(_workbook, "write a lecture whose core methods are blank, for you to write")
     command.add_argument("lecture", metavar="LECTURE")
-    command.set_defaults(command=_workbook)
 
-    command = commands.add_parser("check", help="say what is wrong with what you wrote in a workbook")
+    command = add(_check, "say what is wrong with what you wrote in a workbook")
     command.add_argument("lecture", metavar="LECTURE")
     command.add_argument("file", type=Path, nargs="?", metavar="FILE", help="the workbook, if it was moved")
     command.add_argument("--out", type=Path, metavar="FOLDER", help="if all are right, write an engine with them")
-    command.set_defaults(command=_check)
 
-    help = f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never overwritten"
-    commands.add_parser("copy", help=help).set_defaults(command=_copy)
+    add(_copy, f"copy lectures to {FOLDER}/, where you can run and change them; your work there is never overwritten")
     return parser
 
 

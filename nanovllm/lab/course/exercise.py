@@ -38,13 +38,17 @@ class Exercise:
         """
         for number, case in enumerate(self.cases, start=1):
             try:
-                complaint = _probe(function, case) if callable(case) else _compare(function, *case)
+                case(function) if callable(case) else _compare(function, *case)
+                continue
             except NotImplementedError:
                 print(f"{self.title}: not solved yet.")
                 return False
-            if complaint:
-                print(f"{self.title}: case {number} of {len(self.cases)} is wrong.\n  {complaint}")
-                return False
+            except AssertionError as error:
+                complaint = str(error) or f"an assertion of {getattr(case, '__name__', 'the case')} does not hold"
+            except Exception as error:
+                complaint = f"it raised {_describe(error)}"
+            print(f"{self.title}: case {number} of {len(self.cases)} is wrong.\n  {complaint}")
+            return False
         print(f"{self.title}: right, all {len(self.cases)} cases.")
         return True
 
@@ -57,19 +61,8 @@ class Exercise:
         print(f"Hint {self._shown} of {len(self.hints)}: {self.hints[self._shown - 1]}")
 
 
-def _probe(function: Any, case: Callable[[Any], object]) -> str | None:
-    try:
-        case(function)
-    except NotImplementedError:
-        raise
-    except AssertionError as error:
-        return str(error) or f"an assertion of {getattr(case, '__name__', 'the case')} does not hold"
-    except Exception as error:
-        return f"it raised {_describe(error)}"
-    return None
-
-
-def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> str | None:
+def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> None:
+    """Call the function; an `AssertionError` says what it does instead of what is expected."""
     arguments = arguments if isinstance(arguments, tuple) else (arguments,)
     call = f"{getattr(function, '__name__', 'it')}({', '.join(map(repr, arguments))})"
     must_raise = isinstance(expected, type) and issubclass(expected, Exception)
@@ -79,16 +72,13 @@ def _compare(function: Callable[..., Any], arguments: Any, expected: Any) -> str
     except NotImplementedError:
         raise
     except Exception as error:
-        if must_raise and isinstance(error, expected):
-            return None
+        is_right, found = must_raise and isinstance(error, expected), f"raised {_describe(error)}"
+    else:
+        is_right, found = not must_raise and _same(result, expected), f"returned {result!r}"
+        found += " (is a `return` missing?)" if result is None and not must_raise else ""
+    if not is_right:
         wanted = f"raise {expected.__name__}" if must_raise else f"return {expected!r}"
-        return f"{call} should {wanted}; it raised {_describe(error)}"
-    if must_raise:
-        return f"{call} should raise {expected.__name__}; it returned {result!r}"
-    if _same(result, expected):
-        return None
-    forgotten = " (is a `return` missing?)" if result is None else ""
-    return f"{call} should return {expected!r}; it returned {result!r}{forgotten}"
+        raise AssertionError(f"{call} should {wanted}; it {found}")
 
 
 def _describe(error: Exception) -> str:

@@ -29,6 +29,10 @@ _START_SECONDS = 120.0
 class EngineProcess(DataRank):
     """An engine in a process of its own, with a given number of threads.
 
+    Args:
+        record: its steps.
+        process: wrapper and log, see `EngineClient`.
+
     Attributes:
         trace: its steps, if they are recorded.
         began: time 0 of the trace, in seconds of the system's monotonic clock, which all processes share.
@@ -36,8 +40,8 @@ class EngineProcess(DataRank):
 
     program = "from nanovllm.lab.course.fleet import run_quietly; run_quietly()"
 
-    def __init__(self, config: EngineConfig, threads: int = 1, record: bool = False) -> None:
-        super().__init__(config, {"OMP_NUM_THREADS": str(threads)})
+    def __init__(self, config: EngineConfig, threads: int = 1, record: bool = False, *process: Any) -> None:
+        super().__init__(config, {"OMP_NUM_THREADS": str(threads)}, *process)
         weakref.finalize(self, end_processes, [self.process], self.folder)
         self.trace, self.began, self._record = Trace(), float("inf"), record
 
@@ -75,9 +79,9 @@ class EngineProcess(DataRank):
         """
         self.receive()
         reports = self.take_reports()
-        refused = {key: reason for report in reports for key, reason in report.refused.items()}
-        if trouble := self.complaint or self.end() or refused:
-            raise RuntimeError(f"the engine: {trouble}")
+        refused = [f"refuses request {key}: {why}" for report in reports for key, why in report.refused.items()]
+        if trouble := (self.complaint and f"fails: {self.complaint.text}") or self.end() or ", ".join(refused):
+            raise RuntimeError(f"{self.name} {trouble}")
         return [(report.time, output) for report in reports for output in report.outputs]
 
 

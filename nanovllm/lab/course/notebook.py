@@ -12,6 +12,7 @@ The first lines of a code cell may be directives:
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -145,11 +146,9 @@ def read_lecture(path: Path, root: Path, data: dict[str, Any] | None = None) -> 
 def _direct(cell: Cell, current: str | None) -> str | None:
     """Obey the directives at the head of a cell; returns the module that later exports go to."""
     exported = False
-    for row, line in enumerate(cell.lines):
-        match = _DIRECTIVE.match(line)
-        if match is None and not _TEST_MARKER.match(line):
-            break
-        cell.body = row + 1
+    head = list(itertools.takewhile(lambda line: _DIRECTIVE.match(line) or _TEST_MARKER.match(line), cell.lines))
+    cell.body = len(head)
+    for row, match in enumerate(map(_DIRECTIVE.match, head)):
         if match is None:
             continue
         directive, argument = match.groups()

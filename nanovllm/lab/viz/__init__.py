@@ -29,19 +29,17 @@ from nanovllm.lab.viz.data import (
     Event,
     PoolState,
     Span,
-    percentile,
     pool_state,
     pool_state_at,
     pool_states,
     request_ids,
-    request_metrics,
-    step_edges,
     timeline_events,
     timeline_spans,
 )
 from nanovllm.lab.viz.film import animate
 from nanovllm.lab.viz.language import draw_language
 from nanovllm.lab.viz.memory import draw_block_tables, draw_memory, draw_pool
+from nanovllm.lab.viz.metrics import percentile, request_metrics, step_edges
 from nanovllm.lab.viz.player import Player, play
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.lab.viz.style import INK, MUTED, PALETTE, RequestColors, image_bytes, legend, request_color, use_style

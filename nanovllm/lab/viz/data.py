@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.lab.viz.metrics import StepScale, step_edges
-from nanovllm.lab.viz.metrics import percentile as percentile
-from nanovllm.lab.viz.metrics import request_metrics as request_metrics
 from nanovllm.trace.trace import StepRecord, Trace
 
 
@@ -142,10 +142,8 @@ class PoolState:
 
     def __post_init__(self) -> None:
         if not self.ref_counts:
-            self.ref_counts = [0] * self.num_blocks
-            for table in [*self.tables.values(), *self.held.values()]:
-                for block_id in table:
-                    self.ref_counts[block_id] += 1
+            counts = Counter(itertools.chain(*self.tables.values(), *self.held.values()))
+            self.ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
 
     def holders(self, block_id: int) -> list[str]:
         """Requests whose table holds the block."""
@@ -197,9 +195,7 @@ def pool_state_at(trace: Trace, step: int) -> PoolState:
     not been allocated since.
     """
     replay = _PoolReplay(trace)
-    for record in trace:
-        if record.step > step:
-            break
+    for record in itertools.takewhile(lambda record: record.step <= step, trace):
         replay.apply(record)
     return replay.state()
 

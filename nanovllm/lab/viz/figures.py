@@ -33,16 +33,8 @@ def _every_step(trace: Trace, told: list[Beat]) -> list[Beat]:
     return beats
 
 
-def make(
-    title: str,
-    views: list[str],
-    requests: list[list[Any]],
-    story: str,
-    options: dict[str, Any],
-    every_step: bool = False,
-    **look: Any,
-) -> Film:
-    """A film from its entry in films.toml, which says what the arguments are."""
+def make(requests: list[list[Any]], story: str, options: dict[str, Any], every_step: bool = False, **look: Any) -> Film:
+    """A film from its entry in films.toml, which says what the arguments are; `look` goes to `Film`."""
     vocabulary: dict[str, int] = {}
     words: dict[str, list[str]] = {}
     simulated = []
@@ -54,7 +46,7 @@ def make(
         simulated.append(SimulatedRequest(step, prompt, output, 0, name, *abort))
     trace, told = simulate(simulated, **options), _told(story)
     beats = _every_step(trace, told) if every_step else told
-    return Film(trace, title, views, beats, {"words": words} if words else {}, **look)
+    return Film(trace, beats=beats, settings={"words": words} if words else {}, **look)
 
 
 _ENTRIES = tomllib.loads(pathlib.Path(__file__).with_name("films.toml").read_text(encoding="utf-8"))

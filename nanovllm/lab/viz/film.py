@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from nanovllm.lab.viz.player import WEB, bundle
+from nanovllm.lab.viz.player import WEB, Source, bundle
 from nanovllm.trace.trace import Trace
 
 DEFAULT_STEPS = 60  # what can be followed in a quarter of a minute
@@ -176,10 +176,7 @@ def _channels(colors: np.ndarray) -> np.ndarray:
 
 
 def animate(
-    trace: Trace | str | pathlib.Path,
-    view: str = "tables",
-    steps: Iterable[int] | None = None,
-    progress: Progress = iter,
+    trace: Source, view: str = "tables", steps: Iterable[int] | None = None, progress: Progress = iter
 ) -> bytes:
     """An animation of a trace: the bytes of a GIF file with a picture per step.
 

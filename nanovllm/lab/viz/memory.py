@@ -13,6 +13,7 @@ from nanovllm.lab.viz import style
 from nanovllm.lab.viz.data import PoolState, pool_state
 from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, RequestColors
 
+Box = tuple[float, float, float, float]  # left, top, width, height
 _SIZE = 0.86  # of a block, in a grid of pitch 1
 _MOST_CELLS = 2048  # beyond so many tokens, blocks are drawn without their cells
 _MOST_IDS = 64  # beyond so many blocks, ids would be too small to read
@@ -51,7 +52,7 @@ def draw_pool(
     ax = ax or style.new_axes(rows * side + (0.95 if title else 0.7))
     for block_id in range(state.num_blocks):
         y, x = divmod(block_id, columns)
-        _draw_physical(ax, x, y, _SIZE, _SIZE, block_id, state, colors)
+        _draw_physical(ax, (x, y, _SIZE, _SIZE), block_id, state, colors)
         if state.num_blocks <= _MOST_IDS and side >= 0.4:
             _draw_id(ax, x + _SIZE / 2, y + _SIZE / 2, block_id, state)
     ax.set(xlim=(-0.1, columns), ylim=(rows, -0.1), aspect="equal", anchor="W", title=title)
@@ -69,16 +70,14 @@ def _pool_legend(ax: Axes, state: PoolState, colors: RequestColors) -> None:
     style.legend(ax, kinds, holders if len(holders) <= 10 else (), cached="free, still cached")
 
 
-def _draw_physical(
-    ax: Axes, x: float, y: float, width: float, height: float, block_id: int, state: PoolState, colors: RequestColors
-) -> None:
+def _draw_physical(ax: Axes, box: Box, block_id: int, state: PoolState, colors: RequestColors) -> None:
     """A block of the pool: empty, cached, or filled in its holders' colours, with its reference count if shared."""
-    count = state.ref_counts[block_id]
+    (x, y, width, height), count = box, state.ref_counts[block_id]
     owners = [colors[request_id] for request_id in state.holders(block_id)] or [MUTED]
     if count:
         across = cell_columns(state.block_size) if width == height else state.block_size
         cells = state.num_blocks * state.block_size <= _MOST_CELLS
-        draw_block(ax, x, y, width, height, state.filled(block_id), state.block_size, across, owners, cells)
+        draw_block(ax, box, state.filled(block_id), state.block_size, across, owners, cells)
     else:
         kind, color = ("cached", MUTED) if block_id in state.cached else ("free", FAINT)
         look = style.mark_style(kind, color) | {"linewidth": 1.0}
@@ -102,19 +101,12 @@ def cell_columns(block_size: int) -> int:
 
 
 def draw_block(
-    ax: Axes,
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    filled: int,
-    size: int,
-    across: int,
-    owners: Sequence[str],
-    with_cells: bool = True,
+    ax: Axes, box: Box, filled: int, size: int, across: int, owners: Sequence[str], with_cells: bool = True
 ) -> None:
     """A block whose first `filled` of `size` cells are coloured, row by row from the top left, with one stripe per owner."""
-    cell_width, cell_height = width / across, height / (size // across)
+    x, y, width, height = box
+    down = size // across
+    cell_width, cell_height = width / across, height / down
     whole, part = divmod(filled, across)
     boxes = [(y, width, whole * cell_height)] if whole else []
     if part:
@@ -129,15 +121,10 @@ def draw_block(
                 corner, span = (x + i * stripe, top), end - i * stripe
                 ax.add_patch(Rectangle(corner, span, box_height, facecolor=color, edgecolor="none", zorder=2))
     if with_cells:
-        _draw_cells(ax, x, y, width, height, across, size // across)
+        look: dict[str, Any] = {"color": BACKGROUND, "linewidth": 0.7, "zorder": 3}
+        ax.vlines([x + i * width / across for i in range(1, across)], y, y + height, **look)
+        ax.hlines([y + i * height / down for i in range(1, down)], x, x + width, **look)
     ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor=owners[0], linewidth=1.2, zorder=4))
-
-
-def _draw_cells(ax: Axes, x: float, y: float, width: float, height: float, across: int, down: int) -> None:
-    ax.vlines(
-        [x + i * width / across for i in range(1, across)], y, y + height, color=BACKGROUND, linewidth=0.7, zorder=3
-    )
-    ax.hlines([y + i * height / down for i in range(1, down)], x, x + width, color=BACKGROUND, linewidth=0.7, zorder=3)
 
 
 def _badge(ax: Axes, x: float, y: float, text: str, ha: str = "center", va: str = "center", bold: bool = False) -> None:
@@ -190,7 +177,7 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         ax.text(-0.75, middle, request_id, ha="right", va="center", fontweight="bold")
         for i, block_id in enumerate(table):
             filled, owners = state.filled_by(request_id, i), [colors[request_id]]
-            draw_block(ax, 0, y, _STRIP_WIDTH, _STRIP_HEIGHT, filled, size, size, owners)
+            draw_block(ax, (0, y, _STRIP_WIDTH, _STRIP_HEIGHT), filled, size, size, owners)
             ax.text(-0.2, y + _STRIP_HEIGHT / 2, str(i), ha="right", va="center", fontsize=9, color=MUTED)
             start = (_STRIP_WIDTH + 0.08, y + _STRIP_HEIGHT / 2)
             end = (right - 0.62, pool_top + block_id + _STRIP_HEIGHT / 2)
@@ -199,7 +186,7 @@ def _draw_mapping(ax: Axes, state: PoolState, colors: RequestColors) -> None:
         y += 0.5
     for block_id in range(state.num_blocks):
         top = pool_top + block_id
-        _draw_physical(ax, right, top, _STRIP_WIDTH, _STRIP_HEIGHT, block_id, state, colors)
+        _draw_physical(ax, (right, top, _STRIP_WIDTH, _STRIP_HEIGHT), block_id, state, colors)
         ax.text(right - 0.2, top + _STRIP_HEIGHT / 2, str(block_id), ha="right", va="center", fontsize=9)
     ax.set(xlim=(-2.2, right + _STRIP_WIDTH + 0.1), ylim=(height + 0.1, -0.9))
 

@@ -18,6 +18,7 @@ from nanovllm.trace.trace import Trace
 
 VIEWS = ("tables", "pool", "timeline", "budget", "queues", "usage", "attention", "batch")
 WEB = pathlib.Path(__file__).parents[2] / "trace" / "web"
+Source = Trace | str | pathlib.Path  # a trace, or the file of one
 _IMPORT = re.compile(r'^import (\{[^}]*\}|\w+) from "\./([\w-]+\.(?:js|json))"(?: with \{[^}]*\})?;\n', re.MULTILINE)
 
 
@@ -72,14 +73,14 @@ class Player(anywidget.AnyWidget):
     theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
     lines = traitlets.Bytes().tag(sync=True)
 
-    def __init__(self, trace: Trace | str | pathlib.Path | None, **options: Any) -> None:
+    def __init__(self, trace: Source | None, **options: Any) -> None:
         self._esm = widget_module()
         self._css = (WEB / "player.css").read_text(encoding="utf-8")
         self.trace = Trace()
         super().__init__(**options)
         self.show(trace)
 
-    def show(self, trace: Trace | str | pathlib.Path | None) -> None:
+    def show(self, trace: Source | None) -> None:
         """Show another trace, at the step with the same number if there is one.
 
         Raises:
@@ -111,9 +112,7 @@ def still(trace: Trace) -> dict[str, bytes]:
     return {"image/png": style.image_bytes(ax)}
 
 
-def play(
-    trace: Trace | str | pathlib.Path | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0
-) -> Player:
+def play(trace: Source | None, views: Iterable[str] = ("tables", "timeline"), step: int = 0) -> Player:
     """Show a trace in a player: the value of a notebook's cell.
 
     Args:

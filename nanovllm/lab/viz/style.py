@@ -157,7 +157,7 @@ def legend(where: Axes | Figure, kinds: Iterable[str] = MARKS, extra: Iterable[A
         extra: more matplotlib handles with labels, put last.
         names: other words for a mark, as in `cached="free, still cached"`.
     """
-    figure = where if isinstance(where, Figure) else where.get_figure(root=True)
+    figure = where.get_figure(root=True)
     assert isinstance(figure, Figure)
     wanted = set(kinds)
     handles = [legend_handle(kind, names.get(kind, kind)) for kind in MARKS if kind in wanted]
@@ -184,7 +184,7 @@ def new_axes(height: float, width: float = MAX_WIDTH) -> Axes:
 
 def image_bytes(where: Axes | Figure, format: str = "png") -> bytes:
     """A figure as the bytes of an image without date and version; the format is "png" or "svg"."""
-    figure = where if isinstance(where, Figure) else where.get_figure(root=True)
+    figure = where.get_figure(root=True)
     assert figure is not None
     buffer = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": _STYLE["svg"]["hashsalt"]}):

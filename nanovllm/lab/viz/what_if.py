@@ -11,7 +11,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from nanovllm.data.config import DEFAULT_TOKEN_BUDGET, EngineConfig
-from nanovllm.lab.viz.data import percentile, request_metrics
+from nanovllm.lab.viz.metrics import percentile, request_metrics
 from nanovllm.lab.viz.player import play, still
 from nanovllm.lab.viz.simulate import SimulatedRequest, simulate
 from nanovllm.trace.trace import Trace

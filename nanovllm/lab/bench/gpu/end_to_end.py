@@ -18,9 +18,10 @@ from nanovllm.lab.bench.gpu.plan import GRAPHS, MODELS, STEP
 from nanovllm.lab.bench.gpu.trace import CPU_CATEGORIES, GPU_CATEGORIES, split_steps
 from nanovllm.lab.bench.local import SHAPES, TINY, add_requests, run_requests, start_engine, write_config
 from nanovllm.lab.bench.metrics import Timeline
-from nanovllm.lab.bench.parts import Setting
+from nanovllm.lab.bench.parts import Setting, reason_of
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.bench.roofline import ModelCost, least_work
+from nanovllm.lab.bench.worker import generate_batch
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, Workload, shortened
 from nanovllm.models.config import ModelConfig
 
@@ -74,6 +75,30 @@ def engine(setting: Setting, shape: str, mode: str, extent: str = "all") -> Iter
     for workload in (stream, many) if extent == "all" else (stream,):
         yield measured(label, workload, core.model_config, run, setting)
         yield {"table": STEP} | label | _split(core, workload, setting)
+
+
+def transformers(setting: Setting, shape: str) -> Iterator[Row]:
+    """`generate` of transformers on a model of this shape and the same stream."""
+    import transformers as library  # slow, and nanovllm's parts do without
+
+    library.utils.logging.set_verbosity_error()
+    stream, _ = workloads(setting)
+    with tempfile.TemporaryDirectory() as work:
+        folder = model_folder(setting, shape, work)
+        config, model_config = library.AutoConfig.from_pretrained(folder), ModelConfig.from_pretrained(folder)
+    with setting.device:
+        model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    model.generation_config.eos_token_id = None  # a random model would end its text at random
+
+    def run(requests: Sequence[BenchRequest]) -> list[Timeline]:
+        return [Timeline(0.0, line) for line in generate_batch(model, [vars(request) for request in requests])]
+
+    label: Row = {"shape": shape, "engine": "transformers generate"}
+    try:
+        run(shortened(stream.requests(model_config.vocab_size)))
+        yield measured(label, stream, model_config, run, setting)
+    except Exception as error:  # that transformers cannot run is a result
+        yield {"table": MODELS, **label, "workload": stream.name, "why not": reason_of(error)}
 
 
 def measured(label: Row, workload: Workload, model: ModelConfig, run: RunRequests, setting: Setting) -> Row:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from nanovllm.distributed.groups import Grid, get_tp_group
-from nanovllm.lab.bench.metrics import slowest
+from nanovllm.lab.bench.metrics import alternate, slowest, timed
 from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.cost_model import fit, ring_all_gather, ring_all_reduce, wire_bytes
@@ -31,25 +31,17 @@ def time_collectives(sizes: tuple[int, ...], device_type: str, rounds: int) -> d
         "all-reduce": group.all_reduce,
         "all-gather": lambda x: group.all_gather(x, dim=0),
     }
-    found: dict[str, list[float]] = {}
-    for name, operation in operations.items():
-        found[name] = []
-        for size in sizes:
-            x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
-            calls = 2 if device_type == "cpu" else 20
-            _seconds(operation, x, calls)  # connections are made at the first call
-            found[name].append(statistics.median(_seconds(operation, x, calls) for _ in range(rounds)))
-    return found
+    calls = 2 if device_type == "cpu" else 20
+    at_the_end = [partial(torch.cuda.synchronize, device)] if device_type == "cuda" else []
 
+    def run(name: str, size: int) -> float:
+        x = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+        group.barrier()
+        return timed(*[partial(operations[name], x)] * calls, *at_the_end) / calls
 
-def _seconds(operation: Callable[[torch.Tensor], object], x: torch.Tensor, calls: int) -> float:
-    get_tp_group().barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        operation(x)
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return (time.perf_counter() - start) / calls
+    # Connections are made in the round to warm up.
+    times = alternate({(name, size): partial(run, name, size) for name in operations for size in sizes}, rounds)
+    return {name: [statistics.median(times[name, size]) for size in sizes] for name in operations}
 
 
 def nccl(setting: Setting) -> Iterator[Row]:

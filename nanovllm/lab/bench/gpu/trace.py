@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-Interval = tuple[float, float]
+import numpy as np
 
 # A GPU waits about a microsecond between two kernels of one graph. A longer wait is the host's doing.
 HOST_GAP_MICROSECONDS = 5.0
@@ -39,38 +39,26 @@ def split_steps(events: Sequence[dict[str, Any]], categories: tuple[str, ...] = 
     Raises:
         ValueError: the trace has no event of these categories.
     """
-    intervals: dict[str, list[Interval]] = {kind: [] for kind in (*KINDS, OTHER)}
-    by_name: dict[str, float] = {}
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in categories:
-            begin, duration = float(event["ts"]), float(event["dur"])
-            intervals[kind_of(event["name"])].append((begin, begin + duration))
-            by_name[event["name"]] = by_name.get(event["name"], 0.0) + duration
-    if not by_name:
+    found = [event for event in events if event.get("ph") == "X" and event.get("cat") in categories]
+    if not found:
         raise ValueError(f"the trace has no {' or '.join(categories)}")
-    busy: list[Interval] = []
-    lengths: dict[str, float] = {}
-    for kind, found in intervals.items():
-        busy = _union([*busy, *found])
-        lengths[kind] = sum(end - begin for begin, end in busy) - sum(lengths.values())
-    window = busy[-1][1] - busy[0][0]
-    gaps = [after[0] - before[1] for before, after in itertools.pairwise(busy)]
-    host = sum(gap for gap in gaps if gap > HOST_GAP_MICROSECONDS)
+    kinds, by_name = [*KINDS, OTHER], Counter[str]()
+    begins = np.array([float(event["ts"]) for event in found])
+    ends = begins + [float(event["dur"]) for event in found]
+    # Between two neighbouring edges nothing begins or ends: there is one kind of event, or a gap.
+    edges = np.unique([begins, ends])
+    kind_between = np.full(len(edges) - 1, len(kinds))
+    for event, first, last in zip(found, *np.searchsorted(edges, [begins, ends]), strict=True):
+        by_name[event["name"]] += event["dur"]
+        covered = kind_between[first:last]
+        np.minimum(covered, kinds.index(kind_of(event["name"])), out=covered)
+    window, widths = edges[-1] - edges[0], np.diff(edges)
+    *lengths, gaps = np.bincount(kind_between, widths, len(kinds) + 1)
+    host = widths[(kind_between == len(kinds)) & (widths > HOST_GAP_MICROSECONDS)].sum()
     return {
         "ms": window / 1e3,
-        **{f"{kind} %": 100 * length / window for kind, length in lengths.items()},
-        "between kernels %": 100 * (sum(gaps) - host) / window,
+        **{f"{kind} %": 100 * length / window for kind, length in zip(kinds, lengths, strict=True)},
+        "between kernels %": 100 * (gaps - host) / window,
         "host gap %": 100 * host / window,
-        "busiest": max(by_name, key=lambda name: by_name[name])[:60],
+        "busiest": by_name.most_common(1)[0][0][:60],
     }
-
-
-def _union(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same stretches of time, in order and without overlap."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged

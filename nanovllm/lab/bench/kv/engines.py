@@ -9,26 +9,26 @@ from __future__ import annotations
 import itertools
 import pathlib
 import random
-import secrets
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import zmq
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.request import EngineRequest
+from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
-from nanovllm.engine.data_rank import DataRank
-from nanovllm.engine.process import Command, Report
+from nanovllm.engine.process import Command
 from nanovllm.lab.bench.engines import START_SECONDS, STOP_SECONDS, EngineFailed, end_of_log
 from nanovllm.lab.bench.machine import usable_cores
 from nanovllm.lab.bench.metrics import Timeline
-from nanovllm.lab.processes import python_environment
+from nanovllm.lab.course.fleet import EngineProcess
 
 ANSWER_SECONDS = 120.0
+Params = dict[str, Any] | None  # a request's `kv_transfer_params`
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     finished: bool = False
-    params: dict[str, Any] | None = None
+    params: Params = None
     prefilled: float | None = None
     on_end: Callable[[Answer], None] = lambda answer: None
 
@@ -70,54 +70,39 @@ class Answer:
         return self.timeline.ttft
 
 
-class _Engine(DataRank):
-    def __init__(self, name: str, spec: EngineSpec, log: pathlib.Path, secret: str) -> None:
-        environment = python_environment() | {
-            "OMP_NUM_THREADS": str(spec.threads), "NANOVLLM_KV_SECRET": secret, "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
-        with log.open("w") as file:
-            super().__init__(EngineConfig(**spec.options), environment, spec.wrapper, file)
-        self.name, self._log = name, log
-
-    def failed(self, what: str) -> EngineFailed:
-        return EngineFailed(f"engine {self.name!r} {what}{end_of_log(self._log)}")
-
-
 class Engines:
     """Several engines, by name; a context manager, at whose end none of them is left.
 
     Args:
         specs: how to start each.
-
-    Attributes:
-        addresses: of the engines that have KV for other engines, in the format of `prefill_addresses`.
     """
 
     def __init__(self, specs: Mapping[str, EngineSpec]) -> None:
-        self.specs, self.addresses = dict(specs), dict[str, list[Any]]()
+        self.specs = dict(specs)
         self._answers: dict[str, Answer] = {}
         self._ids = map(str, itertools.count())
 
     def __enter__(self) -> Self:
-        self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
-        self._engines, self._poller = dict[str, _Engine](), zmq.Poller()
-        secret, num_cores = secrets.token_hex(32), len(usable_cores())
-        try:
+        self._engines, self._poller = dict[str, EngineProcess](), zmq.Poller()
+        with ExitStack() as at_the_end:
+            self._folder = pathlib.Path(at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="nanovllm-")))
             for name, spec in self.specs.items():
-                self.wait(lambda: self._num_starting < num_cores, START_SECONDS)
-                log = pathlib.Path(self._folder.name) / str(len(self._engines))
-                engine = self._engines[name] = _Engine(name, spec, log, secret)
+                self.wait(lambda: self._num_starting < len(usable_cores()), START_SECONDS)
+                with (self._folder / str(len(self._engines))).open("w") as log:
+                    engine = EngineProcess(EngineConfig(**spec.options), spec.threads, False, spec.wrapper, log)
+                at_the_end.callback(engine.shutdown, STOP_SECONDS)
+                self._engines[name], engine.name = engine, f"engine {name!r}"
                 self._poller.register(engine.reports, zmq.POLLIN)
             self.wait(lambda: not self._num_starting, START_SECONDS)
-        except BaseException:
-            self.__exit__()
-            raise
+            self._at_the_end = at_the_end.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for engine in self._engines.values():
-            engine.shutdown(STOP_SECONDS)
-        self._folder.cleanup()
+        self._at_the_end.close()
+
+    def addresses(self, name: str) -> list[Any]:
+        """Of an engine that has KV for other engines, in the format of `prefill_addresses`."""
+        return [[known["kv_host"], known["kv_port"]] for known in self._engines[name].limits.kv_transfer]
 
     @property
     def _num_starting(self) -> int:
@@ -126,24 +111,18 @@ class Engines:
     # ---------------------------------------------------------------- requests
 
     def ask(
-        self,
-        name: str,
-        prompt: Sequence[int],
-        max_tokens: int = 1,
-        params: dict[str, Any] | None = None,
-        answer: Answer | None = None,
+        self, name: str, prompt: Sequence[int], max_tokens: int = 1, params: Params = None, answer: Answer | None = None
     ) -> Answer:
         """Send a greedy request that ignores the end of text; returns at once an answer that `wait` fills in.
 
         Args:
-            params: its `kv_transfer_params`.
             answer: one that another engine has begun.
         """
         request_id, engine = next(self._ids), self._engines[name]
         answer = answer or Answer(Timeline(time.monotonic()))
         self._answers[request_id] = answer
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
-        engine.send(Command([EngineRequest(request_id, list(prompt), sampling, kv_transfer_params=params)]))
+        engine.add(EngineRequest(request_id, list(prompt), sampling, kv_transfer_params=params))
         return answer
 
     def ask_both(self, prefill: str, decode: str, prompt: Sequence[int], max_tokens: int = 1) -> Answer:
@@ -190,36 +169,28 @@ class Engines:
         while not until():
             pause = on_time() if on_time is not None else 1.0
             self._poller.poll(int(1000 * max(0.0, min(pause, 1.0))))
-            for engine in self._engines.values():
-                engine.receive()
-                for report in engine.take_reports():
-                    self._take(engine, report)
-                if engine.complaint is not None:
-                    raise engine.failed(f"fails: {engine.complaint.text}")
-                if fate := engine.end():
-                    raise engine.failed(fate)
+            for number, engine in enumerate(self._engines.values()):
+                try:
+                    for when, output in engine.outputs():
+                        self._take(when, output)
+                except RuntimeError as error:
+                    raise EngineFailed(f"{error}{end_of_log(self._folder / str(number))}") from error
             if time.monotonic() > end:
                 raise EngineFailed(f"the engines {', '.join(self._engines)} have not finished in {seconds:g} s")
 
-    def _take(self, engine: _Engine, report: Report) -> None:
-        for request_id, reason in report.refused.items():
-            raise engine.failed(f"refuses request {request_id}: {reason}")
-        for known in report.limits.kv_transfer if report.limits is not None else ():
-            if known.get("kv_port"):
-                self.addresses[engine.name] = [[known["kv_host"], known["kv_port"]]]
-        for output in report.outputs:
-            if (answer := self._answers.get(output.request_id)) is None:
-                continue  # it has been aborted
-            if output.error:
-                raise engine.failed(f"could not answer: {output.error}")
-            if output.new_token_ids:
-                answer.timeline.arrivals.append((report.time, len(output.new_token_ids)))
-                answer.token_ids += output.new_token_ids
-                answer.num_cached = max(answer.num_cached, output.num_cached_tokens)
-            if output.finish_reason is not None:
-                del self._answers[output.request_id]
-                answer.finished, answer.params = True, output.kv_transfer_params
-                answer.on_end(answer)
+    def _take(self, when: float, output: EngineOutput) -> None:
+        if (answer := self._answers.get(output.request_id)) is None:
+            return  # it has been aborted
+        if output.error:
+            raise RuntimeError(f"request {output.request_id} could not be answered: {output.error}")
+        if output.new_token_ids:
+            answer.timeline.arrivals.append((when, len(output.new_token_ids)))
+            answer.token_ids += output.new_token_ids
+            answer.num_cached = max(answer.num_cached, output.num_cached_tokens)
+        if output.finish_reason is not None:
+            del self._answers[output.request_id]
+            answer.finished, answer.params = True, output.kv_transfer_params
+            answer.on_end(answer)
 
 
 def draw(length: int, vocab_size: int, *name: object) -> list[int]:

@@ -42,7 +42,7 @@ def ask(engines: Engines, way: str, prompt: Sequence[int]) -> Answer:
         return engines.complete(engines.ask("one", prompt))
     if way == PREFILL_FIRST:
         return engines.complete(engines.ask_both("prefill", "decode", prompt))
-    params = {"do_remote_prefill": True, "prefill_addresses": engines.addresses["prefill"]}
+    params = {"do_remote_prefill": True, "prefill_addresses": engines.addresses("prefill")}
     params["kv_direction"] = "pull" if way == PULL else "push"
     return engines.complete(engines.ask("decode", prompt, params=params))
 

@@ -3,7 +3,6 @@ that compute them in chunks, and with prefill in another engine."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -140,12 +139,8 @@ def run_load(engines: Engines, way: Way, load: Load, vocab_size: int, turn: int)
 
 def run_between(streams: Sequence[Answer], prompts: Sequence[Answer], begin: float, end: float) -> Run:
     """What happened between two moments."""
-    gaps = [
-        after - before
-        for stream in streams
-        for (before, _), (after, _) in itertools.pairwise(stream.timeline.arrivals)
-        if begin < after <= end
-    ]
+    waits = [wait for stream in streams for wait in stream.timeline.waits]
+    gaps = [after - before for before, after in waits if begin < after <= end]
     arrivals = [arrival for answer in (*streams, *prompts) for arrival in answer.timeline.arrivals]
     tokens = sum(count for when, count in arrivals if begin < when <= end)
     return Run(gaps, [prompt.ttft for prompt in prompts], tokens / (end - begin))

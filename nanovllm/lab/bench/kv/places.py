@@ -14,9 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.kv_transfer.stores.folder import FolderStore
-from nanovllm.kv_transfer.stores.servers import RedisStore
-from nanovllm.kv_transfer.stores.store import HostStore, KVStore
+from nanovllm.lab.bench.parts import Skip
 from nanovllm.lab.processes import free_port
 
 SERVER_SECONDS = 30.0
@@ -34,14 +32,14 @@ class Place:
 
     Attributes:
         options: of the engine.
-        make_store: opens a store of the same kind, to measure it without an engine; None where that is not possible.
+        is_one_store: whether the store that its options open can be measured without an engine.
         wrapper: a command that the engine's command is appended to.
         forget: drops the store's files from the operating system's memory.
     """
 
     name: str
     options: dict[str, Any]
-    make_store: Callable[[], KVStore] | None = None
+    is_one_store: bool = True
     wrapper: tuple[str, ...] = ()
     forget: Callable[[], None] = lambda: None
 
@@ -63,30 +61,24 @@ def places(entry_bytes: int, host_blocks: int, num_blocks: int) -> Iterator[tupl
             for where in (None, "/dev/shm" if os.path.isdir("/dev/shm") else None)
         )
 
+        folders = {DISK: disk / "disk", SHARED_MEMORY: memory / "pool"}
+
         def host(extra: dict[str, Any]) -> dict[str, Any]:
             config = {"kv_connector": "offloading", "kv_connector_extra_config": extra}
             # Half a block more, because sizes are rounded down.
             return {"kv_transfer_config": config, "kv_offloading_size": (host_bytes + entry_bytes // 2) / GIB}
 
         found = [
-            Place(HOST, host({}), lambda: HostStore(host_bytes, entry_bytes)),
-            Place(HOST_AND_DISK, host({"disk_path": str(disk / "tier"), "disk_gib": gib})),
+            Place(HOST, host({})),
+            Place(HOST_AND_DISK, host({"disk_path": str(disk / "tier"), "disk_gib": gib}), is_one_store=False),
+            *(Place(name, _pool({"store": "folder", "path": str(path), "gib": gib})) for name, path in folders.items()),
         ]
-        for name, path in ((DISK, disk / "disk"), (SHARED_MEMORY, memory / "pool")):
-            place = Place(
-                name,
-                _pool({"store": "folder", "path": str(path), "gib": gib}),
-                functools.partial(FolderStore, path, int(gib * GIB)),
-            )
-            if name == DISK:
-                place.forget = functools.partial(_drop_from_memory, path)
-            found.append(place)
+        found[2].forget = functools.partial(_drop_from_memory, folders[DISK])
         for name, start in (("redis", _redis), ("mooncake", _mooncake)):
-            server = stack.enter_context(start(gib, disk))
-            if isinstance(server, Place):
-                found.append(server)
-            else:
-                missing[name] = server
+            try:
+                found.append(stack.enter_context(start(gib, disk)))
+            except Skip as reason:
+                missing[name] = str(reason)
         yield found, missing
 
 
@@ -99,11 +91,10 @@ def _drop_from_memory(path: pathlib.Path) -> None:
 
 
 @contextmanager
-def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
+def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place]:
     program = shutil.which("redis-server")
     if program is None or importlib.util.find_spec("redis") is None:
-        yield "there is no redis-server, or no client: pip install 'nanovllm[redis]'"
-        return
+        raise Skip("there is no redis-server, or no client: pip install 'nanovllm[redis]'")
     import redis
 
     port = free_port()
@@ -118,30 +109,29 @@ def _redis(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
     try:
         patience = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), int(SERVER_SECONDS / 0.02))
         redis.Redis(port=port, retry=patience).ping()
-        url = f"redis://127.0.0.1:{port}/0"
-        yield Place("redis", _pool({"store": "redis", "url": url}), lambda: RedisStore(url))
+        yield Place("redis", _pool({"store": "redis", "url": f"redis://127.0.0.1:{port}/0"}))
     finally:
         process.stdin.close()
         process.wait()
 
 
 @contextmanager
-def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place | str]:
+def _mooncake(gib: float, folder: pathlib.Path) -> Iterator[Place]:
     try:
         import mooncake.store
     except ImportError as error:
-        yield f"there is no Mooncake: pip install 'nanovllm[mooncake]' ({error})"
-        return
+        raise Skip(f"there is no Mooncake: pip install 'nanovllm[mooncake]' ({error})") from error
     if (
         not all(map(shutil.which, ("unshare", "ip", "ss")))
         or subprocess.run([*_ALONE, "true"], capture_output=True).returncode
     ):
-        yield "its client listens on all interfaces, and a network of its own cannot be had here"
-        return
+        raise Skip("its client listens on all interfaces, and a network of its own cannot be had here")
     master = pathlib.Path(mooncake.store.__file__).parent / "mooncake_master"
     segment = max(64 << 20, int(gib * GIB))
     extra = {"store": "mooncake", "global_segment_size": segment, "listen_on_all_interfaces": True}
-    yield Place("mooncake", _pool(extra), wrapper=(*_ALONE, "sh", str(_MOONCAKE), str(master), str(folder)))
+    yield Place(
+        "mooncake", _pool(extra), is_one_store=False, wrapper=(*_ALONE, "sh", str(_MOONCAKE), str(master), str(folder))
+    )
 
 
 def _pool(extra: dict[str, Any]) -> dict[str, Any]:

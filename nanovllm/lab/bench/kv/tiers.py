@@ -14,7 +14,9 @@ from functools import partial
 
 import numpy as np
 
+from nanovllm.data.config import EngineConfig
 from nanovllm.kv.connector import IDLE_SECONDS
+from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
 from nanovllm.kv_transfer.stores.store import KVStore
 from nanovllm.lab.bench.kv import transport
@@ -179,8 +181,9 @@ def tiers(setting: Setting) -> Iterator[Row]:
     with places(entry_bytes, plan.host_documents * document, blocks) as (found, missing):
         counts = sorted({max(1, length // size) for length in plan.lengths})
         for place in found:
-            if place.make_store is not None:
-                store = place.make_store()
+            if place.is_one_store:
+                store = open_store(EngineConfig(**options | place.options), entry_bytes)
+                assert store is not None
                 measured.stores[place.name] = time_store(store, place.forget, entry_bytes, counts)
         specs = {PLAIN: EngineSpec(options, setting.threads)}
         for place in found:
@@ -235,10 +238,8 @@ def compare_lengths(measured: Tiers) -> Iterator[Row]:
     that was measured."""
     again, lengths = measured.ttfts[AGAIN], measured.plan.lengths
     for name, by_length in measured.ttfts.items():
-        row: Row = {
-            "table": f"Time to first token of a prefix that is kept, medians of {len(again[lengths[0]])}",
-            "prefix": name,
-        }
+        title = f"Time to first token of a prefix that is kept, medians of {len(again[lengths[0]])}"
+        row: Row = {"table": title, "prefix": name}
         row |= {f"{length} tokens, ms": [1e3 * seconds for seconds in by_length[length]] for length in lengths}
         row["longest, of computing"] = paired(again[lengths[-1]], by_length[lengths[-1]])
         row |= dict.fromkeys(("bare store, GB/s", "faster from, predicted", "measured"))
@@ -250,10 +251,8 @@ def compare_lengths(measured: Tiers) -> Iterator[Row]:
             row |= {"bare store, GB/s": size / seconds / 1e9, "faster from, predicted": _tokens(predicted)}
             figure = f"prefix in {name}: faster than computing it from (predicted {_tokens(predicted)})"
             reached = next((length for length in lengths if length >= predicted), None)
-            found = None if actual == math.inf else actual
-            yield goal(figure, found, "tokens", at_most=reached) | {
-                "reached": found is not None and reached is not None and found <= reached
-            }
+            fetching = goal(figure, None if actual == math.inf else actual, "tokens", at_most=reached)
+            yield fetching | {"reached": bool(fetching["reached"])}
         yield row
 
 

@@ -6,6 +6,7 @@ import itertools
 import pathlib
 import statistics
 from collections.abc import Iterator
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -75,12 +76,9 @@ def time_grids(
         return timed(partial(run_requests, engine, requests))
 
     for name, sizes in grids.items():
-        core = start_engine(**options | sizes)
-        try:
+        with closing(start_engine(**options | sizes)) as core:
             both = {"one": partial(run, base, itertools.count()), "grid": partial(run, core, itertools.count())}
             found[name] = alternate(both, repeats)
-        finally:
-            core.close()
     return found
 
 
