@@ -128,9 +128,8 @@ def draw_engines(engines: Mapping[str, Clocked], since: float, fetched: Mapping[
             ax.add_patch(plt.Rectangle((begin, rows[name].index(request_id) - 0.33), end - begin, 0.66, **look))
         ax.set_yticks(range(len(rows[name])), [f"for {owner[r]}" if r in owner else r for r in rows[name]])
         ax.set(ylim=(len(rows[name]) - 0.5, -0.5), title=name)
-    both[-1].set(
-        xlabel="seconds", xlim=(0, max(span.end for clocked in engines.values() for span in clocked.spans(since)))
-    )
+    last = max(span.end for clocked in engines.values() for span in clocked.spans(since))
+    both[-1].set(xlabel="seconds", xlim=(0, 1.02 * last))
     style.legend(figure, ("prefill", "decode", "transferred"), transferred="its KV is on its way")
     return figure
 
@@ -144,7 +143,7 @@ def round_ticks(axis: Axis) -> None:
 
 def draw_gaps(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
     """Every gap between two tokens as a tick, a row per arrangement; a circle is the median, a diamond the 99th percentile."""
-    label = "seconds from one token to the next   (● median · ◆ 99th percentile, with its value)"
+    label = "seconds from one token to the next (● median, ◆ 99th percentile)"
     figure, ax = plt.subplots(figsize=(9, 0.9 + 0.55 * len(gaps)))
     for row, values in enumerate(gaps.values()):
         color = request_color(row)
@@ -154,6 +153,7 @@ def draw_gaps(gaps: Mapping[str, Sequence[float]], title: str) -> Figure:
         ax.text(percentile(values, 99), row - 0.3, f"{1000 * percentile(values, 99):.0f} ms", ha="center", fontsize=9)
     ax.set_yticks(range(len(gaps)), list(gaps))
     ax.set(xlabel=label, xscale="log", title=title, ylim=(len(gaps) - 0.5, -0.75))
+    ax.margins(x=0.1)  # for the values above the diamonds
     round_ticks(ax.xaxis)
     return figure
 
