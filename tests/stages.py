@@ -16,7 +16,6 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
-from nanovllm.distributed.pipeline_parallel import SingleStage
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
@@ -38,7 +37,7 @@ def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
 class Wire(StageLink):
     """A line within this process."""
 
-    def __init__(self, link: SingleStage, wires: list[deque[Tensor]]) -> None:
+    def __init__(self, link: StageLink, wires: list[deque[Tensor]]) -> None:
         super().__init__(link.hidden_size, link.dtype, link.device)
         self.wires = wires
 

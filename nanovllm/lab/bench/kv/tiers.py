@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from nanovllm.kv.connector import IDLE_SECONDS
+from nanovllm.distributed.activity import IDLE_SECONDS
 from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
 from nanovllm.kv_transfer.stores.store import KVStore
 from nanovllm.lab.bench.kv import transport
