@@ -63,7 +63,8 @@ class StagedExecutor(Executor):
         self.runners: list[ModelRunner] = []
         for _ in self._in_turn():
             runner = ModelRunner(config, model_config, folder)
-            runner.link = Wire(runner.link, self.wires)
+            if runner.link is not None:
+                runner.link = Wire(runner.link, self.wires)
             self.runners.append(runner)
         self.runner = self.runners[-1]
         self.launch = self._launch  # type: ignore[method-assign]
