@@ -41,7 +41,8 @@ ROOMS = [
 ]
 
 # What can be deleted, as patterns below the package: the rest still generates and serves.
-PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items()}
+ONLY_IN_STAGES = ["stages of a pipeline"]  # the whole engine's models import it
+PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items() if name not in ONLY_IN_STAGES}
 
 # Code lines at most. A budget only ever gets smaller.
 LATER = "quantization, speculation and structured output"

@@ -16,7 +16,6 @@ from nanovllm.data.config import EngineConfig
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import GroupCoordinator
-from nanovllm.distributed.pipeline_parallel import SingleStage
 from nanovllm.distributed.stage_link import StageLink
 from nanovllm.executor.base import Executor
 from nanovllm.models.config import ModelConfig
@@ -38,7 +37,7 @@ def as_stage(stages: int, stage: int) -> Iterator[GroupCoordinator]:
 class Wire(StageLink):
     """A line within this process."""
 
-    def __init__(self, link: SingleStage, wires: list[deque[Tensor]]) -> None:
+    def __init__(self, link: StageLink, wires: list[deque[Tensor]]) -> None:
         super().__init__(link.hidden_size, link.dtype, link.device)
         self.wires = wires
 
@@ -64,7 +63,8 @@ class StagedExecutor(Executor):
         self.runners: list[ModelRunner] = []
         for _ in self._in_turn():
             runner = ModelRunner(config, model_config, folder)
-            runner.link = Wire(runner.link, self.wires)
+            if runner.link is not None:
+                runner.link = Wire(runner.link, self.wires)
             self.runners.append(runner)
         self.runner = self.runners[-1]
         self.launch = self._launch  # type: ignore[method-assign]

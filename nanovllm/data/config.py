@@ -9,7 +9,6 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Amount, Count, Positive, check_fields
@@ -149,7 +148,9 @@ class EngineConfig(Flags):
         self.token_budget = self.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
         self.max_request_tokens = self.max_model_len or 0
         # What the connector receives; None if the engine shares no KV.
-        self.kv_transfer = self._kv_transfer()
+        self.kv_transfer: KVTransferConfig | None = None
+        if {self.kv_role, self.kv_connector} - {None, "none"} or self.kv_transfer_config or self.kv_offloading_size:
+            self.kv_transfer = load("nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer")(self)
 
     def _check_combinations(self) -> None:
         backend, budget = self.distributed_executor_backend, self.max_num_batched_tokens
@@ -169,23 +170,6 @@ class EngineConfig(Flags):
         if budget is not None and budget < self.max_num_seqs:
             mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"
             raise ValueError(f"{mistake}: every running request needs one token per step")
-
-    def _kv_transfer(self) -> KVTransferConfig | None:
-        flags = {"kv_role": self.kv_role, "kv_connector": self.kv_connector}
-        given = {name: value for name, value in flags.items() if value not in (None, "none")}
-        if not (given or self.kv_transfer_config or self.kv_offloading_size):
-            return None
-        offloading = {"kv_connector": "offloading"} if self.kv_offloading_size else {}
-        try:
-            given = offloading | msgspec.json.decode(self.kv_transfer_config or "{}", type=dict[str, Any]) | given
-            config_class = load("nanovllm.data.kv_transfer_config:KVTransferConfig", "KV transfer")
-            kv_transfer: KVTransferConfig = config_class(**given)
-        except (TypeError, msgspec.DecodeError) as error:
-            raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
-        if self.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
-            kv_transfer.engine_id += f"-{self.data_parallel_rank}"
-            kv_transfer.kv_port += self.data_parallel_rank if kv_transfer.kv_port else 0
-        return kv_transfer
 
     def check_limits(self, model_max_len: int, num_kv_blocks: int | None) -> None:
         """Check the longest request against the model and, once its size is known, the pool. Without `max_model_len`, the pool

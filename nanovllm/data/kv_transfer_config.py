@@ -6,6 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from nanovllm.data.checks import Keywords, check_fields
@@ -40,6 +41,26 @@ class KVTransferConfig(Keywords):
             self.kv_role = f"kv_{self.kv_role}"  # type: ignore[assignment]
         check_fields(self)
         self.engine_id = self.engine_id or uuid.uuid4().hex
+
+    @classmethod
+    def of(cls, config: Any) -> KVTransferConfig:
+        """What the flags of an `EngineConfig` ask for.
+
+        Raises:
+            ValueError: `kv_transfer_config` is no JSON, or has a value that makes no sense.
+        """
+        flags = {"kv_role": config.kv_role, "kv_connector": config.kv_connector}
+        given = {name: value for name, value in flags.items() if value not in (None, "none")}
+        offloading = {"kv_connector": "offloading"} if config.kv_offloading_size else {}
+        try:
+            extra = msgspec.json.decode(config.kv_transfer_config or "{}", type=dict[str, Any])
+            kv_transfer = cls(**(offloading | extra | given))
+        except (TypeError, msgspec.DecodeError) as error:
+            raise ValueError(f'kv_transfer_config must be JSON such as {{"kv_connector": "local"}}: {error}') from error
+        if config.data_parallel_rank:  # each engine of a data-parallel group shares KV under its own name and port
+            kv_transfer.engine_id += f"-{config.data_parallel_rank}"
+            kv_transfer.kv_port += config.data_parallel_rank if kv_transfer.kv_port else 0
+        return kv_transfer
 
     @property
     def is_producer(self) -> bool:

@@ -7,6 +7,8 @@ import time
 
 # Time between two looks at what other threads and processes do.
 LOOK_SECONDS = 0.25
+# How long a rank without a batch waits for a KV transfer to end before it reports that none has.
+IDLE_SECONDS = 0.001
 
 
 class Block:

@@ -6,13 +6,11 @@ Built by notebooks/23_pipeline_parallel.ipynb: edit it there, then run `python -
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nanovllm.data.checks import check_pipeline_parallel
-from nanovllm.data.parts import load
 from nanovllm.distributed.groups import get_pp_group
 
 
@@ -38,17 +36,15 @@ def layers_here(num_layers: int) -> range:
 
 # ---------------------------------------------------------------- modules of other stages
 
-T = TypeVar("T", bound=nn.Module)
-
 
 class Elsewhere(nn.Module):
     """A placeholder for a module of another stage, without weights. With it, the other modules keep their names of the checkpoint
     (layer 17 is `layers.17` on every stage)."""
 
 
-def if_here(here: bool, build: Callable[..., T], *arguments: Any) -> T:
+def if_here(here: bool, build: Callable[..., nn.Module], *arguments: Any) -> Any:
     """The module `build(*arguments)`, or a placeholder if another stage has it."""
-    return build(*arguments) if here else cast(T, Elsewhere())
+    return build(*arguments) if here else Elsewhere()
 
 
 def is_elsewhere(model: nn.Module, name: str) -> bool:
@@ -59,46 +55,3 @@ def is_elsewhere(model: nn.Module, name: str) -> bool:
         if isinstance(module, Elsewhere):
             return True
     return False
-
-
-# ---------------------------------------------------------------- from stage to stage
-
-
-class SingleStage:
-    """In place of a `StageLink`: a rank that has all layers, and neither receives nor sends anything.
-
-    Args:
-        hidden_size, dtype, device: of the tensors.
-    """
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
-
-    def receive(self, num_tokens: int) -> Tensor | None:
-        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`; None on the first stage."""
-        return None
-
-    def send(self, hidden: Tensor) -> None:
-        """Start to send to the next stage, without waiting until it has finished the previous step.
-
-        The caller must not write to the tensor any more. It is kept until it has been sent.
-        """
-
-    def flush(self) -> None:
-        """Wait until everything has arrived."""
-
-    def blank(self, num_tokens: int) -> Tensor | None:
-        """A substitute for received hidden states, for steps that a stage runs alone to measure or to record them."""
-        return None if get_pp_group().is_first else self.blank_output(num_tokens)
-
-    def blank_output(self, num_tokens: int) -> Tensor:
-        """A buffer for this stage's output."""
-        return torch.zeros(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-
-
-def stage_link(hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> SingleStage:
-    """This rank's connection to the other stages of the pipeline group."""
-    link = SingleStage
-    if get_pp_group().world_size > 1:
-        link = load("nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size")
-    return link(hidden_size, dtype, device)

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.distributed.groups import get_pp_group
-from nanovllm.distributed.pipeline_parallel import SingleStage
 from nanovllm.distributed.standstill import CallCounter
 
 
-class StageLink(SingleStage):
+class StageLink:
     """A rank's connection to the same rank of the stages before and after.
 
     It sends no shapes: the receiver has the same plan of the step, and therefore knows the number of tokens.
+
+    Args:
+        hidden_size, dtype, device: of the tensors.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        super().__init__(hidden_size, dtype, device)
+        self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
         group = self.group = get_pp_group()
         rank, number, ranks = group.rank, group.rank_in_group, group.ranks
         self._connections = getattr(group, "device_group", None)
@@ -35,7 +37,7 @@ class StageLink(SingleStage):
         self._in_flight: deque[tuple[Any, Tensor]] = deque()
 
     def receive(self, num_tokens: int) -> Tensor | None:
-        """See `SingleStage`."""
+        """Wait for the previous stage's hidden states of this step, `[num_tokens, hidden_size]`; None on the first stage."""
         if self.group.is_first:
             return None
         received = torch.empty(num_tokens, self.hidden_size, dtype=self.dtype, device=self.device)
@@ -44,7 +46,10 @@ class StageLink(SingleStage):
         return received
 
     def send(self, hidden: Tensor) -> None:
-        """See `SingleStage`."""
+        """Start to send to the next stage, without waiting until it has finished the previous step.
+
+        The caller must not write to the tensor any more. It is kept until it has been sent.
+        """
         # At most as many steps as stages are in flight, so this send has arrived, and `wait` returns at once.
         # (gloo marks a send as completed only in `wait`.)
         with waiting_for_others(), self._sent.call("send"):
@@ -57,6 +62,6 @@ class StageLink(SingleStage):
         self._in_flight.append((work, hidden))
 
     def flush(self) -> None:
-        """See `SingleStage`."""
+        """Wait until everything has arrived."""
         while self._in_flight:
             self._in_flight.popleft()[0].wait()

@@ -20,13 +20,12 @@ from nanovllm.data.outputs import EngineStats
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.distributed.activity import waiting_for_others
+from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import IDLE_SECONDS, PATIENT_SECONDS, KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv.no_connector import NoConnector
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.transfers import update_from_transfers
 from nanovllm.text.prompts import EngineLimits
 
 if TYPE_CHECKING:
@@ -88,10 +87,10 @@ class EngineCore:
         executor.allocate(num_blocks, num_host_blocks)
         return num_blocks, num_host_blocks
 
-    def _connect(self, folder: pathlib.Path) -> KVConnectorScheduler:
+    def _connect(self, folder: pathlib.Path) -> Any:
         """The scheduler's half of the KV connector; the ranks have their halves already."""
         if self.config.kv_transfer is None:
-            return KVConnectorScheduler(self.config)
+            return NoConnector()
         if self.config.in_lock_step:
             mistake = "kv_role and kv_connector do not go with experts that several engines share"
             raise ValueError(f"{mistake}: leave enable_expert_parallel out, or use data_parallel_size 1")
@@ -193,7 +192,7 @@ class EngineCore:
             return outputs
 
     def _step(self) -> list[EngineOutput]:
-        start, outputs = self._now(), self._take_transfers()
+        start, outputs = self._now(), self._take_transfers() if self.config.kv_transfer is not None else []
         plan = self.scheduler.schedule()
         # Transfers hold blocks, which will become free when they end.
         waits_for_transfers = self.scheduler.receiving or self.manager.held or self.connector.has_news
@@ -329,7 +328,8 @@ class EngineCore:
                 self.add_request(request)
         for request_id in received.aborts:
             self.abort_request(request_id)
-        failed = update_from_transfers(self.scheduler, received)
+        update = load("nanovllm.scheduler.transfers:update_from_transfers", "KV transfer")
+        failed: list[EngineOutput] = update(self.scheduler, received)
         for output in failed:
             self._recorder.ended(output.request_id, "error")
         return failed
@@ -410,3 +410,7 @@ class StepInFlight:
     record: StepRecord | None
     start: float
     wave: int
+
+
+# How long an engine that only waits for KV transfers sleeps before it looks for their timeouts. Its ranks notify it of their ends.
+PATIENT_SECONDS = 0.25

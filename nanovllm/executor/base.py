@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
-from nanovllm.models.config import ModelConfig, check_tensor_parallel
+from nanovllm.models.config import ModelConfig
 
 
 class ExecutorError(RuntimeError):
@@ -121,41 +120,9 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         model_config = replace(model_config, moe=model_config.moe.with_settings(config))
     elif config.enable_eplb:
         raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; leave it out")
-    check_tensor_parallel(model_config, config.tensor_parallel_size)
-    check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
+    if config.world_size > 1:
+        load("nanovllm.executor.grid:check_layers", "an engine of several processes")(config, model_config)
     return model_config
-
-
-def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Check, before anything loads, that the experts can be divided as the settings say, and that there are enough processes
-    and devices.
-
-    Raises:
-        ValueError: the message names what would fit.
-    """
-    tensor, pipeline, data = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
-    if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
-        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
-        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
-    backend, here = choose_backend(config), config.world_size
-    asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
-    if backend == "external_launcher":
-        if data > 1:
-            mistake = "data_parallel_size above 1 does not work under torchrun"
-            raise ValueError(f"{mistake}: start the engine without torchrun")
-        processes = int(os.environ.get("WORLD_SIZE", here))
-        if processes != here:
-            mistake = f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes"
-            raise ValueError(f"{mistake}: start {here}, or change the sizes")
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
-        return
-    import torch
-
-    devices = torch.cuda.device_count()
-    if torch.cuda.is_available() and here > devices:
-        mistake = f"{asked}, {here} of them here, and this machine has {devices} GPUs"
-        raise ValueError(f"{mistake}: lower the sizes, or use several machines or device cpu")
 
 
 def create_executor(config: EngineConfig, model_config: ModelConfig, folder: pathlib.Path) -> Executor:
@@ -165,6 +132,7 @@ def create_executor(config: EngineConfig, model_config: ModelConfig, folder: pat
         ValueError: the model or this machine cannot take the grid; nothing has been loaded.
         ExecutorError: a rank could not start.
     """
-    check_grid(config, model_config)
-    executor = load(EXECUTORS[choose_backend(config)], "an engine of several processes")
-    return executor(config, model_config, folder)
+    several, backend = "an engine of several processes", choose_backend(config)
+    if backend != "uni" or config.enable_expert_parallel:
+        load("nanovllm.executor.grid:check_grid", several)(config, model_config)
+    return load(EXECUTORS[backend], several)(config, model_config, folder)

@@ -21,9 +21,9 @@ from nanovllm.distributed.activity import LOOK_SECONDS, waiting_for_others
 from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED, Peer, Watch
 from nanovllm.distributed.processes import start_process, uninterrupted
+from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import Executor, ExecutorError
 from nanovllm.executor.uniproc import WorkerSetup
-from nanovllm.kv.connector import OutputAggregator
 from nanovllm.models.config import ModelConfig
 from nanovllm.scheduler.data_parallel import engine_grid
 

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
-from nanovllm.executor.base import check_grid, read_model_config
+from nanovllm.executor.base import read_model_config
+from nanovllm.executor.grid import check_grid
 from nanovllm.executor.reception import Reception, connect, use_network_of
 from nanovllm.executor.remote import CLOSE_SECONDS, RemoteExecutor, RemoteRank
 from nanovllm.executor.uniproc import WorkerSetup

@@ -7,7 +7,7 @@ rank: it moves blocks, and knows a request only by its id. What the first tells 
 (`ModelRunnerOutput.connector_output`).
 
 `KVConnectorScheduler` and `KVConnectorWorker` are the bases of all connectors. As they are, they move no KV: every method answers
-that there is nothing.
+that there is nothing. An engine that shares no KV has a `NoConnector` instead.
 """
 
 from __future__ import annotations
@@ -15,48 +15,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.kv_transfer_config import KVTransferConfig
 from nanovllm.data.outputs import KVConnectorOutput
-from nanovllm.distributed.activity import waiting_for_others
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from nanovllm.data.config import EngineConfig
-    from nanovllm.data.kv_transfer_config import KVTransferConfig
-    from nanovllm.data.request import Request
-    from nanovllm.data.schedule import SchedulerOutput
-    from nanovllm.kv.manager import KVCacheManager
+from nanovllm.data.request import Request
+from nanovllm.data.schedule import SchedulerOutput
+from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.ops.device import zeros
 
 Tables = Mapping[str, list[int]]  # request id -> block table
-
-# How long a rank without a batch waits for a transfer to end before it reports that none has.
-IDLE_SECONDS = 0.001
-# How long an engine that only waits for transfers sleeps before it looks for their timeouts. Its ranks notify it of their ends.
-PATIENT_SECONDS = 0.25
-
-
-class OutputAggregator:
-    """Combines the reports of all ranks: a transfer has ended when it has ended on every rank, and a block is invalid if it is
-    invalid on any."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._reports: dict[str, list[KVConnectorOutput]] = {}  # request id -> of the ranks so far
-
-    def add(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput:
-        """Take the ranks' reports after a step; returns what is true of all ranks now."""
-        together = KVConnectorOutput()
-        for output in filter(None, outputs):
-            for request_id in output.finished_sending | output.finished_recving:
-                reports = self._reports.setdefault(request_id, [])
-                reports.append(output.of(request_id))
-                if len(reports) == self._num_ranks:
-                    for report in self._reports.pop(request_id):
-                        together.add(report)
-        return together
 
 
 class KVConnectorScheduler:
@@ -73,11 +46,9 @@ class KVConnectorScheduler:
 
     sources: Sequence[int] = ()
 
-    def __init__(
-        self, config: EngineConfig, identity: dict[str, str | int] | None = None, ranks: Sequence[Any] = ()
-    ) -> None:
-        self.config, self.kv_transfer = config, cast("KVTransferConfig", config.kv_transfer)  # None: it shares no KV
-        self.identity, self.ranks = identity or {}, list(ranks)
+    def __init__(self, config: EngineConfig, identity: dict[str, str | int], ranks: Sequence[Any]) -> None:
+        self.config, self.kv_transfer = config, cast(KVTransferConfig, config.kv_transfer)
+        self.identity, self.ranks = identity, list(ranks)
         self._output = KVConnectorOutput()  # for the scheduler
         self._in_flight: set[str] = set()  # transfers, by the ids under which the ranks report their ends
 
@@ -224,16 +195,14 @@ class KVConnectorWorker:
     model: Any = None
     backend: Any = None
 
-    def __init__(self, config: EngineConfig, layout: Any = None, kv_caches: dict[int, Tensor] | None = None) -> None:
-        self.config, self.kv_transfer = config, cast("KVTransferConfig", config.kv_transfer)  # None: it shares no KV
-        self.layout, self.kv_caches = layout, kv_caches or {}
+    def __init__(self, config: EngineConfig, layout: Any, kv_caches: dict[int, Tensor]) -> None:
+        self.config, self.kv_transfer = config, cast(KVTransferConfig, config.kv_transfer)
+        self.layout, self.kv_caches = layout, kv_caches
         self.notify: Callable[[], None] = lambda: None
 
     @classmethod
     def empty_kv_cache(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A layer's cache, all zeros, in memory from which it can be transferred."""
-        from nanovllm.ops.device import zeros
-
         return zeros(tuple(shape), dtype, device)
 
     def get_handshake_metadata(self) -> Any:
@@ -264,31 +233,30 @@ class KVConnectorWorker:
         """
         return KVConnectorOutput()
 
+    @contextmanager
+    def transfers(self, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
+        """Around a forward pass: the one place that calls the methods above, except for `save_kv_layer` after each layer's attention.
+
+        Args:
+            metadata: what the scheduler's half has to say for this step.
+            is_idle: there is no forward pass inside.
+
+        Yields:
+            What has come to an end; filled in when the block is left.
+        """
+        output = KVConnectorOutput()
+        self.metadata = metadata
+        try:
+            self.start_load_kv()
+            yield output
+            self.wait_for_save()
+            with waiting_for_others():
+                output.add(self.get_finished(IDLE_SECONDS if is_idle else 0.0))
+        finally:
+            self.metadata = None
+
     def forget_requests(self) -> None:
         """A step broke off: stop all transfers. When this returns, none touches a block any more."""
 
     def close(self) -> None:
         """End all connections."""
-
-
-@contextmanager
-def transfers(connector: KVConnectorWorker, metadata: Any, is_idle: bool) -> Iterator[KVConnectorOutput]:
-    """Around a rank's forward pass: the one place that calls a connector, except for the call after each layer's attention.
-
-    Args:
-        metadata: what the scheduler's half has to say for this step.
-        is_idle: there is no forward pass inside.
-
-    Yields:
-        What has come to an end; filled in when the block is left.
-    """
-    output = KVConnectorOutput()
-    connector.metadata = metadata
-    try:
-        connector.start_load_kv()
-        yield output
-        connector.wait_for_save()
-        with waiting_for_others():
-            output.add(connector.get_finished(IDLE_SECONDS if is_idle else 0.0))
-    finally:
-        connector.metadata = None

@@ -219,29 +219,3 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, Any]:
             logger.warning("generation_config.json: %s; %s is ignored", error, name)
             del defaults[name]
     return defaults
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
-    """Check that the layers of a model can be divided among `tp` ranks, before anything is loaded.
-
-    Raises:
-        ValueError: they cannot; the message says why, and which numbers of ranks fit.
-    """
-    if misfits := _misfits(config, tp):
-        *others, last = (str(n) for n in range(1, config.num_heads + 1) if not _misfits(config, n))
-        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
-        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
-
-
-def _misfits(config: ModelConfig, tp: int) -> list[str]:
-    """The sizes of a model that cannot be divided among `tp` ranks, in words."""
-    moe = config.moe
-    counts = {"attention heads": config.num_heads}
-    if moe is None or not all(moe.sparse_layers):
-        counts["MLP channels (intermediate_size)"] = config.intermediate_size
-    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
-        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
-    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
-    if config.num_kv_heads % tp and tp % config.num_kv_heads:
-        misfits.append(f"{config.num_kv_heads} KV heads")
-    return misfits

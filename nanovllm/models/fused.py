@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
+from nanovllm.distributed.pipeline_parallel import Elsewhere
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.ops.native import PACKED_INPUTS, call, kernel_of
 
@@ -27,8 +28,7 @@ PARAMETERS = (
 def fuse_layers(model: LlamaForCausalLM) -> None:
     """Let the layers of a model with packed weights run in one call, if this machine and these layers can. Otherwise, and where a
     hook or a connector follows the layers of a step, they run one by one."""
-    here = model.model.here
-    layers = list(model.model.layers[here.start : here.stop])
+    layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if all(map(_fits, layers)) and get_tp_group().world_size == 1:
         model.model.fused = (FusedLayers(layers),)
 

@@ -1,6 +1,6 @@
 """Llama and its relatives (Mistral, Qwen2, Qwen3; the base of Gemma 2): from packed tokens to hidden states.
 
-Built by notebooks/10_first_tokens.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/10_first_tokens.ipynb, continued by 23: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers and final norm; in a pipeline, those of this rank's stage. `family` names their classes.
+    """Embedding, layers and final norm. `family` names their classes.
 
     Attributes:
         fused: what runs in the place of all layers, where a CPU can (models/fused.py).
@@ -133,7 +133,7 @@ class LlamaModel(nn.Module):
     fused: Sequence[Any] = ()
 
     def __init__(self, config: ModelConfig, max_positions: int, family: type[LlamaForCausalLM]) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.stage, self.here = get_pp_group(), layers_here(config.num_layers)
         # The last stage needs the embedding if the output head is the same matrix.
         embeds = self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings)
@@ -171,7 +171,7 @@ class LlamaForCausalLM(nn.Module):
     rotary_table: Any = staticmethod(rotary_table)
 
     def __init__(self, config: ModelConfig, max_positions: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.config = config
         self.model = LlamaModel(config, max_positions, type(self))
         self.lm_head = if_here(self.model.stage.is_last, ParallelLMHead, config.vocab_size, config.hidden_size)

@@ -81,7 +81,7 @@ class DecodeGraphs:
         self._make_graph, self._pool = runner.make_graph, None
         self._graphs: dict[int, Any] = {}
         most = self.sizes[-1]
-        self._received, self._out = runner.link.blank(most), runner.link.blank_output(most)
+        self._received, self._out = runner.blank(most), runner.blank_output(most)
         runner._pad(0, most)
         runner._inputs(most, most, 1, 1, upload=True)
 
@@ -145,7 +145,7 @@ def warm_up(runner: ModelRunner) -> None:
     runner._inputs(most, most, 1, 1, upload=True)
     for num_seqs, max_query_len, max_seq_len in kinds:
         inputs = runner._inputs(num_seqs, num_seqs, max_query_len, max_seq_len)
-        runner._run_model(*inputs, runner.link.blank(num_seqs))
+        runner._run_model(*inputs, runner.blank(num_seqs))
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)  # the first batch will overwrite what is being uploaded
     logger.info("warmed up with %d kinds of steps in %.1f s", len(kinds), time.perf_counter() - start)

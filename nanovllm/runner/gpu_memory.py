@@ -84,7 +84,7 @@ def run_largest_step(runner: ModelRunner) -> None:
     runner._query_start_loc.array[1 : num_seqs + 1] = np.cumsum(counts)
     runner._seq_lens.array[:num_seqs] = counts
     inputs = runner._inputs(num_seqs, num_tokens, most, most, upload=True)
-    hidden = runner._run_model(*inputs, runner.link.blank(num_tokens))
+    hidden = runner._run_model(*inputs, runner.blank(num_tokens))
     if get_pp_group().is_last:
         params = SamplingParams(temperature=1, top_p=0.9, logprobs=1)
         row = SamplingRow(params, np.zeros(1, dtype=np.int32), 1)

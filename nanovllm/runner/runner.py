@@ -23,9 +23,9 @@ from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
-from nanovllm.distributed.pipeline_parallel import SingleStage, layers_here, stage_link
+from nanovllm.distributed.pipeline_parallel import layers_here
 from nanovllm.kv.block_pool import InvariantError
-from nanovllm.kv.connector import KVConnectorWorker, transfers
+from nanovllm.kv.no_connector import NoConnector
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -213,7 +213,7 @@ class ModelRunner:
         """
         if schedule.connector_metadata is None:
             return self._launch(schedule)
-        with transfers(self.connector, schedule.connector_metadata, schedule.empty) as output:
+        with self.connector.transfers(schedule.connector_metadata, schedule.empty) as output:
             wait = self._launch(schedule) if not schedule.empty else ModelRunnerOutput
         return lambda: replace(wait(), connector_output=output)
 
@@ -241,7 +241,7 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
         pipeline goes on with what this one has computed."""
-        received = self.link.receive(int(batch.num_scheduled.sum()) or 1)
+        received = None if self.link is None else self.link.receive(int(batch.num_scheduled.sum()) or 1)
         if self.graphs is not None and batch.num_scheduled.max(initial=0) == 1:
             out = self.graphs.replay(batch, received)
             self.connector.save_kv_layers()
@@ -257,7 +257,7 @@ class ModelRunner:
     ) -> Tensor:
         """Run the layers of this rank; returns hidden states, or what the next pipeline stage needs."""
         caches = dict(zip(self.layers, self.kv_caches, strict=True))
-        connector = self.connector if self.connector.kv_caches else None  # only one that moves KV is called per layer
+        connector = self.connector if self.config.kv_transfer is not None else None  # called for each layer
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
@@ -288,9 +288,9 @@ class ModelRunner:
         self.connector.forget_requests()
 
     @cached_property
-    def connector(self) -> KVConnectorWorker:
+    def connector(self) -> Any:
         """This rank's half of the connector, which moves KV between engines; the default one moves none."""
-        return KVConnectorWorker(self.config)
+        return NoConnector()
 
     def _start_prompt_logprobs(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor
@@ -335,9 +335,20 @@ class ModelRunner:
         return create(self.config, self.model_config, self.folder)
 
     @cached_property
-    def link(self) -> SingleStage:
-        """To the other stages of the pipeline."""
-        return stage_link(self.model_config.hidden_size, self.dtype, self.device)
+    def link(self) -> Any:
+        """The connection to the other stages of the pipeline; None if this rank has all layers."""
+        if get_pp_group().world_size == 1:
+            return None
+        create = load("nanovllm.distributed.stage_link:StageLink", "pipeline_parallel_size")
+        return create(self.model_config.hidden_size, self.dtype, self.device)
+
+    def blank(self, num_tokens: int) -> Tensor | None:
+        """A substitute for received hidden states, for steps that a stage runs alone to measure or to record them."""
+        return None if get_pp_group().is_first else self.blank_output(num_tokens)
+
+    def blank_output(self, num_tokens: int) -> Tensor:
+        """A buffer for this stage's output."""
+        return torch.zeros(num_tokens, self.model_config.hidden_size, dtype=self.dtype, device=self.device)
 
     @cached_property
     def balancer(self) -> Any:

@@ -6,12 +6,13 @@ Built by notebooks/13_scheduler.ipynb, continued by 23, 43: edit it there, then 
 from __future__ import annotations
 
 from bisect import insort
+from typing import Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from nanovllm.kv.connector import KVConnectorScheduler
 from nanovllm.kv.manager import KVCacheManager
+from nanovllm.kv.no_connector import NoConnector
 from nanovllm.scheduler.step_times import StepTimes
 
 
@@ -25,7 +26,7 @@ class Scheduler:
     preempted is always the last of the running ones, and it is again first in line.
 
     Args:
-        connector: knows of keys and values outside of this engine. The default knows of none.
+        connector: a `NoConnector`, or one that knows of keys and values outside of this engine (lecture 31).
 
     Attributes:
         waiting: requests of which nothing is computed.
@@ -36,12 +37,10 @@ class Scheduler:
         step_times: predicts how long a step will take; the engine tells it how long each step took.
     """
 
-    def __init__(
-        self, config: EngineConfig, manager: KVCacheManager, connector: KVConnectorScheduler | None = None
-    ) -> None:
+    def __init__(self, config: EngineConfig, manager: KVCacheManager, connector: Any = None) -> None:
         self.config = config
         self.manager = manager
-        self.connector = connector or KVConnectorScheduler(config)
+        self.connector: Any = connector or NoConnector()
         self.requests: dict[str, Request] = {}
         self.queues: dict[RequestStatus, list[Request]] = {status: [] for status in RequestStatus}
         self.waiting = self.queues[RequestStatus.WAITING]

@@ -22,7 +22,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.data.config import EngineConfig
 from nanovllm.distributed.processes import uninterrupted
 from nanovllm.executor import base, multiprocess
-from nanovllm.executor.base import ExecutorError, check_grid
+from nanovllm.executor.base import ExecutorError
+from nanovllm.executor.grid import check_grid
 from nanovllm.models.config import ModelConfig
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK

@@ -15,9 +15,9 @@ from nanovllm.distributed.groups import Grid
 from nanovllm.distributed.life_signs import TRANSFER_ENDED
 from nanovllm.distributed.shared_memory import Segment
 from nanovllm.executor import remote
+from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.remote import RemoteExecutor, RemoteRank
-from nanovllm.kv.connector import OutputAggregator
 
 
 class Orders(RemoteExecutor):

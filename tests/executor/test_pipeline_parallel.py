@@ -7,6 +7,7 @@ import pathlib
 import random
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.lab.viz import pool_states
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
+from nanovllm.runner.runner import ModelRunner
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
@@ -148,8 +150,20 @@ def test_a_send_does_not_wait() -> None:
 
 def test_a_pipeline_of_one_stage() -> None:
     link = StageLink(4, torch.float32)
-    assert link.group.is_first and link.group.is_last and link.receive(3) is None and link.blank(3) is None
-    assert isinstance(link.blank_output(3), torch.Tensor)
+    assert link.group.is_first and link.group.is_last and link.receive(3) is None
+
+
+def test_what_stands_for_received_hidden_states() -> None:
+    runner = object.__new__(ModelRunner)
+    runner.dtype, runner.device = torch.float32, torch.device("cpu")
+    runner.model_config = SimpleNamespace(hidden_size=4)  # type: ignore[assignment]
+    for stage in range(2):
+        with as_stage(2, stage):
+            assert (runner.blank(3) is None) == (stage == 0) and runner.blank_output(3).shape == (3, 4)
+    assert runner.blank(3) is None and runner.link is None
+
+
+def test_all_layers_are_on_the_only_stage() -> None:
     assert len(layers_here(30)) == 30 and get_pp_group().world_size == 1
 
 

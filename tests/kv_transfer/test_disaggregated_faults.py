@@ -21,7 +21,7 @@ import pytest
 from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.distributed.activity import waiting_for_others
 from nanovllm.engine.core import EngineCore
-from nanovllm.kv.connector import OutputAggregator
+from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import Claim, Leases, Prefill, Prefilled, Release, credentials, encode
 from nanovllm.kv_transfer.transport.base import Link, Rank

@@ -47,7 +47,7 @@ class ScriptedConnector(KVConnectorScheduler):
     """
 
     def __init__(self, config: Any, look: Callable[[list[int], int], list[bytes | None]], block_size: int) -> None:
-        super().__init__(config)
+        super().__init__(config, {}, ())
         self.look, self.block_size = look, block_size
         self.offers: dict[str, int] = {}
         self.wanted: set[str] = set()  # by others, when they are done

@@ -17,6 +17,7 @@ from nanovllm.attention.torch import TorchBackend
 from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.distributed import groups
 from nanovllm.distributed.groups import Grid, GroupCoordinator, get_tp_group
+from nanovllm.executor.grid import check_tensor_parallel
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.layers.basic import Layer
 from nanovllm.layers.tensor_parallel import (
@@ -29,7 +30,7 @@ from nanovllm.layers.tensor_parallel import (
     VocabParallelEmbedding,
     num_kv_heads_of_rank,
 )
-from nanovllm.models.config import ModelConfig, check_tensor_parallel
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import CheckpointError, checkpoint_tensors, load_model, load_weights
 from tests import oracle

@@ -41,7 +41,7 @@ from nanovllm.distributed.load_balance import (
     plan_moves,
     settle,
 )
-from nanovllm.executor.base import check_grid
+from nanovllm.executor.grid import check_grid
 from nanovllm.lab.course.greedy import GreedyLoop
 from nanovllm.lab.course.ranks import run_ranks
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig

@@ -65,7 +65,12 @@ class Rows:
     def __init__(self, make_graph: Any, sizes: int, noted: list[Any]) -> None:
         self.config, self.make_graph, self.noted = EngineConfig(max_num_seqs=sizes), make_graph, noted
         self.config.settle(64, 32)
-        self.link = SimpleNamespace(blank=lambda most: None, blank_output=lambda most: torch.zeros(most))
+
+    def blank(self, most: int) -> None:
+        pass
+
+    def blank_output(self, most: int) -> Tensor:
+        return torch.zeros(most)
 
     def _pad(self, first: int, end: int) -> None:
         self.noted.append(("padding", first, end))

@@ -103,7 +103,7 @@ class Setting:
 
     def tensor_size(self) -> int | None:
         """The fewest ranks, from two to four, among which the model's layers can be divided; None if there is no such number."""
-        from nanovllm.models.config import check_tensor_parallel
+        from nanovllm.executor.grid import check_tensor_parallel
 
         for size in (2, 3, 4):
             with contextlib.suppress(ValueError):

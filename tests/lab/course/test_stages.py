@@ -16,6 +16,7 @@ from nanovllm.lab.course.__main__ import main
 from tests.house import ROOT, code_lines
 from tests.oracle import reference_tokens
 from tests.server_process import ServerProcess
+from tests.test_house import imports
 from tests.test_parts import COUNT, PROMPTS, SCRIPT, environment_of, run
 
 STAGES = [18, 26, 32, 43]
@@ -24,10 +25,11 @@ README = (ROOT / "notebooks" / "README.md").read_text(encoding="utf-8")
 # Operators, and what is between a client and the engine: of the rest a stage's size is wanted.
 OPERATORS_AND_SERVER = [
     "ops/",
-    "attention/triton_kernels",
+    "attention/triton",  # the kernels in Triton, and what launches them
     "server/",
     "router/",
     "cli/",
+    "data/flags",  # the command line's parser; the settings only derive their flags from it
     "trace/",
     "text/chat_template",
     "text/long_texts",
@@ -36,16 +38,22 @@ OPERATORS_AND_SERVER = [
 OPERATORS_AND_SERVER += [
     f"engine/{name}" for name in ("async_engine", "front_end", "process", "client", "request_stream")
 ]
-STAGE_18 = 4_100  # code lines of the rest, at most; the goal is 3,500
+STAGE_18 = 3_500  # code lines of the rest, at most
 
 
 def lines_of(package: pathlib.Path) -> tuple[int, int]:
-    """Code lines: of everything, and of everything but operators and server."""
-    lines = {
-        path.relative_to(package).as_posix(): code_lines(path.read_text("utf-8")) for path in package.rglob("*.py")
-    }
-    rest = [count for path, count in lines.items() if not path.startswith(tuple(OPERATORS_AND_SERVER))]
-    return sum(lines.values()), sum(rest)
+    """Code lines: of everything, and of everything but operators and server. A module that only the server imports, such as the one
+    that starts and ends the engine's process, belongs to the server."""
+    modules = {path.relative_to(package).with_suffix("").as_posix(): path for path in package.rglob("*.py")}
+    users: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for module, _ in imports(path):
+            users.get(module.replace(".", "/"), set()).add(name)
+    apart = {name for name in modules if name.startswith(tuple(OPERATORS_AND_SERVER))}
+    while found := {name for name in modules.keys() - apart if users[name] and users[name] <= apart}:
+        apart |= found
+    lines = {name: code_lines(path.read_text("utf-8")) for name, path in modules.items()}
+    return sum(lines.values()), sum(count for name, count in lines.items() if name not in apart)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.kv.connector import IDLE_SECONDS
+from nanovllm.distributed.activity import IDLE_SECONDS
 from nanovllm.kv_transfer.stores.factory import open_store
 from nanovllm.kv_transfer.stores.sealed import KEY_BYTES
 from nanovllm.kv_transfer.stores.store import KVStore

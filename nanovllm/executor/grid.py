@@ -1,0 +1,79 @@
+"""Checks, before anything loads, whether a model and this machine can take the grid of ranks that the settings ask for."""
+
+from __future__ import annotations
+
+import os
+
+from nanovllm.data.checks import check_pipeline_parallel
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
+from nanovllm.executor.base import choose_backend
+from nanovllm.models.config import ModelConfig
+
+
+def check_layers(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Check that the model's layers, and each layer, can be divided.
+
+    Raises:
+        ValueError: the message names what would fit.
+    """
+    check_tensor_parallel(model_config, config.tensor_parallel_size)
+    check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int) -> None:
+    """Check that the layers of a model can be divided among `tp` ranks, before anything is loaded.
+
+    Raises:
+        ValueError: they cannot; the message says why, and which numbers of ranks fit.
+    """
+    if misfits := _misfits(config, tp):
+        *others, last = (str(n) for n in range(1, config.num_heads + 1) if not _misfits(config, n))
+        fit = f"{', '.join(others)} or {last}" if others else f"only {last}"
+        raise ValueError(f"{', '.join(misfits)} cannot be divided among {tp} ranks; tensor_parallel_size may be {fit}")
+
+
+def _misfits(config: ModelConfig, tp: int) -> list[str]:
+    """The sizes of a model that cannot be divided among `tp` ranks, in words."""
+    moe = config.moe
+    counts = {"attention heads": config.num_heads}
+    if moe is None or not all(moe.sparse_layers):
+        counts["MLP channels (intermediate_size)"] = config.intermediate_size
+    if moe is not None and not moe.enable_expert_parallel:  # with it, experts stay whole
+        counts["channels of an expert (moe_intermediate_size)"] = moe.intermediate_size
+    misfits = [f"{count} {what}" for what, count in counts.items() if count % tp]
+    if config.num_kv_heads % tp and tp % config.num_kv_heads:
+        misfits.append(f"{config.num_kv_heads} KV heads")
+    return misfits
+
+
+def check_grid(config: EngineConfig, model_config: ModelConfig) -> None:
+    """Check, before anything loads, that the experts can be divided as the settings say, and that there are enough processes
+    and devices.
+
+    Raises:
+        ValueError: the message names what would fit.
+    """
+    tensor, pipeline, data = config.tensor_parallel_size, config.pipeline_parallel_size, config.data_parallel_size
+    if (moe := model_config.moe) is not None and moe.enable_expert_parallel:
+        placement = load("nanovllm.distributed.expert_parallel:ExpertPlacement", "enable_expert_parallel")
+        placement.initial(moe.num_routed, tensor * data, moe.num_redundant_experts)
+    backend, here = choose_backend(config), config.world_size
+    asked = f"tensor_parallel_size {tensor} x pipeline_parallel_size {pipeline} is {here} ranks"
+    if backend == "external_launcher":
+        if data > 1:
+            mistake = "data_parallel_size above 1 does not work under torchrun"
+            raise ValueError(f"{mistake}: start the engine without torchrun")
+        processes = int(os.environ.get("WORLD_SIZE", here))
+        if processes != here:
+            mistake = f"{asked}, and torchrun has started WORLD_SIZE = {processes} processes"
+            raise ValueError(f"{mistake}: start {here}, or change the sizes")
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if backend == "ray" or config.device == "cpu":  # Ray knows where its GPUs are
+        return
+    import torch
+
+    devices = torch.cuda.device_count()
+    if torch.cuda.is_available() and here > devices:
+        mistake = f"{asked}, {here} of them here, and this machine has {devices} GPUs"
+        raise ValueError(f"{mistake}: lower the sizes, or use several machines or device cpu")
