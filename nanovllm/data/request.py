@@ -61,28 +61,32 @@ class Request:
     """The scheduler's view of one sequence."""
 
     def __init__(self, source: EngineRequest, arrival_index: int = 0) -> None:
+        params = source.sampling_params
+        # First what every step reads, which then shares a few cache lines.
         self.request_id = source.request_id
-        self.sampling_params = source.sampling_params
+        self.token_ids = list(source.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
+        self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
+        self.num_prompt_tokens = len(source.prompt_token_ids)
+        self.max_num_tokens = 0  # prompt and output, at most; the scheduler sets it
+        self.num_cached_tokens = -1  # -1: not admitted yet
+        self.finish_reason: str | None = None
+        # The tokens that end it, and the stop reason that its client gets: none for an end-of-sequence token.
+        self.stop_reasons: dict[int, int | None] = {token_id: token_id for token_id in params.stop_token_ids}
+        if not params.ignore_eos or params.structured_outputs is not None:  # a grammar's end is never ignored
+            self.stop_reasons |= dict.fromkeys(source.eos_token_ids)
+        self.looks_back = params.looks_back
+        self.sampling_params = params
         self.cache_salt = source.cache_salt
         self.kv_transfer_params = source.kv_transfer_params
-        self.num_prompt_tokens = len(source.prompt_token_ids)
-        self.token_ids = list(source.prompt_token_ids)
-        self.stop_token_ids = frozenset(source.sampling_params.stop_token_ids)
-        params = source.sampling_params
-        ignores_eos = params.ignore_eos and params.structured_outputs is None  # a grammar's end is never ignored
-        self.eos_token_ids = frozenset() if ignores_eos else frozenset(source.eos_token_ids)
         # Requests run, wait and are preempted in the order of this key.
         self.order = (source.priority, arrival_index)
         self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = -1  # -1: not admitted yet
         self.num_exact_tokens: int | None = None  # keys and values behind them are approximate; None: all are exact
         self.num_external_tokens = 0  # tokens behind the cached prefix whose keys and values the connector brings
-        self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
-        self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
         self.num_preemptions = 0
         self.block_hashes: list[bytes] = []
-        self.finish_reason: str | None = None
         self.stop_reason: int | None = None
 
     @property

@@ -30,7 +30,7 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     start: int
     num_tokens: int
     new_token_ids: list[int]
-    new_block_ids: list[int]
+    new_block_ids: list[int] | tuple[()]
     sampling_params: SamplingParams | None = None
     num_prompt_tokens: int = 0
     samples: bool = False

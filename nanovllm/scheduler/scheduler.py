@@ -68,6 +68,7 @@ class Scheduler:
         if not 0 < request.num_tokens < limit:
             raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
         self.requests[request.request_id] = request
+        request.max_num_tokens = min(request.num_prompt_tokens + (request.sampling_params.max_tokens or limit), limit)
         insort(self.waiting, request, key=lambda r: r.order)
 
     @property
@@ -115,14 +116,16 @@ class Scheduler:
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
-        self._continue_running(plan, self.running if chunked else [r for r in self.running if r.in_prefill])
+        candidates = self._continue_decoding(plan) if chunked else [r for r in self.running if r.in_prefill]
+        plan.num_tokens = plan.num_samples = num_decoding = len(plan.requests)
+        self._continue_running(plan, candidates)
         self._admit(plan)
         if plan.empty and not chunked:
             self._continue_running(plan, self.running)
         # A step without work is not run, so what the runner should drop is kept for the next one.
         self._removed_ids = plan.removed_ids if plan.empty else []
         if not plan.empty:
-            self._expect(plan)
+            self._expect(plan, num_decoding)
         plan.connector_metadata = self.connector.build_connector_meta(plan, self.manager.tables)
         return plan
 
@@ -130,12 +133,13 @@ class Scheduler:
         """How many tokens of the request this step may compute.
 
         0 if it has pending tokens and either the model is divided into stages (`_in_stages`) or the request ends with its pending
-        tokens (see `_is_complete`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
+        tokens (it then has `max_num_tokens`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
         `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0; in prefill (`in_prefill`), also at
         most what `plan.num_prefill_tokens` leaves of `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it
         misses, or 0 if that is more than the budget leaves.
         """
-        if request.num_pending_tokens and (self._in_stages or self._is_complete(request, request.num_pending_tokens)):
+        is_last = request.num_tokens + request.num_pending_tokens >= request.max_num_tokens
+        if request.num_pending_tokens and (self._in_stages or is_last):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
         if not self.config.enable_chunked_prefill:
@@ -158,8 +162,8 @@ class Scheduler:
           itself, or None, leave the request out.
         """
         for request in list(candidates):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # preempted a moment ago, in favour of an earlier request
+            if request.request_id in plan.preempted:
+                continue  # a moment ago, in favour of an earlier request
             if self._is_full(plan, len(self.running)):
                 return
             share = self._share(request, plan)
@@ -232,27 +236,19 @@ class Scheduler:
         return ""
 
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
-        first = request.num_sent_tokens == 0
-        before = request.num_computed_tokens
-        if first:  # the runner does not know the request: it needs the whole table
-            new_blocks = self.manager.tables[request.request_id]
+        before, new_tokens = request.num_computed_tokens, request.token_ids[request.num_sent_tokens :]
+        scheduled = ScheduledRequest(request.request_id, before, share, new_tokens, new_blocks)
+        scheduled.samples = request.num_missing_tokens == share
+        if request.num_sent_tokens == 0:  # the runner does not know the request: it needs the whole table
+            scheduled.new_block_ids = list(self.manager.tables[request.request_id])
+            scheduled.sampling_params, scheduled.num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
             if request.request_id not in plan.resumed:
                 plan.admitted[request.request_id] = before
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = before
         plan.num_prefill_tokens += share if request.in_prefill else 0
-        request.num_computed_tokens += share
-        scheduled = ScheduledRequest(
-            request.request_id,
-            before,
-            share,
-            request.token_ids[request.num_sent_tokens :],
-            list(new_blocks),
-            request.sampling_params if first else None,
-            request.num_prompt_tokens if first else 0,
-            samples=request.num_missing_tokens == 0,
-        )
         plan.add(scheduled)
+        request.num_computed_tokens += share
         request.num_sent_tokens = request.num_tokens
         self.manager.cache_blocks(request, before)
 
@@ -263,9 +259,7 @@ class Scheduler:
 
         The step is no longer in flight: take this very plan out of `_steps_in_flight`, not one that equals it. Its tokens are no longer
         pending, for each of its requests that has not ended meanwhile: `scheduled.samples` fewer, then `_update`. A `connector_output` that is
-        not None goes to the connector's method of the same name (KV that moved in the step).
-
-        Returns: what `_update` returned for all of them.
+        not None goes to the connector's method of the same name (KV that moved in the step). Returns what `_update` returned, without None.
         """
         self._steps_in_flight = tuple(step for step in self._steps_in_flight if step is not plan)
         if result.connector_output is not None:
@@ -275,52 +269,44 @@ class Scheduler:
             request = self.requests.get(scheduled.request_id)
             if request is not None:
                 request.num_pending_tokens -= scheduled.samples
-                outputs += self._update(request, scheduled, result)
+                if (output := self._update(request, scheduled, result)) is not None:
+                    outputs.append(output)
         return outputs
 
-    def _update(self, request: Request, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[EngineOutput]:
+    def _update(self, request: Request, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> EngineOutput | None:
         sampled = result.sampled.get(scheduled.request_id)
         prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
         if sampled is None and prompt_logprobs is None:
-            return []
-        output = EngineOutput(
-            request.request_id,
-            prompt_logprobs=prompt_logprobs,
-            prompt_logprobs_start=scheduled.start + 1,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+            return None
+        new_token_ids = [sampled.token_id] if sampled is not None and not sampled.error else []
+        output = EngineOutput(request.request_id, new_token_ids, num_cached_tokens=request.num_cached_tokens)
+        if prompt_logprobs is not None:
+            output.prompt_logprobs, output.prompt_logprobs_start = prompt_logprobs, scheduled.start + 1
         if sampled is not None and sampled.error:
             self.finish(request, "error")
             output.finish_reason, output.grammar_error = "error", sampled.error
         elif sampled is not None:
             self._append_token(request, sampled.token_id)
-            output.new_token_ids = [sampled.token_id]
-            output.logprobs = [sampled.logprobs] if sampled.logprobs else None
-            output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
-            output.kv_transfer_params = request.kv_transfer_params if request.finish_reason else None
-        return [output]
+            if sampled.logprobs is not None:
+                output.logprobs = [sampled.logprobs]
+            if request.finish_reason is not None:
+                output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
+                output.kv_transfer_params = request.kv_transfer_params
+        return output
 
     def _append_token(self, request: Request, token_id: int) -> None:
         """Append a token that was sampled, and end the request if it is the last one."""
         request.token_ids.append(token_id)
-        if request.status is RequestStatus.RUNNING and request.num_computed_tokens >= request.num_tokens:
-            self.manager.cache_blocks(request, request.num_tokens - 1)  # this token may complete a block
-        params = request.sampling_params
+        num_tokens, params = len(request.token_ids), request.sampling_params
+        if request.num_computed_tokens >= num_tokens and request.status is RequestStatus.RUNNING:
+            self.manager.cache_blocks(request, num_tokens - 1)  # this token may complete a block
         # A grammar leaves only tokens that end the request when the output is complete.
-        may_stop = request.num_output_tokens >= params.min_tokens or params.structured_outputs is not None
-        if may_stop and token_id in request.eos_token_ids:
-            self.finish(request, "stop")
-        elif may_stop and token_id in request.stop_token_ids:
-            self.finish(request, "stop", stop_reason=token_id)
-        elif self._is_complete(request):
+        if token_id in request.stop_reasons and (
+            request.num_output_tokens >= params.min_tokens or params.structured_outputs is not None
+        ):
+            self.finish(request, "stop", request.stop_reasons[token_id])
+        elif num_tokens >= request.max_num_tokens:
             self.finish(request, "length")
-
-    def _is_complete(self, request: Request, num_pending: int = 0) -> bool:
-        """True if the request has reached its limit, once `num_pending` more tokens are known."""
-        max_tokens = request.sampling_params.max_tokens
-        assert max_tokens is not None, "the front end fills max_tokens in"
-        limit = min(request.num_prompt_tokens + max_tokens, self.config.max_request_tokens)
-        return request.num_tokens + num_pending >= limit
 
     # ---------------------------------------------------------------- when blocks run out
 
@@ -383,15 +369,15 @@ class Scheduler:
 
     _steps_in_flight: tuple[SchedulerOutput, ...] = ()  # their results have not come back
 
-    def _expect(self, plan: SchedulerOutput) -> None:
+    def _expect(self, plan: SchedulerOutput, first: int = 0) -> None:
         """Append a step to `_steps_in_flight` (a tuple) until its result comes, and count the tokens that it samples as pending.
 
-        The requests' `num_computed_tokens` count this step already. So if more tokens of a request are computed than known (`num_tokens`),
-        the step computes a pending token of it: its share in the plan gets `last_is_pending`. Afterwards each request for which the step
-        samples (`samples` of its share) has one pending token more.
+        The requests' `num_computed_tokens` count this step already. If more tokens of a request are computed than known (`num_tokens`), the step
+        computes a pending token: the request's share gets `last_is_pending`. Each request for which the step samples (`samples` of its share)
+        has one pending token more afterwards. Shares before number `first` are counted already.
         """
         self._steps_in_flight += (plan,)
-        for scheduled in plan.requests:
+        for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
             scheduled.last_is_pending = request.num_computed_tokens > request.num_tokens
             request.num_pending_tokens += scheduled.samples
@@ -409,4 +395,30 @@ class Scheduler:
     @property
     def waits_for_tokens(self) -> bool:
         """True if the next step has to wait for pending tokens, which a penalty or a grammar depends on."""
-        return not self._in_stages and any(r.num_pending_tokens and r.sampling_params.looks_back for r in self.running)
+        ahead = bool(self._steps_in_flight) and not self._in_stages
+        return ahead and any(r.looks_back and r.num_pending_tokens for r in self.running)
+
+    def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
+        """Do in less time what `_continue_running` would for the head of the queue, where each request misses one token.
+
+        Returns the running requests from the first one on that it leaves to `_continue_running`: this one misses more tokens, or the
+        runner does not know it, or no block is free for it. In a pipeline, it leaves all.
+        """
+        block_size, count = self.manager.block_size, 0 if self._in_stages else self.config.token_budget
+        for i, request in enumerate(self.running[:count]):
+            start, pending, num_sent = request.num_computed_tokens, request.num_pending_tokens, request.num_sent_tokens
+            num_tokens, end = len(request.token_ids), start + 1
+            if end != num_tokens + pending or start < request.num_prompt_tokens or num_sent == 0:
+                return self.running[i:]
+            if pending and end >= request.max_num_tokens:
+                continue  # the pending token is the last one
+            blocks = () if start % block_size else self.manager.allocate_slots(request, end)
+            if blocks is None:
+                return self.running[i:]
+            name, new = request.request_id, request.token_ids[num_sent:]
+            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, True, pending > 0))
+            request.num_computed_tokens, request.num_sent_tokens = end, num_tokens
+            request.num_pending_tokens = pending + 1
+            if end % block_size == 0:
+                self.manager.cache_blocks(request, start)
+        return self.running[count:]

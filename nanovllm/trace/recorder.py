@@ -79,7 +79,7 @@ class StepRecorder:
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
         fields["requests"] = [
             TracedRequest(
-                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, r.new_block_ids
+                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, [*r.new_block_ids]
             )
             for r in plan.requests
         ]

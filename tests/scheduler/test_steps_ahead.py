@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
-from nanovllm.data.schedule import ScheduledRequest, SchedulerOutput
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
 from nanovllm.engine.core import EngineCore, StepInFlight
+from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
 from tests.scheduler.test_scheduler import scheduler_of
 
@@ -33,6 +39,16 @@ def test_a_step_in_flight_is_remembered_with_its_pending_tokens() -> None:
     assert [share.last_is_pending for share in plan.requests] == [False, False, True], (
         "r2 has 3 known tokens, and this step computes its fourth, which is pending"
     )
+
+
+def test_shares_that_are_counted_already_are_not_counted_again() -> None:
+    scheduler = scheduler_of(4, 6)
+    plan = SchedulerOutput()
+    for i in range(2):
+        plan.add(ScheduledRequest(f"r{i}", 0, 4, [], [], samples=True))
+    scheduler._expect(plan, 1)
+    assert scheduler._steps_in_flight == (plan,)
+    assert [r.num_pending_tokens for r in scheduler.requests.values()] == [0, 1]
 
 
 # -------------------------------------------------------------------------------------------- Scheduler._share
@@ -89,6 +105,80 @@ def test_prompts_share_what_the_plan_allows_them() -> None:
     assert scheduler._share(one, plan) == 4, "other prompts have 2 of 6 tokens already"
     one.num_computed_tokens, one.num_pending_tokens, plan.num_prefill_tokens = 10, 1, 6
     assert scheduler._share(one, plan) == 1, "a request that decodes is no prompt"
+
+
+# ------------------------------------------------------------------------------ Scheduler._continue_decoding
+
+
+class WholeRule(Scheduler):
+    def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
+        return self.running
+
+
+class Counts(Scheduler):
+    shares = served = 0  # of all plans, and by the shortcut
+
+    def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
+        rest = super()._continue_decoding(plan)
+        self.served += len(plan.requests)
+        return rest
+
+    def schedule(self) -> SchedulerOutput:
+        plan = super().schedule()
+        self.shares += len(plan.requests)
+        return plan
+
+
+def plans_of_a_life(kind: type[Scheduler], seed: int) -> tuple[list[Any], Any]:
+    """All plans and outputs of a random workload in a small pool, and its scheduler."""
+    draw = random.Random(seed)
+    block_size, num_blocks, stages = draw.choice([1, 2, 4, 16]), draw.choice([12, 40]), draw.choice([1, 1, 1, 2])
+    ahead = stages - 1 or draw.randint(0, 1)
+    config = EngineConfig(
+        block_size=block_size, num_kv_blocks=num_blocks, pipeline_parallel_size=stages,
+        max_num_seqs=draw.choice([3, 8]), max_num_batched_tokens=draw.choice([8, 16, 64]),
+        long_prefill_token_threshold=draw.choice([0, 3]), max_step_ms=draw.choice([0, 20]),
+        preemption_mode=draw.choice(["recompute", "swap"]), enable_prefix_caching=draw.random() < 0.7,
+    )  # fmt: skip
+    config.settle(40, num_blocks)
+    scheduler = kind(config, KVCacheManager(num_blocks, block_size, config.enable_prefix_caching, draw.choice([0, 20])))
+    longest = config.max_request_tokens - 1
+    for i in range(10):
+        params = SamplingParams(max_tokens=draw.randint(1, 20), min_tokens=draw.choice([0, 1]), stop_token_ids=[5])
+        prompt = [draw.randint(0, 9) for _ in range(min(draw.randint(1, 12), longest))]
+        scheduler.add_request(Request(EngineRequest(f"r{i}", prompt, params, [7], draw.choice([0, 0, 1])), i))
+    seen, in_flight = list[Any](), deque[SchedulerOutput]()
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        shares = [[*msgspec.structs.astuple(share)[:4], *share.new_block_ids] for share in plan.requests]
+        marks = [(share.samples, share.last_is_pending) for share in plan.requests]
+        counts = plan.num_tokens, plan.num_samples, plan.num_prefill_tokens, plan.max_prefill_tokens, plan.blocked_by
+        changes = plan.removed_ids, plan.preempted, plan.admitted, plan.resumed, plan.swap_out, plan.swap_in
+        seen.append((shares, marks, counts, changes))
+        if not plan.empty:
+            in_flight.append(plan)
+        assert in_flight, "requests wait, and no step is in flight"
+        if plan.empty or len(in_flight) > ahead:
+            done = in_flight.popleft()
+            tokens = {share.request_id: SampledToken(draw.randint(0, 30)) for share in done.requests if share.samples}
+            outputs = scheduler.update_from_output(done, ModelRunnerOutput(tokens))
+            seen += [(o.request_id, o.new_token_ids, o.finish_reason, o.stop_reason) for o in outputs]
+        scheduler.check_invariants()
+    return seen, scheduler
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_shortcut_plans_what_the_whole_rule_plans(seed: int) -> None:
+    """Chunks, priorities, both kinds of preemption, swapping, pipelines, stop tokens, in turn and one step ahead."""
+    whole, _ = plans_of_a_life(WholeRule, seed)
+    short, _ = plans_of_a_life(Scheduler, seed)
+    assert short == whole
+
+
+def test_the_shortcut_serves_requests_in_these_lives() -> None:
+    schedulers = [plans_of_a_life(Counts, seed)[1] for seed in range(60)]
+    assert sum(scheduler.served for scheduler in schedulers) > sum(scheduler.shares for scheduler in schedulers) / 4
+    assert sum(scheduler.num_preemptions for scheduler in schedulers) > 20
 
 
 # ------------------------------------------------------------------------------------- EngineCore._take_results

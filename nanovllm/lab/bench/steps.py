@@ -31,7 +31,7 @@ from nanovllm.lab.bench.report import Row, estimate, goal, paired
 from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.lab.processes import run_ranks
 
-RUNNING, HISTORIES = (1, 32, 256, 1024, 4096), (32, 4096)
+RUNNING, HISTORIES = (1, 32, 256, 1024, 4096), (64, 4096)
 BATCHES, CALLS = (1, 32, 256, 1024), ("schedule", "update", "both")
 
 
@@ -48,7 +48,8 @@ def scheduler(setting: Setting) -> Iterator[Row]:
             engine = stack.enter_context(SchedulerAlone(settings))
             engines[f"{name} {engine.started.versions.get(name, '')}"] = engine
         for history, running in sizes:
-            requests = [BenchRequest([i] * history, steps) for i in range(running)]
+            # One in 16 fills a block in each step, as in an engine.
+            requests = [BenchRequest([i] * (history + i % 16), steps) for i in range(running)]
             works = {name: partial(engine.ask, requests) for name, engine in engines.items()}
             for name, found in alternate(works, rounds, warm_up=0).items():
                 # For each round, the medians of the two calls and of their sum.

@@ -163,12 +163,12 @@ class LlamaSlots:
 
 
 def run_scheduler(make: Callable[..., tuple[Any, Callable[[Any], Any]]], model: str, requests: Requests) -> Any:
-    """Run requests of equal lengths without a model: each gets the same token in every step.
+    """Run requests of equal outputs without a model: each gets the same token in every step.
 
     Returns:
         Seconds of `schedule` and `update_from_output` in each step in which all requests decode, and none ends.
     """
-    count, longest = len(requests), len(requests[0]["prompt_token_ids"]) + requests[0]["max_tokens"]
+    count, longest = len(requests), max(len(each["prompt_token_ids"]) + each["max_tokens"] for each in requests)
     sizes = {"max_num_seqs": count, "max_num_batched_tokens": count * longest, "max_model_len": longest}
     scheduler, stub = make(model, requests, sizes, count * -(-longest // BLOCK_SIZE))
     gc.freeze()  # as engines do before their first step

@@ -248,8 +248,10 @@ def test_the_scheduler_alone_decodes_all_requests_in_every_timed_step(
     plans: list[Any] = []
     schedule = Scheduler.schedule
     monkeypatch.setattr(Scheduler, "schedule", lambda self: plans.append(schedule(self)) or plans[-1])
-    (times,) = worker.run_scheduler(worker.nanovllm_scheduler, "", orders(count, length, 7))
-    assert [plan.num_tokens for plan in plans] == [count * length] + [count] * 6
+    requests = orders(count, length, 7)
+    requests[-1]["prompt_token_ids"] += [1, 2]
+    (times,) = worker.run_scheduler(worker.nanovllm_scheduler, "", requests)
+    assert [plan.num_tokens for plan in plans] == [count * length + 2] + [count] * 6
     assert len(times) == 4 and np.array(times).shape == (4, 2) and np.array(times).min() > 0
 
 
