@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanovllm.lab.bench.suite import Suite
 
 MAX_MODEL_LEN, KV_CACHE_MEMORY = 2048, "2GiB"
-_ENGINES, _LENGTHS = "engine vllm-python llamacpp-python workload repeats threads ", "input-len output-len "
+_ENGINES, _LENGTHS = "engine vllm-python llamacpp-python workload repeats threads figure ", "input-len output-len "
 #: What each measures, and its options.
 BENCHMARKS = {
     "latency": ("one batch", _ENGINES + _LENGTHS + "batch-size"),
@@ -99,6 +99,7 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
         "max-concurrency": {"type": _at_least_1, "help": own + "requests at once (default: all)"},
         "repeats": {"type": _at_least_1, "default": 3, "help": "runs of each workload (default: 3)"},
         "threads": {"type": _threads, "default": _NUM_CORES, "help": "cores that an engine computes on (default: all)"},
+        "figure": {"metavar": "FILE", "type": _file, "help": "draw the runs under the machine's roof (.svg or .png)"},
         "part": _names(" (default: all)", PARTS.get(benchmark, ())),
         "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
         "minutes": {"type": _above_0, "default": 9.0, "help": "how long it may take (default: 9)"},
@@ -148,6 +149,10 @@ def _measure_suite(arguments: argparse.Namespace) -> int:
     except EngineFailed:  # earlier runs are reported
         report()
         raise
+    if arguments.figure is not None and (runs := suite.under_the_roof()):
+        from nanovllm.lab.viz.roofline import write_roofline  # it imports matplotlib
+
+        write_roofline(arguments.figure, suite.limits.bytes_per_second, suite.limits.flops_per_second, runs)
     return report()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -145,6 +146,16 @@ class Suite:
     def of(self, workload: str, engine: str) -> list[Run]:
         """The runs of a workload on an engine, by repeat."""
         return [run for run in self.runs if run.workload == workload and run.engine == engine]
+
+    def under_the_roof(self) -> dict[str, dict[str, tuple[float, float]]]:
+        """By engine and workload: FLOPs per byte of the least work, and the median of FLOPs per second."""
+        found: dict[str, dict[str, tuple[float, float]]] = {}
+        for workload, engine in itertools.product(self.workloads, self.engines):
+            runs = self.of(workload.name, engine.name)
+            if runs and (work := runs[0].work) is not None:
+                rate = statistics.median(work.flops / run.figures.seconds for run in runs)
+                found.setdefault(engine.name, {})[workload.name] = work.flops / work.num_bytes, rate
+        return found
 
     def rows(self) -> Iterator[Row]:
         """The tables: speed, use of the machine, starts, and ratios."""

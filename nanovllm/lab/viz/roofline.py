@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
-from nanovllm.lab.viz.style import MUTED, PALETTE
+from nanovllm.lab.viz.style import MUTED, PALETTE, image_bytes, use_style
 
 
 def draw_roofline(
@@ -45,3 +47,9 @@ def draw_roofline(
     axes.legend(loc="lower right")
     axes.grid(True)
     return figure
+
+
+def write_roofline(path: pathlib.Path, *arguments: Any) -> None:
+    """Draw it into a PNG file, or into an SVG file if its name says so."""
+    use_style()
+    path.write_bytes(image_bytes(draw_roofline(*arguments), "svg" if path.suffix == ".svg" else "png"))

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM
@@ -24,6 +25,7 @@ from nanovllm.lab.bench.report import Report, goal
 from nanovllm.lab.bench.roofline import ModelCost, Work, least_work, roofline_share, workload_work
 from nanovllm.lab.bench.suite import Run, Started, Suite
 from nanovllm.lab.bench.workloads import NAMED, BenchRequest, custom_workload
+from nanovllm.lab.viz import roofline
 from nanovllm.models.config import ModelConfig
 from tests.oracle import make_checkpoint, reference_model
 
@@ -352,6 +354,24 @@ def made_up_suite() -> Suite:
     for engine, seconds in (("nanovllm", 2.0), ("hf", 5.0)):
         suite.starts.append(Started(engine, "offline", seconds, {"torch": "2.13"}, int(seconds * 2**28)))
     return suite
+
+
+def test_runs_lie_under_the_roof(tmp_path: pathlib.Path) -> None:
+    """10 FLOPs per byte; 1e9 FLOPs in 1.28 and in 2.56 s."""
+    suite = made_up_suite()
+    runs = suite.under_the_roof()
+    assert runs["nanovllm"] == {"W1": (10.0, pytest.approx(1e9 / 1.28))} and runs["hf"]["W1"][1] < 0.4e9
+    figure = roofline.draw_roofline(1e9, 1e12, runs)
+    roof, ours, theirs = figure.axes[0].get_lines()
+    x, y = roof.get_data()
+    assert np.allclose(y, np.minimum(x, 1000)) and x[0] < 10 < 1000 < x[-1]
+    assert [(line.get_label(), *line.get_xydata()[0]) for line in (ours, theirs)] == [
+        ("nanovllm", 10.0, pytest.approx(1 / 1.28)),
+        ("hf", 10.0, pytest.approx(1 / 2.56)),
+    ]
+    for name, start in (("roof.svg", b"<?xml"), ("roof.png", b"\x89PNG")):
+        roofline.write_roofline(tmp_path / name, 1e9, 1e12, runs)
+        assert (tmp_path / name).read_bytes().startswith(start)
 
 
 def test_an_interval_narrows_with_the_pairs() -> None:
