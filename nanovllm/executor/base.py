@@ -121,6 +121,9 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         model_config = replace(model_config, moe=model_config.moe.with_settings(config))
     elif config.enable_eplb:
         raise ValueError(f"enable_eplb: {model_config.architecture} has no experts; leave it out")
+    if model_config.quantization or config.quantization != "auto" or config.quantize_head:
+        with_settings = load("nanovllm.checkpoint.quantization:with_settings", "quantization")
+        model_config = replace(model_config, quantization=with_settings(model_config.quantization, config))
     check_tensor_parallel(model_config, config.tensor_parallel_size)
     check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     return model_config

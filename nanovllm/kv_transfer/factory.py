@@ -113,6 +113,7 @@ def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib
         folder: the checkpoint.
     """
     weights = f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
+    weights += f", {model_config.quantization}" if model_config.quantization else ""
     latent = model_config.kv_lora_rank > 0
     return {
         "model": model_config.architecture,

@@ -79,6 +79,8 @@ class Experts(nn.Module):
         w2: `[num_slots, hidden_size, intermediate_size]`, down.
     """
 
+    packable = True
+
     def __init__(self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
         super().__init__()
         self.shard = Shard.of(intermediate_size, group)
@@ -189,7 +191,7 @@ class MoE(Layer):
 
     def expert_weights(self) -> list[Tensor]:
         """The tensors whose row i belongs to slot i of this rank. These rows move with an expert."""
-        return [self.experts.w13.data, self.experts.w2.data]
+        return [parameter.data for parameter in self.experts.parameters()]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
         """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it is on another rank."""
@@ -237,11 +239,6 @@ class MoEForCausalLM(LlamaForCausalLM):
         for old, new in MIXTRAL_NAMES.items():
             name = name.replace(old, new)
         return super().checkpoint_name(name)
-
-    def pack_weights(self) -> None:
-        super().pack_weights()
-        for layer in self.moe_layers().values():
-            layer.experts.pack()
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:
