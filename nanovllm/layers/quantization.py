@@ -199,15 +199,15 @@ def _scheme(quantization: QuantizationConfig, stored: Shapes, name: str, shape: 
     if words is None:
         whole_rows = W8A8 if quantization.quantizes_inputs else W8A16
         return whole_rows if f"{layer}.weight_scale" in stored else None
-    scales = stored.get(f"{layer}.weight_scale" if packed else f"{layer}.scales", (1, 1))
-    groups = scales[1 if packed else 0]
     sizes = [size if size > 0 else inputs for size in quantization.group_sizes]
+    scales = stored.get(f"{layer}.weight_scale" if packed else f"{layer}.scales")
+    groups = scales[1 if packed else 0] if scales else max(inputs // sizes[0], 1)
     size = next((size for size in sizes if size * groups == inputs), None)
     if size is None:
         fit = [str(size) for size in (128, *GROUP_SIZES) if inputs % size == 0]
         mistake = f"{layer} has {inputs} inputs, which groups of {' or '.join(map(str, sizes))} do not divide"
         raise UnsupportedModelError(f"{mistake}: quantize with group_size {' or '.join([*fit, '-1'])}")
-    bits = 4 if awq or words[1 if packed else 0] * 8 == inputs else 8
+    bits = 8 if words[1 if packed else 0] * 4 == inputs and not awq else 4
     has_zeros = f"{layer}.{'qzeros' if awq else 'weight_zero_point'}" in stored
     if size % 8:
         raise UnsupportedModelError(

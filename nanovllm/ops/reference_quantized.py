@@ -43,7 +43,8 @@ def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
-    return (wide * (127 / largest).masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
+    inverse = torch.full_like(largest, 127) / largest  # a number / a tensor would be a reciprocal, and rounded twice
+    return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
 
 
 def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
