@@ -52,13 +52,13 @@ class QuantizationConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> QuantizationConfig:
-        """Read the `quantization_config` of a config.json.
+        """Read the `quantization_config` of a parsed config.json.
 
         Raises:
             UnsupportedModelError: the message says what would work.
             ModelFileError: a field of another type.
         """
-        fields = Settings.read(raw, FILE)
+        fields = Settings.read(raw["quantization_config"], FILE)
         method = fields["quant_method"].replace("_", "-")
         check_supported("quant_method", method, _READERS)
         return _READERS[method](fields)

@@ -113,12 +113,11 @@ def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib
         folder: the checkpoint.
     """
     weights = f"dummy, seed {config.seed}" if config.load_format == "dummy" else weights_digest(folder)
-    weights += f", {model_config.quantization}" if model_config.quantization else ""
     latent = model_config.kv_lora_rank > 0
     return {
         "model": model_config.architecture,
         "vocab_size": model_config.vocab_size,
-        "weights": weights,
+        "weights": f"{weights} {model_config.quantization or ''}".strip(),
         "dtype": str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch."),
         "block_size": config.block_size,
         "num_layers": model_config.num_layers,

@@ -38,6 +38,7 @@ class Layer(nn.Module):
         """Yield the names of the checkpoint's tensors for this layer, whose own name is `path`, and where they belong."""
         parent = path.rpartition(".")[0]
         for part, name in enumerate([f"{parent}.{name}" for name in self.parts] or [path]):
+            # A weight is a parameter, or a module that holds several (lecture 41).
             for kind, _ in [*self.named_parameters(recurse=False), *self.named_children()]:
                 yield f"{name}.{kind}", self.place(kind, part)
 

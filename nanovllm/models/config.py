@@ -33,6 +33,7 @@ _MIXTRAL: dict[str, Any] = {
     "class": "nanovllm.models.moe:MoEForCausalLM",
     "sliding_window": True,
 }
+QUANTIZATION = "nanovllm.checkpoint.quantization:QuantizationConfig"
 _GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True)
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -125,8 +126,6 @@ class ModelConfig:
         raw = Fields(traits.get("routing", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
-        if quantization := raw.get("quantization_config"):
-            read = load("nanovllm.checkpoint.quantization:QuantizationConfig", "a quantized checkpoint").from_dict
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
@@ -157,7 +156,7 @@ class ModelConfig:
             rope_interleave=latent and raw.get("rope_interleave", True),
             eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
             generation_defaults=_sampling_defaults(generation),
-            quantization=read(quantization) if quantization else None,
+            quantization=load(QUANTIZATION, "quantization").from_dict(raw) if raw.get("quantization_config") else None,
             **{name: raw[name] for name in same},
             **{name: raw[name] for name in optional if name in raw},
         )

@@ -120,10 +120,10 @@ class Experts(nn.Module):
 
     def pack(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest, see `ops.pack_weight`."""
-        for name in ("w13", "w2"):
-            weight = getattr(self, name)
-            packed = ops.pack_weight(weight.flatten(0, 1)) if weight.shape[1] % 16 == 0 else weight
-            setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
+        for name, weight in list(self.named_parameters(recurse=False)):
+            if weight.shape[1] % 16 == 0:
+                packed = ops.pack_weight(weight.flatten(0, 1)).unflatten(0, (len(weight), -1))
+                setattr(self, name, nn.Parameter(packed, requires_grad=False))
 
 
 class MoE(Layer):

@@ -304,7 +304,7 @@ GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": Tru
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        QuantizationConfig.from_dict(settings)
+        QuantizationConfig.from_dict({"quantization_config": settings})
 
 
 @pytest.mark.parametrize(
