@@ -190,8 +190,8 @@ class MoE(Layer):
         return self.tp.all_gather(out, dim=0)[: len(x)]
 
     def expert_weights(self) -> list[Tensor]:
-        """The tensors whose row i belongs to slot i of this rank. These rows move with an expert."""
-        return [parameter.data for parameter in self.experts.parameters()]
+        """The tensors whose row i belongs to slot i of this rank, as bytes. These rows move with an expert."""
+        return [parameter.data.flatten(1).view(torch.uint8) for parameter in self.experts.parameters()]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
         """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it is on another rank."""

@@ -98,28 +98,33 @@ def test_packing_is_that_of_compressed_tensors() -> None:
 # ---------------------------------------------------------------- grids of ranks
 
 
-def in_grid(folder: str, prompts: list[list[int]], expert_parallel: bool) -> list[list[int]]:
-    return tokens(folder, prompts, enable_expert_parallel=expert_parallel)
+def in_grid(folder: str, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    return tokens(folder, prompts, **options)
+
+
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
+MOVING = WHOLE_EXPERTS | {"enable_eplb": True, "eplb_config": '{"step_interval": 3}'}
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "ranks", "expert_parallel"),
+    ("changes", "kind", "ranks", "options"),
     [
-        (UNEVEN, GPTQ, Grid(tensor=3), False),
-        (UNEVEN, ASYMMETRIC, Grid(tensor=3), False),
-        ("mixtral", AWQ, Grid(tensor=2), True),
-        ("qwen3-moe", "gptq 8 bits, groups of 0, version 2", Grid(tensor=2), False),
+        (UNEVEN, GPTQ, Grid(tensor=3), {}),
+        (UNEVEN, ASYMMETRIC, Grid(tensor=3), {}),
+        ("mixtral", AWQ, Grid(tensor=2), WHOLE_EXPERTS),
+        ("mixtral", AWQ, Grid(tensor=2), MOVING),
+        ("qwen3-moe", "gptq 8 bits, groups of 0, version 2", Grid(tensor=2), {}),
     ],
-    ids=["gptq-tp3", "asymmetric-tp3", "awq-ep2", "gptq8-tp2"],
+    ids=["gptq-tp3", "asymmetric-tp3", "awq-ep2", "awq-eplb2", "gptq8-tp2"],
 )
 def test_tokens_stay_the_same_on_several_ranks(
-    made: Any, monkeypatch: pytest.MonkeyPatch, changes: Any, kind: str, ranks: Grid, expert_parallel: bool
+    made: Any, monkeypatch: pytest.MonkeyPatch, changes: Any, kind: str, ranks: Grid, options: Any
 ) -> None:
     if isinstance(changes, dict):
         monkeypatch.setitem(VARIANTS, "uneven", ("LlamaConfig", changes))
         changes = "uneven"
     folder, plain = made(changes, kind)
-    found = run_ranks(in_grid, ranks, str(folder), PROMPTS, expert_parallel, timeout=120)
+    found = run_ranks(in_grid, ranks, str(folder), PROMPTS, options, timeout=120)
     assert found == [expected_tokens(plain)] * ranks.tensor
 
 
