@@ -17,7 +17,7 @@ def check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device | st
     """
     needed = 4 * num_rotary_numbers
     if torch.device(device).type == "cpu":
-        needed += sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
+        needed += sum(p.numel() * getattr(p, "kept_dtype", dtype).itemsize for p in model.parameters())
     there = psutil.virtual_memory().total
     if needed > there:
         raise ModelFileError(

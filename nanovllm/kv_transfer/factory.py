@@ -117,7 +117,7 @@ def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib
     return {
         "model": model_config.architecture,
         "vocab_size": model_config.vocab_size,
-        "weights": weights,
+        "weights": f"{weights} {model_config.quantization or ''}".strip(),
         "dtype": str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch."),
         "block_size": config.block_size,
         "num_layers": model_config.num_layers,

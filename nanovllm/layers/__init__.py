@@ -1,1 +1,1 @@
-"""Linear, norm, rotary and embedding layers, and their tensor-parallel forms (lectures 10, 22)."""
+"""Linear, norm and embedding layers, tensor-parallel and quantized (lectures 10, 22, 41)."""

@@ -31,15 +31,20 @@ class Layer(nn.Module):
         Raises:
             AttributeError: this layer has no such parameter.
         """
-        parameter = self.get_parameter(kind)
+        parameter = getattr(self, kind)
         return Place(parameter, tuple(slice(0, size) for size in parameter.shape), tuple(parameter.shape))
 
     def places(self, path: str) -> Iterator[tuple[str, Place]]:
         """Yield the names of the checkpoint's tensors for this layer, whose own name is `path`, and where they belong."""
         parent = path.rpartition(".")[0]
         for part, name in enumerate([f"{parent}.{name}" for name in self.parts] or [path]):
-            for kind, _ in self.named_parameters(recurse=False):
+            # A weight is a parameter, or a module that holds several (lecture 41).
+            for kind, _ in [*self.named_parameters(recurse=False), *self.named_children()]:
                 yield f"{name}.{kind}", self.place(kind, part)
+
+    def pack(self) -> None:
+        """Rearrange the weight so that this machine multiplies fastest; see `ops.pack_weight`."""
+        self.weight = nn.Parameter(ops.pack_weight(self.weight), requires_grad=False)
 
 
 class Linear(Layer):

@@ -66,7 +66,7 @@ class ColumnParallelLinear(Linear):
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of this rank's rows of a checkpoint's tensor, which is part number `part` of this layer."""
         first = sum(shard.size for shard in self.shards[:part])
-        return self.shards[part].place(self.get_parameter(kind), first)
+        return self.shards[part].place(getattr(self, kind), first)
 
 
 class RowParallelLinear(Linear):
@@ -175,7 +175,7 @@ class VocabParallelEmbedding(Embedding):
 
     def place(self, kind: str, part: int = 0) -> Place:
         """The place of the rows of this rank's tokens."""
-        return self.shard.place(self.get_parameter(kind))
+        return self.shard.place(getattr(self, kind))
 
 
 class ParallelLMHead(VocabParallelEmbedding):

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.checkpoint import files
-from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json
+from nanovllm.checkpoint.files import Fields, ModelFileError, UnsupportedModelError, read_json  # noqa: F401
 from nanovllm.data.parts import load
 from nanovllm.data.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.checkpoint.quantization import QuantizationConfig
     from nanovllm.models.moe_config import MoEConfig
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ _MIXTRAL: dict[str, Any] = {
     "class": "nanovllm.models.moe:MoEForCausalLM",
     "sliding_window": True,
 }
+QUANTIZATION = "nanovllm.checkpoint.quantization:QuantizationConfig"
 _GEMMA2 = dict(head_dim=256, query_pre_attn_scalar=256, sliding_window=4096, tie_word_embeddings=True)
 SUPPORTED_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
@@ -66,6 +68,7 @@ class ModelConfig:
         moe: experts and how tokens are routed to them; None for a model without experts.
         attention_soft_cap, logit_soft_cap: bound on attention scores and on logits, 0 for none (Gemma 2).
         rope_scaling: the checkpoint's parameters, {"rope_type": "default"} if it has none.
+        quantization: how the weights are quantized; None if they are not.
         eos_token_ids: every id that ends a sequence, from config.json and from generation_config.json.
         generation_defaults: sampling values that the checkpoint recommends.
     """
@@ -97,6 +100,7 @@ class ModelConfig:
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
     rope_interleave: bool = False
+    quantization: QuantizationConfig | None = None
     eos_token_ids: list[int] = field(default_factory=list)
     generation_defaults: dict[str, Any] = field(default_factory=dict)
 
@@ -122,9 +126,6 @@ class ModelConfig:
         raw = Fields(traits.get("routing", {}) | raw, "config.json")
         key, activation = traits.get("activation", ("hidden_act", "silu"))
         files.check_supported(key, raw.get(key, activation), [activation])
-        if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
-            raise UnsupportedModelError(f"quantized checkpoints ({method}) are not supported; use one in bfloat16")
         num_heads, num_layers = raw["num_attention_heads"], raw["num_hidden_layers"]
         theta, scaling = _rotary(raw, traits.get("rope_types", ("default", "linear", "llama3")))
         generation = files.GenerationConfigFile.read(generation or {}, "generation_config.json")
@@ -155,6 +156,7 @@ class ModelConfig:
             rope_interleave=latent and raw.get("rope_interleave", True),
             eos_token_ids=list(dict.fromkeys(raw.get("eos_token_id", []) + generation.get("eos_token_id", []))),
             generation_defaults=_sampling_defaults(generation),
+            quantization=load(QUANTIZATION, "quantization").from_dict(raw) if raw.get("quantization_config") else None,
             **{name: raw[name] for name in same},
             **{name: raw[name] for name in optional if name in raw},
         )

@@ -217,6 +217,6 @@ class LlamaForCausalLM(nn.Module):
         """Rearrange the matrices so that this machine multiplies fastest. Afterwards nothing can be loaded, since a
         packed matrix has no rows to copy to."""
         for module in self.modules():
-            if isinstance(module, Layer) and module.packable:
-                module.weight = nn.Parameter(ops.pack_weight(module.weight), requires_grad=False)
+            if getattr(module, "packable", False):
+                module.pack()  # type: ignore[operator]
         self.tie_weights()

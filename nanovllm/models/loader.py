@@ -119,6 +119,9 @@ def load_model(
         CheckpointError: see `load_weights` and `checkpoint_files`.
     """
     model = build_model(config)
+    if config.quantization is not None:  # lecture 41
+        quantize = load("nanovllm.layers.quantization:quantize_layers", "quantization")
+        quantize(model, config.quantization, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
     dummy, positions = load_format == "dummy", max_positions or config.max_position_embeddings
     if not dummy:
         # A mismatch raises an error before memory is allocated.

@@ -79,6 +79,8 @@ class Experts(nn.Module):
         w2: `[num_slots, hidden_size, intermediate_size]`, down.
     """
 
+    packable = True
+
     def __init__(self, num_slots: int, hidden_size: int, intermediate_size: int, group: GroupCoordinator) -> None:
         super().__init__()
         self.shard = Shard.of(intermediate_size, group)
@@ -118,10 +120,10 @@ class Experts(nn.Module):
 
     def pack(self) -> None:
         """Rearrange the matrices so that this machine multiplies fastest, see `ops.pack_weight`."""
-        for name in ("w13", "w2"):
-            weight = getattr(self, name)
-            packed = ops.pack_weight(weight.flatten(0, 1)) if weight.shape[1] % 16 == 0 else weight
-            setattr(self, name, nn.Parameter(packed.unflatten(0, (len(weight), -1)), requires_grad=False))
+        for name, weight in list(self.named_parameters(recurse=False)):
+            if weight.shape[1] % 16 == 0:
+                packed = ops.pack_weight(weight.flatten(0, 1)).unflatten(0, (len(weight), -1))
+                setattr(self, name, nn.Parameter(packed, requires_grad=False))
 
 
 class MoE(Layer):
@@ -188,8 +190,8 @@ class MoE(Layer):
         return self.tp.all_gather(out, dim=0)[: len(x)]
 
     def expert_weights(self) -> list[Tensor]:
-        """The tensors whose row i belongs to slot i of this rank. These rows move with an expert."""
-        return [self.experts.w13.data, self.experts.w2.data]
+        """The tensors whose row i belongs to slot i of this rank, as bytes. These rows move with an expert."""
+        return [parameter.data.flatten(1).view(torch.uint8) for parameter in self.experts.parameters()]
 
     def place(self, matrix: str, expert: int = 0) -> Place:
         """Where the "gate", "up" or "down" matrix of a logical expert belongs; an empty place if it is on another rank."""
@@ -237,11 +239,6 @@ class MoEForCausalLM(LlamaForCausalLM):
         for old, new in MIXTRAL_NAMES.items():
             name = name.replace(old, new)
         return super().checkpoint_name(name)
-
-    def pack_weights(self) -> None:
-        super().pack_weights()
-        for layer in self.moe_layers().values():
-            layer.experts.pack()
 
 
 def load_balancer(model: nn.Module, settings: str) -> LoadBalancer:

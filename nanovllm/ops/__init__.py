@@ -146,11 +146,11 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
     Args:
         token_ids: `[tokens]` int64.
-        weight: `[vocabulary, hidden]`, or what `pack_weight` made of it.
+        weight: `[vocabulary, hidden]`, or what `pack_weight` made of it, or a module that looks up its `rows`.
 
     Returns: `[tokens, hidden]`.
     """
-    return reference.embedding(token_ids, weight)
+    return reference.embedding(token_ids, weight) if isinstance(weight, Tensor) else weight.rows(token_ids)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -159,12 +159,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: `[tokens, in_features]`.
-        weight: `[out_features, in_features]`, or what `pack_weight` made of it.
+        weight: `[out_features, in_features]`, or what `pack_weight` made of it, or a module that multiplies by its own weight.
         bias: `[out_features]` or None.
 
     Returns: `[tokens, out_features]`.
     """
-    return _kernels(x.device).linear(x, weight, bias)
+    return _kernels(x.device).linear(x, weight, bias) if isinstance(weight, Tensor) else weight(x, bias)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -173,11 +173,13 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
     Args:
         x: `[rows, in_features]`.
-        weight: `[groups, out_features, in_features]`; each of them may be what `pack_weight` made of it.
+        weight: `[groups, out_features, in_features]`; each of them may be what `linear` takes.
         counts: `[groups]` int64, on x's device; their sum is at most the number of rows.
 
     Returns: `[rows, out_features]`; rows beyond the last group are undefined.
     """
+    if not isinstance(weight, Tensor):
+        return reference.grouped_linear(x, weight, counts, linear)
     return _kernels(x.device).grouped_linear(x, weight, counts)
 
 

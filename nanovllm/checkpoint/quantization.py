@@ -1,0 +1,140 @@
+"""Reads a checkpoint's `quantization_config`, and refuses what cannot be loaded before any weight is read.
+
+Which layers are quantized, with how many bits and in which groups, is what the tensors' names and shapes say (layers/quantization.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.checkpoint.files import UnsupportedModelError, check_supported, described
+
+if TYPE_CHECKING:
+    from nanovllm.data.config import EngineConfig
+
+# Schemes that quantize an unquantized checkpoint while it is loaded.
+ONLINE = ("w8a8", "w4a16")
+
+FILE = "config.json: quantization_config"
+Settings = described(
+    "Settings",
+    {
+        str: "quant_method checkpoint_format format version",
+        int: "bits w_bit group_size q_group_size",
+        bool: "sym desc_act static_groups zero_point",
+        dict[str, dict[str, Any]]: "config_groups",
+        dict[str, Any]: "kv_cache_scheme sparsity_config transform_config",
+    },
+)
+Group = described("Group", {str: "format", dict[str, Any]: "weights input_activations output_activations"})
+Scheme = described(
+    "Scheme", {int: "num_bits group_size", str: "type strategy", bool: "symmetric", Any: "actorder dynamic"}
+)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How the weights of a model are quantized.
+
+    Attributes:
+        method: "gptq", "awq" or "compressed-tensors": how the checkpoint stores them; "w8a8" or "w4a16": the scheme to which an
+            unquantized checkpoint is quantized while it is loaded; "none".
+        group_sizes: of the checkpoint's groups of inputs; -1 for whole rows.
+        quantizes_inputs: layers with whole 8-bit rows multiply them by inputs that are quantized, too (W8A8).
+        head: an output head that is not quantized in the checkpoint becomes W8A8, and so does the embedding if it is the same matrix.
+    """
+
+    method: str = "none"
+    group_sizes: tuple[int, ...] = (-1,)
+    quantizes_inputs: bool = False
+    head: bool = False
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> QuantizationConfig:
+        """Read the `quantization_config` of a parsed config.json.
+
+        Raises:
+            UnsupportedModelError: the message says what would work.
+            ModelFileError: a field of another type.
+        """
+        fields = Settings.read(raw["quantization_config"], FILE)
+        method = fields["quant_method"].replace("_", "-")
+        check_supported("quant_method", method, _READERS)
+        return _READERS[method](fields)
+
+
+def _refuse(wrong: object, what: str, cure: str) -> None:
+    if wrong:
+        raise UnsupportedModelError(f"{FILE}: {what} is not supported; {cure}")
+
+
+def _read_gptq(fields: Any) -> QuantizationConfig:
+    check_supported("checkpoint_format", fields.get("checkpoint_format", "gptq"), ["gptq", "gptq_v2"])
+    _refuse(fields["bits"] not in (4, 8), f"{fields['bits']} bits", "quantize to 4 or 8")
+    _refuse(not fields.get("sym", True), "asymmetric GPTQ", "quantize with sym: true, or to compressed-tensors")
+    reordered = fields.get("desc_act") and fields["group_size"] > 0 and not fields.get("static_groups")
+    _refuse(reordered, "desc_act with groups", "quantize with static_groups: true, desc_act: false or group_size: -1")
+    return QuantizationConfig("gptq", (fields["group_size"],))
+
+
+def _read_awq(fields: Any) -> QuantizationConfig:
+    check_supported("version of AWQ", fields.get("version", "gemm").lower(), ["gemm"])
+    bits = fields.get("bits", fields.get("w_bit", 4))
+    _refuse(bits != 4, f"{bits} bits", "quantize to 4")
+    _refuse(not fields.get("zero_point", True), "zero_point: false", "quantize with zero points")
+    return QuantizationConfig("awq", (fields["group_size"] if "group_size" in fields else fields["q_group_size"],))
+
+
+def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
+    for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        _refuse(fields.get(name), name, "leave it out, and compress the weights alone")
+    groups = [Group.read(entry, FILE) for entry in fields["config_groups"].values()]
+    found = {quantizes for group in groups if (quantizes := _check_group(group, fields.get("format", ""))) is not None}
+    _refuse(len(found) > 1, "8-bit weights with and without quantized inputs", "use one of them for all layers")
+    sizes = {group.get("weights", {}).get("group_size") or -1 for group in groups}
+    return QuantizationConfig("compressed-tensors", tuple(sorted(sizes)), True in found)
+
+
+def _check_group(group: Any, form: str) -> bool | None:
+    """Check a group of layers. Returns whether their inputs are quantized; None for weights that are packed in words."""
+    weights, inputs = (Scheme.read(group.get(name, {}), FILE) for name in ("weights", "input_activations"))
+    form = group.get("format", form)
+    check_supported("format of compressed-tensors", form, ["pack-quantized", "int-quantized"])
+    bits, kind, strategy, symmetric = (weights.get(name) for name in ("num_bits", "type", "strategy", "symmetric"))
+    packed = form == "pack-quantized"
+    fits = kind == "int" and bits in ((4, 8) if packed else (8,)) and (symmetric or bits == 4)
+    fits = fits and strategy in (("group", "channel") if packed else ("channel",))
+    what = f"{form} with {'' if symmetric else 'a'}symmetric {bits}-bit {kind} weights per {strategy}"
+    cure = "use pack-quantized with 4 or symmetric 8 bits per group or channel, or int-quantized with symmetric 8 bits per channel"
+    _refuse(not fits, what, cure)
+    _refuse(weights.get("actorder") == "group", "actorder: group", "use actorder: weight, which keeps groups together")
+    dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+    differs = inputs and (packed or any(inputs.get(name) != value for name, value in dynamic.items()))
+    cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or leave them out"
+    _refuse(differs or group.get("output_activations"), f"{form} with quantized activations of this kind", cure)
+    return None if packed else bool(inputs)
+
+
+_READERS = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors}
+
+
+def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> QuantizationConfig | None:
+    """Add what the engine's settings say.
+
+    Args:
+        found: what the checkpoint says; None if it is not quantized.
+
+    Raises:
+        ValueError: the setting does not fit the checkpoint.
+    """
+    asked, head, method = config.quantization, config.quantize_head, "none" if found is None else found.method
+    if asked in ONLINE and found is not None:
+        mistake = f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
+        raise ValueError(f"{mistake}: leave it out, or use the original checkpoint")
+    if asked not in ("auto", *ONLINE, method):
+        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {method}: leave it out")
+    method = asked if asked in ONLINE else method
+    if config.load_format == "dummy" and found is not None:  # random numbers, quantized while they are made
+        method = "w8a8" if found.quantizes_inputs else "w4a16"
+    return replace(found or QuantizationConfig(), method=method, head=head) if head or method != "none" else None

@@ -1,0 +1,99 @@
+"""Products with quantized weights, and the choice of what computes them.
+
+`reference_quantized` holds every operator in plain torch. A module `native_quantized` beside `native`, or `triton_quantized` beside
+`triton`, may hold faster ones; the device of the first tensor chooses, as in `nanovllm.ops`.
+
+**4-bit weights** are `nibbles`, `[..., out_features, in_features / 8]` int32: word w of a row holds the inputs 8w to 8w+7, the first in
+the lowest four bits. A nibble is q + 8 for q from -8 to 7. `scales` are `[..., out_features, groups]`: each is for a group of in_features / groups
+neighbouring inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups]` int8 from 0 to 15; without, they are 8.
+The weight is `(nibble - zero) * scale`.
+
+**8-bit weights** are `values`, `[..., out_features, in_features]` int8, with scales `[..., out_features, groups]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from nanovllm import ops
+from nanovllm.ops import reference_quantized
+
+
+@cache
+def _kernels(device: torch.device) -> ModuleType:
+    """The module whose functions serve tensors on this device; decided once per process."""
+    name = f"{ops._kernels(device).__name__}_quantized"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else reference_quantized
+
+
+def linear_w4a16(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T + bias` for a 4-bit weight: the product with the dequantized weight, which is rounded to x's dtype. A row of the
+    result depends on this row of x alone wherever that is true of `ops.linear`.
+
+    Args:
+        x: `[tokens, in_features]`.
+        nibbles, zeros: see the module's docstring; `nibbles` may be what `pack_nibbles` made of them.
+        scales: of x's dtype.
+        bias: `[out_features]` or None.
+
+    Returns: `[tokens, out_features]`, of x's dtype.
+    """
+    return _kernels(x.device).linear_w4a16(x, nibbles, scales, zeros, bias)
+
+
+def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `linear_w4a16`, for an 8-bit weight with scales of x's dtype."""
+    return _kernels(x.device).linear_w8a16(x, values, scales, bias)
+
+
+def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in 8-bit integers on both sides, see `quantize_rows`. The sums are exact int32, over all inputs. They are
+    converted to float32 and multiplied with the row's scale, then with the output's; then the bias is added, and the result rounded.
+
+    Args:
+        x: `[tokens, in_features]`.
+        values: `[out_features, in_features]` int8, or what `pack_values` made of them.
+        scales: `[out_features, 1]` float32.
+        bias: `[out_features]` or None.
+
+    Returns: `[tokens, out_features]`, of x's dtype. A row depends on this row of x alone, to the last bit, on every device.
+    """
+    return _kernels(x.device).linear_w8a8(x, values, scales, bias)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 `[tokens, width]`, float32 scales `[tokens, 1]`) of each row. In float32, the scale is absmax / 127, and a number is
+    x * (127 / absmax), rounded to the nearest integer, halves to even. A row of zeros has the scale 0."""
+    return _kernels(x.device).quantize_rows(x)
+
+
+def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The matrix `[..., out_features, in_features]`: the difference of integers is exact, its product with the scale is rounded once.
+
+    Args:
+        values: nibbles or 8-bit values as they are stored, not packed for kernels.
+    """
+    return reference_quantized.dequantize(values, scales, zeros, dtype)
+
+
+def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Dequantized rows of a quantized embedding, `[tokens]` to `[tokens, width]`; `values` may be packed for kernels."""
+    return _kernels(values.device).rows(token_ids, values, scales, zeros, dtype)
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    """`[out_features, in_features / 8]` nibbles in the layout that this machine's `linear_w4a16` reads fastest, or as they are."""
+    return _kernels(nibbles.device).pack_nibbles(nibbles)
+
+
+def pack_values(values: Tensor) -> Tensor:
+    """`[out_features, in_features]` 8-bit values in the layout that this machine's `linear_w8a8` reads fastest, or as they are."""
+    return _kernels(values.device).pack_values(values)

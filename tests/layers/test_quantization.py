@@ -1,0 +1,408 @@
+"""Quantized weights: every format is read as its description says, in every architecture and grid, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nanovllm import LLM, ops
+from nanovllm.checkpoint.hub import resolve_model
+from nanovllm.checkpoint.quantization import QuantizationConfig
+from nanovllm.data.config import EngineConfig
+from nanovllm.distributed.groups import Grid
+from nanovllm.executor.base import read_model_config
+from nanovllm.kv_transfer.factory import kv_identity
+from nanovllm.lab.course.ranks import run_ranks
+from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
+from nanovllm.models.loader import CheckpointError, load_model
+from nanovllm.ops import quantized
+from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
+from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
+from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
+from tests.stages import staged  # noqa: F401  (a fixture)
+
+PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11], [12], [66, 67, 68] * 7]
+WEIGHT_ONLY = [kind for kind in FORMATS if kind != "w8a8"]
+OTHERS = ["qwen2", "gemma2", "llama-mha-tied", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3-dense"]
+GPTQ, AWQ, ASYMMETRIC = "gptq 4 bits, groups of 16, version 1", "awq", "asymmetric 4 bits, groups of 16"
+# Each of 3 ranks has 16 of 48 inputs, and one of 3 KV heads.
+UNEVEN = {"vocab_size": 263, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    return greedy(LLM(folder, dtype="float32", num_kv_blocks=64, **options), prompts, 10)
+
+
+def expected_tokens(plain: pathlib.Path) -> list[list[int]]:
+    return [reference_tokens(str(plain), prompt, 10) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function that makes (quantized checkpoint, dequantized one) of a variant and a kind, once."""
+    found: dict[tuple[str, str], tuple[pathlib.Path, pathlib.Path]] = {}
+
+    def make(variant: str, kind: str) -> tuple[pathlib.Path, pathlib.Path]:
+        if (variant, kind) not in found:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            found[variant, kind] = quantize_checkpoint(make_checkpoint(folder / "original", variant), folder, kind)
+        return found[variant, kind]
+
+    return make
+
+
+# ---------------------------------------------------------------- formats and architectures
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind"), [*(("llama", kind) for kind in WEIGHT_ONLY), *zip(OTHERS, WEIGHT_ONLY * 2, strict=False)]
+)
+def test_tokens_are_those_of_the_dequantized_weights(made: Any, variant: str, kind: str) -> None:
+    quantized_folder, plain = made(variant, kind)
+    assert tokens(str(quantized_folder), PROMPTS) == expected_tokens(plain)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHT_ONLY if "symmetric" in kind])
+def test_compressed_tensors_in_transformers_says_the_same(made: Any, kind: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    import transformers
+
+    folder, _ = made("llama", kind)
+    settings = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=settings, attn_implementation="eager"
+    ).eval()
+    for prompt, found in zip(PROMPTS, tokens(str(folder), PROMPTS), strict=True):
+        with torch.inference_mode():
+            logits = theirs(torch.tensor([prompt + found[:-1]])).logits[0, len(prompt) - 1 :]
+        assert logits.argmax(-1).tolist() == found
+
+
+def test_packing_is_that_of_compressed_tensors() -> None:
+    helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    numbers = torch.randint(-8, 8, (24, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    packed = pack(numbers + 8)
+    assert torch.equal(packed, words((numbers + 8).numpy(), 4))
+    assert torch.equal(helpers.pack_to_int32(numbers, 4), packed)
+    assert torch.equal(helpers.unpack_from_int32(packed, 4, numbers.shape), numbers)
+    assert torch.equal(unpack(packed) - 8, numbers)
+
+
+# ---------------------------------------------------------------- grids of ranks
+
+
+def in_grid(folder: str, prompts: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    return tokens(folder, prompts, **options)
+
+
+WHOLE_EXPERTS = {"enable_expert_parallel": True}
+MOVING = WHOLE_EXPERTS | {"enable_eplb": True, "eplb_config": '{"step_interval": 3}'}
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "ranks", "options"),
+    [
+        (UNEVEN, GPTQ, Grid(tensor=3), {}),
+        (UNEVEN, ASYMMETRIC, Grid(tensor=3), {}),
+        ("mixtral", AWQ, Grid(tensor=2), WHOLE_EXPERTS),
+        ("mixtral", AWQ, Grid(tensor=2), MOVING),
+        ("qwen3-moe", "gptq 8 bits, groups of 0, version 2", Grid(tensor=2), {}),
+    ],
+    ids=["gptq-tp3", "asymmetric-tp3", "awq-ep2", "awq-eplb2", "gptq8-tp2"],
+)
+def test_tokens_stay_the_same_on_several_ranks(
+    made: Any, monkeypatch: pytest.MonkeyPatch, changes: Any, kind: str, ranks: Grid, options: Any
+) -> None:
+    if isinstance(changes, dict):
+        monkeypatch.setitem(VARIANTS, "uneven", ("LlamaConfig", changes))
+        changes = "uneven"
+    folder, plain = made(changes, kind)
+    found = run_ranks(in_grid, ranks, str(folder), PROMPTS, options, timeout=120)
+    assert found == [expected_tokens(plain)] * ranks.tensor
+
+
+@pytest.mark.parametrize(("variant", "head"), [("llama", False), ("llama-mha-tied", True)])
+@pytest.mark.usefixtures("staged")
+def test_tokens_stay_the_same_on_two_stages(made: Any, variant: str, head: bool) -> None:
+    """A tied head in 8 bits is on the last stage, and its embedding on the first."""
+    folder, _ = made(variant, GPTQ)
+    alone = tokens(str(folder), PROMPTS, quantize_head=head)
+    assert tokens(str(folder), PROMPTS, quantize_head=head, pipeline_parallel_size=2) == alone
+
+
+# ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "groups", "symmetric"), [(4, 9, True), (4, 9, False), (4, 1, True), (8, 18, True)])
+def test_a_product_is_that_with_the_dequantized_weight(
+    bits: int, groups: int, symmetric: bool, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 576, generator=generator)
+    x, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((7, 576), (48,)))
+    values, scales, zeros = round_to_nearest(weight, bits, groups, symmetric, dtype)
+    whole = quantized.dequantize(values, scales, zeros, dtype)
+    numbers, their_scales, their_zeros = grid(weight.numpy(), bits, 576 // groups, not symmetric)
+    theirs = (numbers.reshape(48, groups, -1) - their_zeros[..., None]) * their_scales[..., None]
+    rounding = weight.abs() * 2**-8  # of scales and weights in bfloat16
+    step = torch.from_numpy(their_scales).repeat_interleave(576 // groups, 1)
+    assert ((whole.float() - torch.from_numpy(theirs).reshape(48, 576)).abs() <= 1.1 * step + rounding).all()
+    assert ((whole.float() - weight).abs() <= 0.52 * step + rounding).all()
+    product = quantized.linear_w8a16(x, values, scales, bias) if bits == 8 else None
+    product = quantized.linear_w4a16(x, values, scales, zeros, bias) if product is None else product
+    assert torch.equal(product, ops.linear(x, whole, bias)) and product.dtype == dtype
+
+
+@pytest.mark.parametrize("inputs", [64, 576, 1536, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_sums_are_exact(inputs: int, dtype: torch.dtype) -> None:
+    """Against float64, which holds the integers and their sums exactly. Many inputs have the largest magnitude."""
+    generator = torch.Generator().manual_seed(inputs)
+    values = torch.randint(-128, 128, (33, inputs), generator=generator, dtype=torch.int8)
+    values[:3] = torch.tensor([-128, 127, -127])[:, None]
+    x = (torch.randn(9, inputs, generator=generator) * 3).to(dtype)
+    x[0], x[1], x[2] = 0, x[1].abs().max(), -x[2].abs().max()
+    scales, bias = torch.rand(33, 1, generator=generator), torch.randn(33, generator=generator).to(dtype)
+    rows, row_scales = quantized.quantize_rows(x)
+    largest = x.float().abs().amax(1, keepdim=True)
+    assert torch.equal(row_scales, largest / 127), "the divisor is 127, not 127.5"
+    inverse = np.divide(np.float32(127), largest.numpy(), out=np.zeros((9, 1), np.float32), where=largest.numpy() > 0)
+    assert torch.equal(rows, torch.from_numpy(np.rint(x.float().numpy() * inverse).astype(np.int8)))
+    sums = (rows.double() @ values.double().T).float()
+    expected = (sums * row_scales * scales.T + bias.float()).to(dtype)
+    assert torch.equal(quantized.linear_w8a8(x, values, scales, bias), expected)
+
+
+def test_halves_are_rounded_to_even() -> None:
+    rows, scales = quantized.quantize_rows(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5]]))
+    assert rows.tolist() == [[127, 0, 2, 2, 0, -2, -2]] and scales.item() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(8, 64), W8A8], ids=str)
+def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight = QuantizedWeight.empty((192, 576), scheme, torch.device("cpu")).to(dtype)
+    weight.values.view(torch.int8).random_(-128, 127, generator=generator)
+    weight.scales.uniform_(0.01, 0.02, generator=generator)
+    weight.pack()
+    x = torch.randn(70, 576, generator=generator).to(dtype)
+    together = ops.linear(x, weight)  # type: ignore[arg-type]
+    alone = torch.cat([ops.linear(row, weight) for row in x.split(1)])  # type: ignore[arg-type]
+    few = torch.cat([ops.linear(rows, weight) for rows in x.split(3)])  # type: ignore[arg-type]
+    if not ops._kernels(x.device).__name__.endswith("native") and not scheme.quantizes_inputs:
+        pytest.skip("torch's products choose an order for the whole matrix")
+    assert torch.equal(together, alone) and torch.equal(together, few)
+
+
+@pytest.mark.parametrize("kind", [ASYMMETRIC, "w8a8"])
+@pytest.mark.parametrize("head", [False, True])
+def test_prefix_cache_and_chunks_change_no_token(made: Any, kind: str, head: bool) -> None:
+    folder, _ = made("llama-mha-tied", kind)
+    llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, block_size=4, quantize_head=head)
+    first = greedy(llm, PROMPTS, 10)
+    assert greedy(llm, PROMPTS[::-1], 10)[::-1] == first
+    chunked = tokens(str(folder), PROMPTS, quantize_head=head, max_num_batched_tokens=5, max_num_seqs=3, block_size=4)
+    assert chunked == first
+
+
+# ---------------------------------------------------------------- while loading, and the head
+
+
+def test_w8a8_of_an_unquantized_checkpoint_rounds_to_nearest(made: Any) -> None:
+    _, plain = made("llama", GPTQ)
+    config = read_model_config(EngineConfig(str(plain), quantization="w8a8"), plain)
+    model = load_model(plain, config, torch.float32)
+    stored = load_file(plain / "model.safetensors")
+    weight: Any = model.model.layers[1].mlp.gate_up_proj.weight
+    matrices = torch.cat([stored[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    assert weight.scheme == W8A8 and torch.equal(weight.scales, matrices.abs().amax(1, keepdim=True) / 127)
+    assert torch.equal(weight.values, (matrices / weight.scales).round().to(torch.int8))
+    assert isinstance(model.lm_head.weight, Tensor) and torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "gemma2"])
+def test_a_quantized_head_and_a_tied_embedding_are_one_matrix(made: Any, variant: str) -> None:
+    _, plain = made(variant, GPTQ)
+    config = read_model_config(EngineConfig(str(plain), quantize_head=True), plain)
+    model = load_model(plain, config, torch.bfloat16)
+    head: Any = model.lm_head.weight
+    tied = config.tie_word_embeddings
+    assert head.scheme == W8A8 and head.values.dtype == torch.int8 and head.scales.dtype == torch.float32
+    assert (model.model.embed_tokens.weight is head) == tied
+    stored = load_file(plain / "model.safetensors")["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    ids = torch.tensor([3, 0, 319])
+    rows = head.rows(ids)
+    model.pack_weights()
+    assert rows.dtype == torch.bfloat16 and torch.equal(head.rows(ids), rows)
+    assert ((rows.float() - stored[ids]).abs() <= 0.52 * head.scales[ids] + stored[ids].abs() * 2**-8).all()
+
+
+def test_dummy_weights_take_the_checkpoint_s_scheme(made: Any) -> None:
+    folder, _ = made("llama", "w8a8")
+    options: Any = {"load_format": "dummy", "quantization": "auto"}
+    config = read_model_config(EngineConfig(str(folder), **options), folder)
+    assert config.quantization == QuantizationConfig("w8a8", quantizes_inputs=True)
+    weight: Any = load_model(folder, config, torch.bfloat16, load_format="dummy").model.layers[0].mlp.down_proj.weight
+    assert weight.scheme == W8A8 and len(weight.values.unique()) > 100
+
+
+def test_a_quantized_engine_has_kv_of_its_own(made: Any) -> None:
+    folder, plain = made("llama", GPTQ)
+    settings: list[Any] = [{}, {"quantization": "w8a8"}, {"quantization": "w4a16"}, {"quantize_head": True}]
+    configs = [EngineConfig(str(plain), **each) for each in settings]
+    identities = [kv_identity(config, read_model_config(config, plain), plain)["weights"] for config in configs]
+    for each in ({}, {"quantization": "gptq"}):
+        config = EngineConfig(str(folder), **each)  # type: ignore[arg-type]
+        identities.append(kv_identity(config, read_model_config(config, folder), folder)["weights"])
+    assert len(set(identities)) == 5 and identities[-2] == identities[-1]
+
+
+# ---------------------------------------------------------------- refusals
+
+
+CT = compressed_tensors("pack-quantized", 4, 64, False, False)
+
+
+def with_scheme(form: str = "pack-quantized", inputs: Any = None, **changes: Any) -> dict[str, Any]:
+    settings = compressed_tensors(form, 4, 64, False, False)
+    group = settings["config_groups"]["group_0"]
+    group["weights"] |= changes
+    group["input_activations"] = inputs
+    return settings
+
+
+GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"bits": 4}, "quant_method is missing"),
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported; supported are gptq, awq, compressed-tensors"),
+        (GPTQ_SETTINGS | {"bits": 3}, "3 bits is not supported; quantize to 4 or 8"),
+        (GPTQ_SETTINGS | {"bits": "four"}, "bits must be a valid integer"),
+        (GPTQ_SETTINGS | {"sym": False}, "asymmetric GPTQ is not supported; quantize with sym: true"),
+        (GPTQ_SETTINGS | {"desc_act": True}, "desc_act with groups is not supported; quantize with static_groups: true"),
+        (GPTQ_SETTINGS | {"checkpoint_format": "marlin"}, "'marlin' is not supported; supported are gptq, gptq_v2"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "'gemv' is not supported; supported are gemm"),
+        ({"quant_method": "awq", "w_bit": 8, "q_group_size": 64}, "8 bits is not supported; quantize to 4"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": False}, "quantize with zero points"),
+        (with_scheme("float-quantized"), "'float-quantized' is not supported; supported are pack-quantized, int-quantized"),
+        (with_scheme(num_bits=3), "symmetric 3-bit int weights per group is not supported; use pack-quantized with 4"),
+        (with_scheme(num_bits=8, symmetric=False), "asymmetric 8-bit int weights per group is not supported"),
+        (with_scheme("int-quantized", num_bits=8), "8-bit int weights per group is not supported"),
+        (with_scheme(type="float"), "4-bit float weights per group is not supported"),
+        (with_scheme(actorder="group"), "actorder: group is not supported; use actorder: weight"),
+        (with_scheme(inputs={"num_bits": 8, "type": "int"}), "use int-quantized with dynamic symmetric 8-bit integers"),
+        (CT | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is not supported; leave it out"),
+        (CT | {"config_groups": {"group_0": {"weights": 4}}}, "weights must be a valid dictionary"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantizationConfig.from_dict({"quantization_config": settings})
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (
+            GPTQ,
+            {"group_size": 128},
+            "has 64 inputs, which groups of 128 do not divide: quantize with group_size 64 or 32",
+        ),
+        (GPTQ, {"quantization": "awq"}, "quantization 'awq' does not fit this checkpoint, which is gptq: leave it out"),
+        (GPTQ, {"quantization": "w8a8"}, "is for an unquantized checkpoint, and this one is gptq: leave it out"),
+        (
+            None,
+            {"quantization": "gptq"},
+            "quantization 'gptq' does not fit this checkpoint, which is none: leave it out",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    made: Any, tmp_path: pathlib.Path, kind: str | None, changes: dict[str, Any], message: str
+) -> None:
+    folder = made("llama", kind or GPTQ)[0 if kind else 1]
+    options = {name: value for name, value in changes.items() if name == "quantization"}
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if kind and not options:
+        raw["quantization_config"] |= changes
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, read_model_config(EngineConfig(str(tmp_path), **options), tmp_path), torch.float32)
+
+
+def ask_in_vain(folder: str) -> str:
+    with pytest.raises(ValueError) as refusal:
+        LLM(folder, dtype="float32", num_kv_blocks=8)
+    return str(refusal.value)
+
+
+def test_ranks_that_would_split_a_group_are_refused(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VARIANTS, "narrow", ("LlamaConfig", {"intermediate_size": 48}))
+    folder, _ = made("narrow", GPTQ)
+    message = "a rank would have 24 of 48 inputs, which splits a group of 16; for this layer, tensor_parallel_size may be 1, 3"
+    for said in run_ranks(ask_in_vain, Grid(tensor=2), str(folder), timeout=120):
+        assert message in said
+
+
+@pytest.mark.parametrize(
+    ("end", "change", "message"),
+    [
+        ("qzeros", lambda t: t + 1, "a zero point is not 8; store asymmetric weights as compressed-tensors"),
+        ("g_idx", lambda t: t.flip(0), "inputs are not in the order of their groups; quantize with desc_act: false"),
+        ("bias", lambda t: t + 1, "bias is not zero, and this architecture has no bias there"),
+        ("scales", lambda t: t[:, 1:].contiguous(), r"scales has shape \[4, 63\], the configuration says \[4, 64\]"),
+        ("scales", None, r"lacks model.layers.1.self_attn.q_proj.scales"),
+        ("qweight", lambda t: t[:5].contiguous(), r"qweight has shape \[5, 64\], the configuration says \[8, 64\]"),
+    ],
+)
+def test_damaged_tensors_are_refused(made: Any, tmp_path: pathlib.Path, end: str, change: Any, message: str) -> None:
+    folder, _ = made("llama", GPTQ)
+    stored, name = load_file(folder / "model.safetensors"), f"model.layers.1.self_attn.q_proj.{end}"
+    tensor = stored.pop(name)
+    save_file(stored if change is None else stored | {name: change(tensor)}, tmp_path / "model.safetensors")
+    config = read_model_config(EngineConfig(str(folder)), folder)
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        load_model(tmp_path, config, torch.float32)
+
+
+def test_parts_of_one_matrix_must_be_quantized_alike(made: Any, tmp_path: pathlib.Path) -> None:
+    (folder, plain), layer = made("llama", GPTQ), "model.layers.0.self_attn.k_proj"
+    stored = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)}
+    stored[f"{layer}.weight"] = load_file(plain / "model.safetensors")[f"{layer}.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"q_proj.weight and .*k_proj.weight, .* are quantized differently: quantize both"
+    ):
+        load_model(tmp_path, read_model_config(EngineConfig(str(folder)), folder), torch.float32)
+
+
+def test_layers_that_the_file_leaves_alone_stay_as_they_are(made: Any, tmp_path: pathlib.Path) -> None:
+    """As `ignore`, `modules_to_not_convert` and `dynamic` say: the tensors' names follow from them."""
+    (folder, plain), layer = made("llama", GPTQ), "model.layers.1.mlp.down_proj"
+    stored = {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith(layer)}
+    stored[f"{layer}.weight"] = load_file(plain / "model.safetensors")[f"{layer}.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(folder / name)
+    assert tokens(str(tmp_path), PROMPTS) == expected_tokens(plain)
+
+
+@pytest.mark.nightly
+def test_the_course_model_in_8_bits_prefers_nearly_the_same_tokens() -> None:
+    folder = str(resolve_model("smollm2-135m"))
+    prompt = [504, 3575, 282, 4649, 314]
+    found = greedy(LLM(folder, dtype="float32", num_kv_blocks=16, max_model_len=64, quantization="w8a8"), [prompt], 3)
+    assert found == [reference_tokens(folder, prompt, 3)]
