@@ -161,13 +161,9 @@ class ProcessGroupCoordinator(GroupCoordinator):
 
 
 def initialize_groups(
-    grid: Grid,
-    rank: int,
-    init_method: str = "env://",
-    device: torch.device | str = "cpu",
-    timeout: float = 300.0,
+    grid: Grid, rank: int, init_method: str = "env://", device: torch.device | str = "cpu", timeout: float = 300.0,
     disable_custom_all_reduce: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Join the other ranks of the grid. Every rank calls this; it returns when all have.
 
     Args:

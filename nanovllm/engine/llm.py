@@ -121,13 +121,10 @@ class LLM:
         return SamplingParams(**self.engine.core.limits.generation_defaults)
 
     def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
+        self, prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]:  # fmt: skip
         """Complete prompts.
 
         Args:
@@ -165,16 +162,11 @@ class LLM:
         return [gathered[request_id].result() for request_id in request_ids]
 
     def chat(
-        self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *, use_tqdm: bool = True,
+        add_generation_prompt: bool = True, continue_final_message: bool = False, chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput]:  # fmt: skip
         """Answer one or several conversations with the model's chat template. See `generate`.
 
         Args:

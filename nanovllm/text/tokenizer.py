@@ -151,13 +151,9 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True,
+        continue_final_message: bool = False, chat_template: str | None = None, **kwargs: Any,
+    ) -> str:  # fmt: skip
         """Render a chat to the text that the model was trained on. Encode it with `add_special_tokens=False`.
 
         Args:

@@ -221,18 +221,11 @@ def _num_exact(chunks: Sequence[tuple[int, Chunk]]) -> int:
 
 @torch.inference_mode()
 def blend(
-    model: LlamaForCausalLM,
-    backend: AttentionBackend,
-    kv_caches: list[Tensor],
-    block_table: Tensor,
-    token_ids: Sequence[int],
-    chunks: Sequence[tuple[int, Chunk]],
-    recompute_ratio: float = 0.15,
-    num_computed_tokens: int = 0,
-    check_layer: int = 1,
-    score: Callable[[BlendRows], Tensor] = kv_deviation,
+    model: LlamaForCausalLM, backend: AttentionBackend, kv_caches: list[Tensor], block_table: Tensor,
+    token_ids: Sequence[int], chunks: Sequence[tuple[int, Chunk]], recompute_ratio: float = 0.15,
+    num_computed_tokens: int = 0, check_layer: int = 1, score: Callable[[BlendRows], Tensor] = kv_deviation,
     max_rows: int | None = None,
-) -> BlendOutput:
+) -> BlendOutput:  # fmt: skip
     """Prefill a prompt with chunks that were computed earlier, behind other prefixes.
 
     All tokens that are in no chunk are computed, and of the others the share `recompute_ratio` with the highest scores. Up to and

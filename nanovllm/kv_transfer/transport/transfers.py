@@ -104,13 +104,9 @@ class Transfers:
 
     @contextmanager
     def moving(
-        self,
-        transfer_id: str,
-        peer: Hashable,
-        layers: Iterable[int] = (),
-        blocks: Collection[int] = (),
+        self, transfer_id: str, peer: Hashable, layers: Iterable[int] = (), blocks: Collection[int] = (),
         is_last: bool = False,
-    ) -> Iterator[None]:
+    ) -> Iterator[None]:  # fmt: skip
         """While a thread moves blocks with a peer, or takes note of the end of its part. An exception inside fails the transfer.
 
         Args:
