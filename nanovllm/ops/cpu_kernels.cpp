@@ -11,25 +11,9 @@
 #endif
 
 #include "cpu_operators.h"
+#include "cpu_packed.h"
 #include "cpu_threads.h"
 #include "cpu_tiles.h"
-
-// Elementwise work below this many elements is done before a second thread would have begun.
-constexpr int64_t PARALLEL_ELEMENTS = 16384;
-
-INLINE int threads_for(int64_t elements, int threads) { return elements < PARALLEL_ELEMENTS ? 1 : threads; }
-
-// Splits `rows` into about four tasks a thread and calls body(row) for every row.
-template <class Body>
-static void for_each_row(int64_t rows, int64_t width, int threads, const Body& body) {
-  const int used = threads_for(rows * width, threads);
-  const int64_t per_task = used == 1 ? rows : std::max<int64_t>(1, rows / (4 * used));
-  if (rows == 0) return;
-  parallel_for((rows + per_task - 1) / per_task, used, [&](int64_t task) {
-    const int64_t end = std::min(rows, (task + 1) * per_task);
-    for (int64_t row = task * per_task; row < end; ++row) body(row);
-  });
-}
 
 // ---------------------------------------------------------------------------------------------- normalisation
 
@@ -203,19 +187,6 @@ INLINE void for_outputs(int64_t task, int64_t outputs, const Rows& rows) {
   for (; output < end; ++output) rows(output, std::integral_constant<int, 1>());
 }
 
-// Where the machine multiplies no bfloat16, x is widened once, and a part of the weight for each block of tokens.
-INLINE void widen_all(const bfloat16* source, float* target, int64_t count) {
-  for (int64_t i = 0; i < count; i += LANES) store(target + i, load(source + i));
-}
-
-// x[tokens, inner] in float32.
-[[maybe_unused]] static std::unique_ptr<float[]> widened(const bfloat16* x, int64_t tokens, int64_t inner,
-                                                         int threads) {
-  std::unique_ptr<float[]> wide(new float[tokens * inner]);  // a vector would be cleared first
-  for_each_row(tokens, inner, threads, [&](int64_t row) { widen_all(x + row * inner, &wide[row * inner], inner); });
-  return wide;
-}
-
 constexpr int64_t WIDENED_TOKENS = 8;  // fewer are widened on the way
 constexpr int64_t LINEAR_TOKENS = 64;  // of a block: their inputs stay in the second-level cache
 
@@ -251,8 +222,6 @@ static void linear(const T* x, const T* weight, const T* bias, T* out, int64_t t
 // inputs] x [word][output], a word being a float, or two neighbouring bfloat16 of one output. All tokens of any batch
 // take one path, which adds the words of an output in their order, so no result depends on its company.
 
-constexpr int GROUP = 16;  // outputs
-
 // weight[outputs, inner] to packed.
 template <class T>
 static void pack_weight(const T* weight, uint32_t* packed, int64_t inner, int64_t outputs, int threads) {
@@ -270,86 +239,24 @@ static void pack_weight(const T* weight, uint32_t* packed, int64_t inner, int64_
   });
 }
 
-constexpr int64_t BLOCK_TOKENS = 256;  // of a task: their inputs stay in the second-level cache
-
 // ------------------------------------------------------------------------------------- packed linear with vectors
-
-// Tokens of a tile: as many accumulators, for each of them two groups' vectors, as fit the registers.
-#if defined(__AVX512F__)
-constexpr int PACKED_TOKENS = 12;
-#elif defined(__AVX2__) || defined(__aarch64__)
-constexpr int PACKED_TOKENS = 3;
-#else
-constexpr int PACKED_TOKENS = 1;
-#endif
-constexpr int64_t PART_WORDS = 64;  // of the weight at a time, which stay in the first-level cache
-constexpr int64_t WORDS_AHEAD = 64;  // fetched: without it, 8 tokens read at three quarters of the speed
-
-// sums[TOKENS][2 * GROUP] += x times `words` words of one or two groups, `distance` words apart; `begin` sets them.
-template <class T, int TOKENS, int GROUPS>
-static void packed_tile(const uint32_t* x, int64_t stride, const uint32_t* weight, int64_t distance, int64_t words,
-                        float* sums, bool begin, bool fetch) {
-  constexpr int PER_GROUP = GROUP / LANES, VECTORS = GROUPS * PER_GROUP;
-  Floats totals[TOKENS][VECTORS];
-  for (int token = 0; token < TOKENS; ++token)
-    for (int v = 0; v < VECTORS; ++v)
-      totals[token][v] = begin ? Floats{} : load(sums + token * 2 * GROUP + v * LANES);
-  for (int64_t word = 0; word < words; ++word, weight += GROUP) {
-    if (fetch)
-      for (int group = 0; group < GROUPS; ++group)
-        __builtin_prefetch(weight + group * distance + WORDS_AHEAD * GROUP, 0, 2);
-    for (int v = 0; v < VECTORS; ++v) {
-      const Words w = load_words(weight + v / PER_GROUP * distance + v % PER_GROUP * LANES);
-      for (int token = 0; token < TOKENS; ++token)
-        totals[token][v] = add_word<T>(totals[token][v], x + token * stride, word, w);
-    }
-  }
-  for (int token = 0; token < TOKENS; ++token)
-    for (int v = 0; v < VECTORS; ++v) store(sums + token * 2 * GROUP + v * LANES, totals[token][v]);
-}
-
-// The same for 1 to TOKENS tokens.
-template <class T, int GROUPS, int TOKENS = PACKED_TOKENS, class... Arguments>
-INLINE void packed_tiles(int64_t tokens, Arguments... arguments) {
-  if constexpr (TOKENS > 1)
-    if (tokens < TOKENS) return packed_tiles<T, GROUPS, TOKENS - 1>(tokens, arguments...);
-  packed_tile<T, TOKENS, GROUPS>(arguments...);
-}
-
-// At most BLOCK_TOKENS tokens times one or two groups of the weight.
-template <class T, int GROUPS>
-static void packed_block(const uint32_t* x, int64_t stride, const uint32_t* weight, const T* bias, T* out,
-                         int64_t tokens, int64_t words, int64_t outputs) {
-  alignas(64) float sums[BLOCK_TOKENS * 2 * GROUP];
-  const int64_t tiles = (tokens + PACKED_TOKENS - 1) / PACKED_TOKENS, part_words = tiles > 1 ? PART_WORDS : words;
-  for (int64_t first = 0; first < words; first += part_words) {
-    for (int64_t tile = 0; tile < tiles; ++tile) {
-      const int64_t token = tile * tokens / tiles, count = (tile + 1) * tokens / tiles - token;
-      packed_tiles<T, GROUPS>(count, x + token * stride + first * (WIDENS<T> ? 2 : 1), stride, weight + first * GROUP,
-                              words * GROUP, std::min(part_words, words - first), sums + token * 2 * GROUP, first == 0,
-                              tile == 0);
-    }
-  }
-  for (int64_t token = 0; token < tokens; ++token)
-    for (int i = 0; i < GROUPS * GROUP; i += LANES)
-      store(out + token * outputs + i, load(sums + token * 2 * GROUP + i) + (bias ? load(bias + i) : Floats{}));
-}
 
 template <class T>
 static void linear_vectors(const T* x, const uint32_t* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
                            int64_t outputs, int threads) {
-  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), groups = outputs / GROUP, pairs = (groups + 1) / 2;
-  const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-  const int64_t stride = WIDENS<T> ? inner : words;
+  using Product = FloatProduct<T>;
+  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), stride = words * Product::ROW_WORDS;
   std::unique_ptr<float[]> wide;
   if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
   const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
   threads = threads_for(tokens * inner * outputs / 8, threads);
-  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, [&](int64_t task) {
-    const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2, output = group * GROUP;
-    const auto block = group + 1 < groups ? packed_block<T, 2> : packed_block<T, 1>;
-    block(rows + token * stride, stride, weight + group * words * GROUP, bias ? bias + output : nullptr,
-          out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), words, outputs);
+  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
+    const T* added = bias ? bias + group * GROUP : nullptr;
+    T* target = out + token * outputs + group * GROUP;
+    packed_block<Product, groups>(rows + token * stride, stride, weight + group * words * GROUP, count, words,
+                                  [&](int64_t row, int i, Floats sums) {
+                                    store(target + row * outputs + i, sums + (added ? load(added + i) : Floats{}));
+                                  });
   });
 }
 

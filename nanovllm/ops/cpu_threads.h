@@ -142,3 +142,20 @@ template <Portions PORTIONS = Portions::IN_TURN, class Body>
 static void parallel_for(int64_t tasks, int threads, const Body& body) {
   parallel_for<PORTIONS>(tasks, threads, [] { return 0; }, [&](int64_t task, int) { body(task); });
 }
+
+// Elementwise work below this many elements is done before a second thread would have begun.
+constexpr int64_t PARALLEL_ELEMENTS = 16384;
+
+static inline int threads_for(int64_t elements, int threads) { return elements < PARALLEL_ELEMENTS ? 1 : threads; }
+
+// Splits `rows` into about four tasks a thread and calls body(row) for every row.
+template <class Body>
+static void for_each_row(int64_t rows, int64_t width, int threads, const Body& body) {
+  const int used = threads_for(rows * width, threads);
+  const int64_t per_task = used == 1 ? rows : std::max<int64_t>(1, rows / (4 * used));
+  if (rows == 0) return;
+  parallel_for((rows + per_task - 1) / per_task, used, [&](int64_t task) {
+    const int64_t end = std::min(rows, (task + 1) * per_task);
+    for (int64_t row = task * per_task; row < end; ++row) body(row);
+  });
+}

@@ -1,0 +1,87 @@
+"""Products with quantized weights in C++ (cpu_quantized.cpp): the results of `reference_quantized` to the last bit.
+
+A packed weight has three axes, `[out_features / 16, words, 16 * bytes of a word]`: word w of 16 outputs side by side, so that it is read
+from front to back. A word of an 8-bit weight is four neighbouring inputs of one output, each plus 128.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.ops import native, reference_quantized
+from nanovllm.ops.native_library import BuildError, load_library
+from nanovllm.ops.reference_quantized import linear_w4a16, linear_w8a16, pack_nibbles, quantize_rows
+
+__all__ = ["linear_w4a16", "linear_w8a8", "linear_w8a16", "pack_nibbles", "pack_values", "quantize_rows", "rows"]
+
+logger = logging.getLogger(__name__)
+
+SOURCES = ("cpu_quantized.cpp",)
+HEADERS = ("cpu_packed.h", "cpu_vector.h", "cpu_threads.h")
+INPUTS_OF_A_WORD = 4
+_SIGNATURES = {"linear_w8a8": [None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]}
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    folder = Path(__file__).parent
+    sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
+    try:
+        return load_library(sources, headers, (*native.FLAGS, "-ffp-contract=off"), "kernels for quantized weights")
+    except (BuildError, OSError) as error:
+        logger.warning("no CPU kernels for quantized weights, using plain torch: %s", error)
+        return None
+
+
+@cache
+def _function(name: str, dtype: torch.dtype) -> Callable[..., bool]:
+    address = ctypes.c_void_p.in_dll(_library(), f"{name}_{native._SUFFIXES[dtype]}").value  # type: ignore[arg-type]
+    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(address)  # type: ignore[arg-type]
+
+
+def _kernel(name: str, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Callable[..., bool] | None:
+    """The C function for these tensors; None if the weight is not packed, or if they do not fit."""
+    floats = (x, scales) if bias is None else (x, scales, bias)
+    fits = values.ndim == 3 and x.shape[1] == values.shape[1] * INPUTS_OF_A_WORD and x.dtype in native._SUFFIXES
+    fits = fits and (bias is None or bias.dtype is x.dtype) and all(map(Tensor.is_contiguous, floats))
+    fits = fits and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floats))
+    return _function(name, x.dtype) if fits else None
+
+
+def pack_values(values: Tensor) -> Tensor:
+    outputs, inner = values.shape
+    if outputs % native.PACKED_OUTPUTS or inner % 4 or _library() is None:
+        return values
+    words = (values ^ -128).view(-1, native.PACKED_OUTPUTS, inner // 4, 4)
+    return words.transpose(1, 2).flatten(2)
+
+
+def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Rows of a weight that may be packed, all by default, as they were."""
+    if values.ndim == 2:
+        return values if rows is None else values[rows]
+    rows = torch.arange(len(values) * native.PACKED_OUTPUTS) if rows is None else rows
+    words = values.unflatten(-1, (native.PACKED_OUTPUTS, -1))
+    picked = words[rows // native.PACKED_OUTPUTS, :, rows % native.PACKED_OUTPUTS].flatten(1)
+    return picked ^ -128
+
+
+def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    picked = None if zeros is None else zeros[token_ids]
+    return reference_quantized.dequantize(_unpacked(values, token_ids), scales[token_ids], picked, dtype)
+
+
+def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    kernel = _kernel("linear_w8a8", x, values, scales, bias) if scales.dtype is torch.float32 else None
+    if kernel is None:
+        return reference_quantized.linear_w8a8(x, _unpacked(values), scales, bias)
+    out = x.new_empty(len(x), len(scales))
+    native.call(kernel, (x, values, scales, native._NOTHING if bias is None else bias, out), *x.shape, len(scales))
+    return out

@@ -1,0 +1,188 @@
+"""The CPU kernels for quantized weights against plain torch, to the last bit, with the instructions of this machine and of older ones."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm import LLM
+from nanovllm.layers.quantization import W8A8, QuantizedWeight
+from nanovllm.ops import native, native_quantized, quantized, reference_quantized
+from tests.oracle import greedy
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
+
+DTYPES = [torch.float32, torch.bfloat16]
+# (outputs, inputs): a single word, sizes of the course model, inputs that fill no vector, many groups, an odd number of groups.
+SIZES = [(16, 4), (64, 36), (48, 100), (576, 1536), (96, 576), (80, 192)]
+
+
+@pytest.fixture(autouse=True)
+def _generator() -> None:
+    torch.manual_seed(0)
+
+
+def activations(tokens: int, inner: int, dtype: torch.dtype) -> Tensor:
+    """Rows of different sizes, one of them zeros."""
+    x = torch.randn(tokens, inner) * 4.0 ** torch.randint(-6, 7, (tokens, 1))
+    x[tokens // 2] = 0
+    return x.to(dtype)
+
+
+def weight_w8a8(outputs: int, inner: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(-128, 128, (outputs, inner), dtype=torch.int8), torch.rand(outputs, 1) / 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inner"), SIZES)
+def test_w8a8_is_the_reference(outputs: int, inner: int, dtype: torch.dtype) -> None:
+    values, scales = weight_w8a8(outputs, inner)
+    packed = quantized.pack_values(values)
+    assert packed.ndim == 3, "the kernel is not used"
+    bias = torch.randn(outputs).to(dtype)
+    for tokens in (0, 1, 2, 3, 5, 11, 12, 13, 25, 37, 70, 300):
+        x = activations(tokens, inner, dtype) if tokens else torch.empty(0, inner, dtype=dtype)
+        for added in (None, bias):
+            expected = reference_quantized.linear_w8a8(x, values, scales, added)
+            assert torch.equal(quantized.linear_w8a8(x, packed, scales, added), expected)
+
+
+def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
+    """The largest integers of both signs, more of them than a float32 can add exactly: no step may saturate."""
+    inner = 16384
+    values = torch.tensor([-128, 127], dtype=torch.int8)[torch.randint(0, 2, (32, inner))]
+    values[0], values[1] = -128, 127
+    x = torch.tensor([-1.0, 1.0])[torch.randint(0, 2, (5, inner))]
+    x[0], x[1] = 1, -1
+    ones = torch.full((32, 1), 127.0)
+    sums = (x.double() * 127) @ values.double().T
+    expected = sums.float() * (torch.ones(5, 1) / 127) * ones.T
+    assert sums.abs().max() == 128 * 127 * inner > 2**24
+    assert torch.equal(quantized.linear_w8a8(x, quantized.pack_values(values), ones), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_w8a8_of_what_is_no_number_is_none(value: float, dtype: torch.dtype) -> None:
+    values, scales = weight_w8a8(32, 100)
+    packed = quantized.pack_values(values)
+    x = activations(3, 100, dtype)
+    for place in (0, 50, 99):
+        broken = x.clone()
+        broken[2, place] = value
+        out = quantized.linear_w8a8(broken, packed, scales)
+        assert out[2].isnan().all()
+        assert torch.equal(out[:2], quantized.linear_w8a8(x[:2], packed, scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_w8a8_does_not_depend_on_its_company_or_the_threads(dtype: torch.dtype) -> None:
+    values, scales = weight_w8a8(96, 576)
+    packed, x = quantized.pack_values(values), activations(70, 576, dtype)
+    alone = torch.cat([quantized.linear_w8a8(row, packed, scales) for row in x.split(1)])
+    threads = torch.get_num_threads()
+    try:
+        for torch_threads in (1, 3):
+            torch.set_num_threads(torch_threads)
+            for rows in range(1, 71):
+                assert torch.equal(quantized.linear_w8a8(x[:rows], packed, scales), alone[:rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("outputs", "inner"), [(40, 64), (16, 30)])
+def test_sizes_that_fill_no_words_are_left_to_torch(outputs: int, inner: int) -> None:
+    values, scales = weight_w8a8(outputs, inner)
+    assert quantized.pack_values(values) is values
+    x = activations(4, inner, torch.float32)
+    assert torch.equal(quantized.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales))
+
+
+def test_inputs_that_no_kernel_takes_are_left_to_torch() -> None:
+    """Another dtype, rows that lie apart, a bias of another dtype, a gradient that is asked for."""
+    values, scales = weight_w8a8(48, 64)
+    packed, x = quantized.pack_values(values), activations(4, 128, torch.float32)
+    for each in (x[:, :64].double(), x[:, :64].half(), x[:, :64], x[:, ::2]):
+        expected = reference_quantized.linear_w8a8(each, values, scales)
+        assert torch.equal(quantized.linear_w8a8(each, packed, scales), expected)
+    bias, x = torch.randn(48).bfloat16(), x[:, 64:].contiguous()
+    expected = reference_quantized.linear_w8a8(x, values, scales, bias)
+    assert torch.equal(quantized.linear_w8a8(x, packed, scales, bias), expected)
+    scales.requires_grad_()
+    assert quantized.linear_w8a8(x, packed, scales).grad_fn is not None
+    with pytest.raises(RuntimeError):
+        quantized.linear_w8a8(x[:, :32].contiguous(), packed, scales)
+
+
+def test_rows_of_a_packed_embedding() -> None:
+    values, scales = weight_w8a8(160, 96)
+    ids = torch.tensor([0, 159, 17, 17, 16, 15])
+    packed = quantized.pack_values(values)
+    expected = reference_quantized.rows(ids, values, scales, None, torch.bfloat16)
+    assert torch.equal(quantized.rows(ids, packed, scales, None, torch.bfloat16), expected)
+
+
+def test_packed_experts_are_multiplied_by_their_own_weights() -> None:
+    weight = QuantizedWeight.empty((3, 48, 64), W8A8, torch.device("cpu"))
+    values, scales = zip(*(weight_w8a8(48, 64) for _ in range(3)), strict=True)
+    weight.values.copy_(torch.stack(values))
+    weight.scales.copy_(torch.stack(scales))
+    weight.pack()
+    x = activations(5, 64, torch.float32)
+    for expert in range(3):
+        expected = reference_quantized.linear_w8a8(x, values[expert], scales[expert])
+        assert torch.equal(weight[expert](x), expected)
+
+
+# ---------------------------------------------------------------- the engine, and other machines
+
+ENGINE = """
+import sys
+from tests.ops.test_quantized_kernels import engine_tokens
+print(engine_tokens(*sys.argv[1:]))
+"""
+
+
+def engine_tokens(folder: str, quantization: str) -> list[list[int]]:
+    llm = LLM(folder, dtype="float32", num_kv_blocks=64, quantization=quantization, quantize_head=True)
+    return greedy(llm, [[1, 2, 3], list(range(5, 60)), [7] * 17], 24)
+
+
+def run(code: str, *arguments: str, **environment: str) -> str:
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=variables, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_greedy_tokens_are_the_same_with_and_without_kernels(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    multiply = native_quantized.linear_w8a8
+
+    def counting(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+        packed.append(values.ndim == 3)
+        return multiply(x, values, scales, bias)
+
+    monkeypatch.setattr(native_quantized, "linear_w8a8", counting)
+    tokens = engine_tokens(str(tiny_model), "w8a8")
+    assert packed and all(packed)
+    assert run(ENGINE, str(tiny_model), "w8a8", NANOVLLM_NATIVE="0") == f"{tokens}\n"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
+@pytest.mark.parametrize("flags", ["-mno-avx512vnni -O1", "-mno-avx512f -O1", "-march=x86-64 -O1"])
+def test_older_machines_compute_the_same(flags: str) -> None:
+    code = "import pytest, sys; from nanovllm.ops import native; native.is_available() or sys.exit(9); "
+    code += "sys.exit(pytest.main(sys.argv[1:]))"
+    chosen = "not older and not greedy"
+    report = run(code, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen, CXXFLAGS=flags)
+    assert " passed" in report and "skipped" not in report
