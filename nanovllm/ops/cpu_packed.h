@@ -5,8 +5,10 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "cpu_threads.h"
+#include "cpu_tiles.h"
 #include "cpu_vector.h"
 
 constexpr int GROUP = 16;  // outputs
@@ -78,19 +80,40 @@ INLINE void packed_tiles(int64_t tokens, Arguments... arguments) {
   packed_tile<Product, TOKENS, GROUPS>(arguments...);
 }
 
-// At most BLOCK_TOKENS tokens times one or two groups of the weight, `words` words apart. Calls write(token, i, sums) for
-// LANES outputs from i on.
-template <class Product, int GROUPS, class Write>
-INLINE void packed_block(const uint32_t* x, int64_t stride, const uint32_t* weight, int64_t tokens, int64_t words,
-                         const Write& write) {
+// Words of one group; those of the next are `distance` further.
+struct Part {
+  const uint32_t* weight;
+  int64_t distance;
+};
+
+// A weight that is packed as it is multiplied: `words` words of each group.
+struct PackedWeight {
+  static constexpr bool UNPACKS = false;  // read() points into the weight; otherwise it fills the buffer, as large as a part
+  const uint32_t* weight;
+  int64_t words;
+
+  // `count` words from `first` on of one or two groups.
+  Part read(int64_t group, int64_t /*groups*/, int64_t first, int64_t /*count*/, uint32_t* /*buffer*/) const {
+    return {weight + (group * words + first) * GROUP, words * GROUP};
+  }
+};
+
+// At most BLOCK_TOKENS tokens times one or two groups of the weight. Calls write(token, i, sums) for LANES outputs from i on.
+template <class Product, int GROUPS, class Weight, class Write>
+INLINE void packed_block(const uint32_t* x, int64_t stride, const Weight& weight, int64_t group, int64_t tokens,
+                         int64_t words, const Write& write) {
   typename Product::Total sums[BLOCK_TOKENS * 2 * PER_GROUP];
-  const int64_t tiles = (tokens + PACKED_TOKENS - 1) / PACKED_TOKENS, part_words = tiles > 1 ? PART_WORDS : words;
+  alignas(64) uint32_t buffer[Weight::UNPACKS ? GROUPS * PART_WORDS * GROUP : 1];
+  const int64_t tiles = (tokens + PACKED_TOKENS - 1) / PACKED_TOKENS;
+  const int64_t part_words = Weight::UNPACKS || tiles > 1 ? PART_WORDS : words;
   for (int64_t first = 0; first < words; first += part_words) {
+    const int64_t here = std::min(part_words, words - first);
+    const Part part = weight.read(group, GROUPS, first, here, buffer);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t token = tile * tokens / tiles, count = (tile + 1) * tokens / tiles - token;
-      packed_tiles<Product, GROUPS>(count, x + token * stride + first * Product::ROW_WORDS, stride,
-                                    weight + first * GROUP, words * GROUP, std::min(part_words, words - first),
-                                    sums + token * 2 * PER_GROUP, first == 0, tile == 0);
+      packed_tiles<Product, GROUPS>(count, x + token * stride + first * Product::ROW_WORDS, stride, part.weight,
+                                    part.distance, here, sums + token * 2 * PER_GROUP, first == 0,
+                                    tile == 0 && !Weight::UNPACKS);
     }
   }
   for (int64_t token = 0; token < tokens; ++token)
@@ -110,4 +133,135 @@ INLINE void for_each_block(int64_t tokens, int64_t outputs, int threads, const B
     else
       body(token, count, group, std::integral_constant<int, 1>());
   });
+}
+
+// ---------------------------------------------------------------------------------------------- floats, by vectors
+
+template <class T, class Weight>
+static void multiply_by_vectors(const T* x, const Weight& weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                                int64_t outputs, int threads) {
+  using Product = FloatProduct<T>;
+  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), stride = words * Product::ROW_WORDS;
+  std::unique_ptr<float[]> wide;
+  if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
+  const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
+  threads = threads_for(tokens * inner * outputs / 8, threads);
+  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
+    const T* added = bias ? bias + group * GROUP : nullptr;
+    T* target = out + token * outputs + group * GROUP;
+    packed_block<Product, groups>(rows + token * stride, stride, weight, group, count, words,
+                                  [&](int64_t row, int i, Floats sums) {
+                                    store(target + row * outputs + i, sums + (added ? load(added + i) : Floats{}));
+                                  });
+  });
+}
+
+// ------------------------------------------------------------------------------------------------ floats, by tiles
+
+#if HAS_TILES
+struct alignas(TILE_BYTES) TileMemory {
+  uint32_t words[TILE_WORDS];
+};
+
+constexpr int64_t BLOCK_STEPS = 9;  // of the weight at a time, which stay in the first-level cache
+
+// Adds to TOKENS x 2 tiles of sums, or begins them. `x` and `more` are 16 rows each; the two groups of the weight are
+// `distance` tiles apart.
+template <int TOKENS>
+INLINE void multiply_tiles(const bfloat16* x, const bfloat16* more, int64_t stride, const TileMemory* weight,
+                           int64_t distance, int64_t steps, bool begin, TileMemory* sums) {
+  if (begin) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, sums, TILE_BYTES);
+    _tile_loadd(1, sums + 1, TILE_BYTES);
+    if (TOKENS > 1) _tile_loadd(2, sums + 2, TILE_BYTES);
+    if (TOKENS > 1) _tile_loadd(3, sums + 3, TILE_BYTES);
+  }
+  for (int64_t step = 0; step < steps; ++step) {
+    _tile_loadd(4, x + step * TILE_VALUES, stride);
+    _tile_loadd(6, weight + step, TILE_BYTES);
+    _tile_loadd(7, weight + distance + step, TILE_BYTES);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (TOKENS > 1) {
+      _tile_loadd(5, more + step * TILE_VALUES, stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, TILE_BYTES);
+  _tile_stored(1, sums + 1, TILE_BYTES);
+  if (TOKENS > 1) _tile_stored(2, sums + 2, TILE_BYTES);
+  if (TOKENS > 1) _tile_stored(3, sums + 3, TILE_BYTES);
+}
+
+// Writes `count` <= 16 tokens of one or two neighbouring tiles.
+INLINE void write_tiles(const TileMemory* sums, const bfloat16* bias, bfloat16* out, int64_t count, int64_t groups,
+                        int64_t outputs) {
+  for (int64_t group = 0; group < groups; ++group) {
+    const Floats added = bias ? load(bias + group * LANES) : Floats{};
+    for (int64_t token = 0; token < count; ++token)
+      store(out + token * outputs + group * LANES,
+            (Floats)load_words(sums[group].words + token * LANES) + added);
+  }
+}
+
+// At most BLOCK_TOKENS tokens times one or two groups of the weight. The rows after the last whole 16 are `padded`.
+template <class Weight>
+static void tiles_block(const bfloat16* x, const bfloat16* padded, const Weight& weight, int64_t group,
+                        const bfloat16* bias, bfloat16* out, int64_t tokens, int64_t steps, int64_t outputs,
+                        int64_t groups) {
+  const int64_t inner = steps * TILE_VALUES, stride = inner * sizeof(bfloat16);
+  const int64_t parts = Weight::UNPACKS || tokens > 2 * LANES ? (steps + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
+  TileMemory sums[BLOCK_TOKENS / LANES * 2], buffer[Weight::UNPACKS ? 2 * BLOCK_STEPS : 1];
+  auto rows = [&](int64_t token) { return token + LANES <= tokens ? x + token * inner : padded; };
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t begin = part * steps / parts, count = (part + 1) * steps / parts - begin, skip = begin * TILE_VALUES;
+    const Part read = weight.read(group, groups, begin * LANES, count * LANES, buffer->words);
+    const auto* tiles = reinterpret_cast<const TileMemory*>(read.weight);
+    const int64_t distance = groups == 2 ? read.distance / TILE_WORDS : 0;
+    for (int64_t token = 0; token < tokens; token += 2 * LANES) {
+      TileMemory* target = sums + token / LANES * 2;
+      if (token + LANES < tokens)
+        multiply_tiles<2>(rows(token) + skip, rows(token + LANES) + skip, stride, tiles, distance, count, part == 0,
+                          target);
+      else
+        multiply_tiles<1>(rows(token) + skip, nullptr, stride, tiles, distance, count, part == 0, target);
+      if (part + 1 < parts) continue;
+      for (int64_t i = token; i < std::min(tokens, token + 2 * LANES); i += LANES)
+        write_tiles(sums + i / LANES * 2, bias, out + i * outputs, std::min<int64_t>(LANES, tokens - i), groups,
+                    outputs);
+    }
+  }
+}
+
+template <class Weight>
+static void multiply_by_tiles(const bfloat16* x, const Weight& weight, const bfloat16* bias, bfloat16* out,
+                              int64_t tokens, int64_t inner, int64_t outputs, int threads) {
+  const int64_t steps = inner / TILE_VALUES, groups = outputs / LANES, pairs = (groups + 1) / 2;
+  const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, whole = tokens / LANES * LANES;
+  std::vector<bfloat16> padded(whole < tokens ? LANES * inner : 0);
+  std::copy(x + whole * inner, x + tokens * inner, padded.begin());
+  const auto make_tiles = [] { return Tiles(true); };
+  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, make_tiles, [&](int64_t task, const Tiles&) {
+    const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2, output = group * LANES;
+    tiles_block(x + token * inner, padded.data(), weight, group, bias ? bias + output : nullptr,
+                out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), steps, outputs,
+                std::min<int64_t>(2, groups - group));
+  });
+}
+#endif
+
+template <class T, class Weight>
+static void multiply_packed(const T* x, const Weight& weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                            int64_t outputs, int threads) {
+#if HAS_TILES
+  if constexpr (std::is_same<T, bfloat16>::value)
+    if (tiles_permitted()) return multiply_by_tiles(x, weight, bias, out, tokens, inner, outputs, threads);
+#endif
+  multiply_by_vectors(x, weight, bias, out, tokens, inner, outputs, threads);
 }

@@ -104,11 +104,12 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
     Quantized::quantize(x + row * inner, inner, &rows.words[row * rows.stride], &rows.scales[row], &rows.surplus[row]);
   });
   const int64_t words = inner / 4;
+  const PackedWeight packed{weight, words};
   threads = threads_for(tokens * inner * outputs / 8, threads);
   for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
     const int64_t output = group * GROUP;
     packed_block<ByteProduct, groups>(
-        &rows.words[token * rows.stride], rows.stride, weight + output * words, count, words,
+        &rows.words[token * rows.stride], rows.stride, packed, group, count, words,
         [&](int64_t row, int i, Ints sums) {
           const Floats exact = __builtin_convertvector(sums - rows.surplus[token + row], Floats);
           Floats result = exact * rows.scales[token + row] * load(scales + output + i);
@@ -118,4 +119,99 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
   });
 }
 
+// ----------------------------------------------------------------------------------------------------- W4A16
+//
+// A word of the packed weight is eight neighbouring inputs of one output, the first in the lowest four bits. A part of it
+// at a time becomes what pack_weight() would make of the dequantized matrix; the rest is linear_packed().
+
+// Words of T: a float, or two bfloat16 of which the first is in the lower half.
+template <class T>
+struct Rounding;
+template <>
+struct Rounding<float> {
+  static constexpr int VALUES = 1;
+  INLINE Words word(const Floats* values) { return (Words)values[0]; }
+};
+template <>
+struct Rounding<bfloat16> {
+  static constexpr int VALUES = 2;
+  INLINE Words word(const Floats* values) {
+#ifdef __AVX512BF16__
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)values[1], (__m512)values[0]);
+    const Words places = {0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                          0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f};
+    return (Words)_mm512_permutexvar_epi16((__m512i)places, halves);
+#else
+    bfloat16 low[LANES], high[LANES];
+    store(low, values[0]);
+    store(high, values[1]);
+    return load_halves(&low->bits) | load_halves(&high->bits) << 16;
+#endif
+  }
+};
+
+// The lowest four bits of each word, less 8.
+INLINE Floats nibbles_less_8(Words words) {
+#ifdef __AVX512F__  // one instruction, which looks at no other bits
+  const Floats numbers = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  return (Floats)_mm512_permutexvar_ps((__m512i)words, (__m512)numbers);
+#else
+  return __builtin_convertvector((Ints)(words & 15) - 8, Floats);
+#endif
+}
+
+template <class T>
+struct NibbleWeight {
+  static constexpr bool UNPACKS = true;
+  static constexpr int WORDS = 8 / Rounding<T>::VALUES;  // of T in a word of nibbles
+  const uint32_t* nibbles;
+  const T* scales;      // [outputs, groups]
+  const int8_t* zeros;  // the same, or null: 8
+  int64_t words, groups;
+
+  Part read(int64_t group, int64_t count_of_groups, int64_t first, int64_t count, uint32_t* buffer) const {
+    for (int64_t i = 0; i < count_of_groups; ++i)
+      for (int v = 0; v < GROUP; v += LANES)
+        (this->*(zeros ? &NibbleWeight::unpack<true> : &NibbleWeight::unpack<false>))(
+            (group + i) * GROUP + v, first / WORDS, (first + count) / WORDS, buffer + i * count * GROUP + v);
+    return {buffer, count * GROUP};
+  }
+
+ private:
+  // The words of nibbles from `begin` to `end` of LANES outputs.
+  template <bool ZEROS>
+  void unpack(int64_t output, int64_t begin, int64_t end, uint32_t* target) const {
+    const uint32_t* source = nibbles + output / GROUP * words * GROUP + output % GROUP;
+    const int64_t words_of_group = words / groups;
+    for (int64_t word = begin; word < end;) {
+      const int64_t group = word / words_of_group, stop = std::min(end, (group + 1) * words_of_group);
+      Floats scale, zero;
+      for (int lane = 0; lane < LANES; ++lane) {
+        const int64_t at = (output + lane) * groups + group;
+        scale[lane] = widen(scales[at]);
+        if (ZEROS) zero[lane] = zeros[at] - 8;
+      }
+      for (; word < stop; ++word) {
+        const Words packed = load_words(source + word * GROUP);
+        for (int i = 0; i < WORDS; ++i, target += GROUP) {
+          Floats values[Rounding<T>::VALUES];
+          for (int k = 0; k < Rounding<T>::VALUES; ++k) {
+            values[k] = nibbles_less_8(packed >> 4 * (i * Rounding<T>::VALUES + k));
+            values[k] = (ZEROS ? values[k] - zero : values[k]) * scale;
+          }
+          store_words(target, Rounding<T>::word(values));
+        }
+      }
+    }
+  }
+};
+
+template <class T>
+void linear_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const int8_t* zeros, const T* bias, T* out,
+                  int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  const NibbleWeight<T> weight{nibbles, scales, zeros, inner / 8, groups};
+  multiply_packed(x, weight, bias, out, tokens, inner, outputs, threads);
+}
+
+EXPORT(linear_w4a16)
 EXPORT(linear_w8a8)

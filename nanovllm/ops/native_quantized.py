@@ -17,16 +17,18 @@ from torch import Tensor
 
 from nanovllm.ops import native, reference_quantized
 from nanovllm.ops.native_library import BuildError, load_library
-from nanovllm.ops.reference_quantized import linear_w4a16, linear_w8a16, pack_nibbles, quantize_rows
+from nanovllm.ops.reference_quantized import linear_w8a16, quantize_rows
 
 __all__ = ["linear_w4a16", "linear_w8a8", "linear_w8a16", "pack_nibbles", "pack_values", "quantize_rows", "rows"]
 
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_quantized.cpp",)
-HEADERS = ("cpu_packed.h", "cpu_vector.h", "cpu_threads.h")
-INPUTS_OF_A_WORD = 4
-_SIGNATURES = {"linear_w8a8": [None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int]}
+HEADERS = ("cpu_packed.h", "cpu_tiles.h", "cpu_vector.h", "cpu_threads.h")
+_SIGNATURES = {
+    "linear_w4a16": [None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int],
+    "linear_w8a8": [None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int],
+}
 
 
 @cache
@@ -46,21 +48,31 @@ def _function(name: str, dtype: torch.dtype) -> Callable[..., bool]:
     return ctypes.CFUNCTYPE(*_SIGNATURES[name])(address)  # type: ignore[arg-type]
 
 
-def _kernel(name: str, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Callable[..., bool] | None:
-    """The C function for these tensors; None if the weight is not packed, or if they do not fit."""
-    floats = (x, scales) if bias is None else (x, scales, bias)
-    fits = values.ndim == 3 and x.shape[1] == values.shape[1] * INPUTS_OF_A_WORD and x.dtype in native._SUFFIXES
-    fits = fits and (bias is None or bias.dtype is x.dtype) and all(map(Tensor.is_contiguous, floats))
-    fits = fits and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in floats))
+def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tensor) -> Callable[..., bool] | None:
+    """The C function for these tensors; None if the weight is not packed, if they do not fit, or if one needs a gradient."""
+    inputs_of_a_word = 8 if values.dtype is torch.int32 else 4
+    fits = values.ndim == 3 and values.shape[1] * inputs_of_a_word == x.shape[1] and x.dtype in native._SUFFIXES
+    fits = fits and all(map(Tensor.is_contiguous, (values, scales, x, *others)))
+    fits = fits and all(tensor.dtype in (x.dtype, torch.int8) for tensor in others)
+    fits = fits and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (scales, x, *others)))
     return _function(name, x.dtype) if fits else None
+
+
+def _packed(words: Tensor) -> Tensor:
+    """`[out_features, words, ...]` with the words of 16 outputs side by side."""
+    return words.unflatten(0, (-1, native.PACKED_OUTPUTS)).transpose(1, 2).flatten(2).contiguous()
+
+
+def pack_nibbles(nibbles: Tensor) -> Tensor:
+    outputs, words = nibbles.shape
+    fits = outputs % native.PACKED_OUTPUTS == 0 and 8 * words % native.PACKED_INPUTS == 0 and _library() is not None
+    return _packed(nibbles) if fits else nibbles
 
 
 def pack_values(values: Tensor) -> Tensor:
     outputs, inner = values.shape
-    if outputs % native.PACKED_OUTPUTS or inner % 4 or _library() is None:
-        return values
-    words = (values ^ -128).view(-1, native.PACKED_OUTPUTS, inner // 4, 4)
-    return words.transpose(1, 2).flatten(2)
+    fits = outputs % native.PACKED_OUTPUTS == 0 and inner % 4 == 0 and _library() is not None
+    return _packed((values ^ -128).unflatten(1, (-1, 4))) if fits else values
 
 
 def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -70,7 +82,7 @@ def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
     rows = torch.arange(len(values) * native.PACKED_OUTPUTS) if rows is None else rows
     words = values.unflatten(-1, (native.PACKED_OUTPUTS, -1))
     picked = words[rows // native.PACKED_OUTPUTS, :, rows % native.PACKED_OUTPUTS].flatten(1)
-    return picked ^ -128
+    return picked ^ -128 if values.dtype is torch.int8 else picked
 
 
 def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -78,8 +90,22 @@ def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None
     return reference_quantized.dequantize(_unpacked(values, token_ids), scales[token_ids], picked, dtype)
 
 
+def linear_w4a16(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    others = [tensor for tensor in (zeros, bias) if tensor is not None]
+    kernel = _kernel("linear_w4a16", scales, nibbles, x, *others) if scales.dtype is x.dtype else None
+    if kernel is None:
+        return reference_quantized.linear_w4a16(x, _unpacked(nibbles), scales, zeros, bias)
+    out = x.new_empty(len(x), len(scales))
+    optional = (native._NOTHING if tensor is None else tensor for tensor in (zeros, bias))
+    native.call(kernel, (x, nibbles, scales, *optional, out), *x.shape, *scales.shape)
+    return out
+
+
 def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    kernel = _kernel("linear_w8a8", x, values, scales, bias) if scales.dtype is torch.float32 else None
+    others = [] if bias is None else [bias]
+    kernel = _kernel("linear_w8a8", scales, values, x, *others) if scales.dtype is torch.float32 else None
     if kernel is None:
         return reference_quantized.linear_w8a8(x, _unpacked(values), scales, bias)
     out = x.new_empty(len(x), len(scales))

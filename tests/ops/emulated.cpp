@@ -1,7 +1,9 @@
 // The CPU kernels as a program of their own, for CPUs that are emulated: reads tensors from standard input,
-// and writes results to standard output. Exits with 2 if a result depends on the batch or the chunk.
+// and writes results to standard output. Exits with 2 if a result depends on the batch or the chunk,
+// or if a 4-bit weight is not multiplied as the dequantized one.
 #include "cpu_attention.cpp"
 #include "cpu_kernels.cpp"
+#include "cpu_quantized.cpp"
 
 #include <cstdio>
 #include <cstdlib>
@@ -66,11 +68,34 @@ static void run_attention(int64_t tokens) {
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
 }
 
+// x[tokens, inner], what pack_nibbles and pack_values made of weights, and their scales: W4A16, beside which the dequantized
+// weight[outputs, inner] is multiplied, too, then W8A8 -> two times out[tokens, outputs].
+template <class T>
+static void run_quantized(int64_t tokens, int64_t inner, int64_t outputs, int64_t groups) {
+  const auto x = take<T>(tokens * inner), weight = take<T>(outputs * inner), scales = take<T>(outputs * groups);
+  const auto nibbles = take<uint32_t>(outputs * inner / 8);
+  const auto zeros = take<int8_t>(outputs * groups);
+  const auto values = take<uint32_t>(outputs * inner / 4);
+  const auto row_scales = take<float>(outputs);
+  std::vector<uint32_t> packed(outputs * inner * sizeof(T) / 4);
+  std::vector<T> out(tokens * outputs), other(tokens * outputs);
+  pack_weight(weight.data(), packed.data(), inner, outputs, 1);
+  linear_packed<T>(x.data(), packed.data(), nullptr, other.data(), tokens, inner, outputs, 1);
+  linear_w4a16<T>(x.data(), nibbles.data(), scales.data(), zeros.data(), nullptr, out.data(), tokens, inner, outputs,
+                  groups, 1);
+  same(out.data(), other.data(), tokens * outputs);
+  std::fwrite(out.data(), sizeof(T), out.size(), stdout);
+  linear_w8a8<T>(x.data(), values.data(), row_scales.data(), nullptr, out.data(), tokens, inner, outputs, 1);
+  std::fwrite(out.data(), sizeof(T), out.size(), stdout);
+}
+
 int main(int count, char** arguments) {
   const std::string kernel = arguments[1], dtype = arguments[2];
   auto number = [&](int i) { return i < count ? std::atoll(arguments[i]) : 0; };
   if (kernel == "linear")
     (dtype == "float32" ? run_linear<float> : run_linear<bfloat16>)(number(3), number(4), number(5));
+  else if (kernel == "quantized")
+    (dtype == "float32" ? run_quantized<float> : run_quantized<bfloat16>)(number(3), number(4), number(5), number(6));
   else
     (dtype == "float32" ? run_attention<float> : run_attention<bfloat16>)(number(3));
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.ops import reference
+from nanovllm.ops import native_quantized, reference, reference_quantized
 from nanovllm.ops.native_library import BuildError, find_compiler
 
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
@@ -36,7 +36,7 @@ def program(request, tmp_path_factory) -> list[str]:
             command, flags = [path], [find_compiler(), "-march=native", "-include", str(HERE / "amx.h")]
         except BuildError as error:
             pytest.skip(str(error))
-    flags += ["-O2", "-std=c++17", f"-I{KERNELS}", str(HERE / "emulated.cpp"), "-o", path]
+    flags += ["-O2", "-std=c++17", "-ffp-contract=off", f"-I{KERNELS}", str(HERE / "emulated.cpp"), "-o", path]
     subprocess.run(flags, check=True, timeout=300)
     return command
 
@@ -59,6 +59,26 @@ def test_linear(program, tokens, inner, outputs, dtype):
     torch.testing.assert_close(
         out.view(2, tokens, outputs).double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
     )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "inner", "outputs", "groups"), [(1, 32, 16, 1), (40, 672, 48, 7), (300, 576, 32, 9), (3, 576, 64, 18)]
+)
+def test_quantized_weights(program, tokens, inner, outputs, groups, dtype):
+    torch.manual_seed(0)
+    x, scales = torch.randn(tokens, inner).to(dtype), (torch.rand(outputs, groups) / 100).to(dtype)
+    nibbles = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).int()
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8)
+    weight = reference_quantized.dequantize(nibbles, scales, zeros, dtype)
+    values, row_scales = torch.randint(-128, 128, (outputs, inner), dtype=torch.int8), torch.rand(outputs, 1)
+    arguments = ["quantized", str(dtype).removeprefix("torch."), tokens, inner, outputs, groups]
+    packed = native_quantized.pack_nibbles(nibbles), native_quantized.pack_values(values)
+    out = run(program, arguments, dtype, x, weight, scales, packed[0], zeros, packed[1], row_scales)
+    w4a16, w8a8 = out.view(2, tokens, outputs)
+    expected = x.double() @ weight.double().T
+    torch.testing.assert_close(w4a16.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert torch.equal(w8a8, reference_quantized.linear_w8a8(x, values, row_scales))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

@@ -7,12 +7,14 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm import LLM
+from nanovllm import LLM, ops
 from nanovllm.layers.quantization import W8A8, QuantizedWeight
 from nanovllm.ops import native, native_quantized, quantized, reference_quantized
 from tests.oracle import greedy
@@ -29,6 +31,13 @@ def _generator() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to plain torch."""
+    torch_only = SimpleNamespace(dequantize=reference_quantized.dequantize)
+    monkeypatch.setattr(native_quantized, "reference_quantized", torch_only)
+
+
 def activations(tokens: int, inner: int, dtype: torch.dtype) -> Tensor:
     """Rows of different sizes, one of them zeros."""
     x = torch.randn(tokens, inner) * 4.0 ** torch.randint(-6, 7, (tokens, 1))
@@ -40,6 +49,7 @@ def weight_w8a8(outputs: int, inner: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-128, 128, (outputs, inner), dtype=torch.int8), torch.rand(outputs, 1) / 100
 
 
+@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outputs", "inner"), SIZES)
 def test_w8a8_is_the_reference(outputs: int, inner: int, dtype: torch.dtype) -> None:
@@ -54,6 +64,7 @@ def test_w8a8_is_the_reference(outputs: int, inner: int, dtype: torch.dtype) -> 
             assert torch.equal(quantized.linear_w8a8(x, packed, scales, added), expected)
 
 
+@pytest.mark.usefixtures("kernels_alone")
 def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
     """The largest integers of both signs, more of them than a float32 can add exactly: no step may saturate."""
     inner = 16384
@@ -68,6 +79,7 @@ def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
     assert torch.equal(quantized.linear_w8a8(x, quantized.pack_values(values), ones), expected)
 
 
+@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_w8a8_of_what_is_no_number_is_none(value: float, dtype: torch.dtype) -> None:
@@ -82,6 +94,7 @@ def test_w8a8_of_what_is_no_number_is_none(value: float, dtype: torch.dtype) -> 
         assert torch.equal(out[:2], quantized.linear_w8a8(x[:2], packed, scales))
 
 
+@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_w8a8_does_not_depend_on_its_company_or_the_threads(dtype: torch.dtype) -> None:
     values, scales = weight_w8a8(96, 576)
@@ -95,6 +108,70 @@ def test_a_row_of_w8a8_does_not_depend_on_its_company_or_the_threads(dtype: torc
                 assert torch.equal(quantized.linear_w8a8(x[:rows], packed, scales), alone[:rows])
     finally:
         torch.set_num_threads(threads)
+
+
+# ---------------------------------------------------------------- 4-bit weights
+
+# (outputs, inputs, groups): one group, groups of 8, 32 and 64 inputs, groups of 96, whose ends are no ends of parts.
+SIZES_W4 = [(16, 32, 1), (48, 96, 12), (96, 576, 9), (64, 1536, 48), (80, 960, 10), (32, 224, 1)]
+
+
+def weight_w4(outputs: int, inner: int, groups: int, dtype: torch.dtype, has_zeros: bool) -> list[Any]:
+    words = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).to(torch.int32)
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8) if has_zeros else None
+    return [words, (torch.rand(outputs, groups) / 100).to(dtype), zeros]
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("outputs", "inner", "groups"), SIZES_W4)
+def test_w4a16_is_the_product_with_the_dequantized_weight(
+    outputs: int, inner: int, groups: int, has_zeros: bool, dtype: torch.dtype
+) -> None:
+    nibbles, scales, zeros = weight_w4(outputs, inner, groups, dtype, has_zeros)
+    packed = quantized.pack_nibbles(nibbles)
+    weight = ops.pack_weight(reference_quantized.dequantize(nibbles, scales, zeros, dtype))
+    assert packed.ndim == 3 and weight.ndim == 4, "the kernels are not used"
+    bias = torch.randn(outputs).to(dtype)
+    for tokens in (0, 1, 2, 3, 5, 11, 12, 13, 25, 33, 70, 300):
+        x = activations(tokens, inner, dtype) if tokens else torch.empty(0, inner, dtype=dtype)
+        for added in (None, bias):
+            product = quantized.linear_w4a16(x, packed, scales, zeros, added)
+            assert torch.equal(product, ops.linear(x, weight, added))
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_w4a16_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
+    nibbles, scales, zeros = weight_w4(96, 576, 9, dtype, True)
+    packed, x = quantized.pack_nibbles(nibbles), activations(70, 576, dtype)
+    alone = torch.cat([quantized.linear_w4a16(row, packed, scales, zeros) for row in x.split(1)])
+    for rows in range(1, 71):
+        assert torch.equal(quantized.linear_w4a16(x[:rows], packed, scales, zeros), alone[:rows])
+
+
+@pytest.mark.parametrize(("outputs", "inner"), [(40, 64), (16, 48)])
+def test_4_bit_weights_that_fill_no_groups_are_left_to_torch(outputs: int, inner: int) -> None:
+    nibbles, scales, zeros = weight_w4(outputs, inner, 2, torch.float32, True)
+    assert quantized.pack_nibbles(nibbles) is nibbles
+    x = activations(4, inner, torch.float32)
+    expected = reference_quantized.linear_w4a16(x, nibbles, scales, zeros)
+    assert torch.equal(quantized.linear_w4a16(x, nibbles, scales, zeros), expected)
+
+
+def test_inputs_that_no_w4_kernel_takes_are_left_to_torch() -> None:
+    nibbles, scales, zeros = weight_w4(48, 64, 2, torch.float32, True)
+    packed, x = quantized.pack_nibbles(nibbles), activations(4, 128, torch.float32)
+    for each in (x[:, :64].double(), x[:, :64].bfloat16(), x[:, :64], x[:, ::2]):
+        expected = reference_quantized.linear_w4a16(each, nibbles, scales, zeros)
+        assert torch.equal(quantized.linear_w4a16(each, packed, scales, zeros), expected)
+    ids = torch.tensor([0, 47, 17, 17])
+    expected = reference_quantized.rows(ids, nibbles, scales, zeros, torch.bfloat16)
+    assert torch.equal(quantized.rows(ids, packed, scales, zeros, torch.bfloat16), expected)
+
+
+# ---------------------------------------------------------------- what no kernel takes
 
 
 @pytest.mark.parametrize(("outputs", "inner"), [(40, 64), (16, 30)])
@@ -129,6 +206,7 @@ def test_rows_of_a_packed_embedding() -> None:
     assert torch.equal(quantized.rows(ids, packed, scales, None, torch.bfloat16), expected)
 
 
+@pytest.mark.usefixtures("kernels_alone")
 def test_packed_experts_are_multiplied_by_their_own_weights() -> None:
     weight = QuantizedWeight.empty((3, 48, 64), W8A8, torch.device("cpu"))
     values, scales = zip(*(weight_w8a8(48, 64) for _ in range(3)), strict=True)
