@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 
-.PHONY: help install serve demo chat lab quick test suites compiled lectures nightly long lint browser servers neon build run figures bench gpu clean
+.PHONY: help install serve demo chat lab quick test compiled lectures nightly long lint browser servers neon build run figures bench gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -66,7 +66,7 @@ neon:  ## a compiler and an emulator for ARM, for the tests of its kernels (as r
 			&& apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; } \
 		|| echo "MISSING: g++-aarch64-linux-gnu or qemu-user, and only root can install them: tests of ARM's kernels will be SKIPPED"
 
-# Four workers for two cores, as tests wait for processes; one thread each. Without nbval a run, and each run that
+# Four workers for two cores, as tests wait for processes a third of their time; one thread each. Without nbval a run, and each run that
 # a test starts, begins two seconds sooner.
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
@@ -89,15 +89,12 @@ NUMERICS := -m "not slow and not nightly" -k "not building" \
 quick: install  ## tests without processes, servers and browser
 	$(TESTS) -m "not slow and not nightly" $(QUICK)
 
-# Tests wait for processes a third of their time, which the lectures use.
 test: browser servers  ## everything: lint, tests, GPU kernels, lectures
 	$(MAKE) -j 2 --output-sync=target lint compiled
-	$(MAKE) -j 2 lectures suites
-
-suites:
 	$(TESTS) tests
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
+	$(MAKE) lectures
 
 # By day all sizes for one GPU, and one size for two that differ from it most: an older one with less memory on chip, and AMD's.
 compiled: install
