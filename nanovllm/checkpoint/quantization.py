@@ -133,7 +133,8 @@ def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> Qua
         mistake = f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
         raise ValueError(f"{mistake}: leave it out, or use the original checkpoint")
     if asked not in ("auto", *ONLINE, method):
-        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {method}: leave it out")
+        kind = "not quantized" if found is None else method
+        raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: leave it out")
     method = asked if asked in ONLINE else method
     if config.load_format == "dummy" and found is not None:  # random numbers, quantized while they are made
         method = "w8a8" if found.quantizes_inputs else "w4a16"

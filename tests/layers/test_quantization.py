@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
         (
             None,
             {"quantization": "gptq"},
-            "quantization 'gptq' does not fit this checkpoint, which is none: leave it out",
+            "quantization 'gptq' does not fit this checkpoint, which is not quantized: leave it out",
         ),
     ],
 )
