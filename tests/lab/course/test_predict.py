@@ -1,8 +1,16 @@
 """A prediction is kept by the notebook, and shown beside the measurement."""
 
+import ast
+import json
+import pathlib
+from typing import Any
+
 import pytest
 
 from nanovllm.lab import course
+from tests.house import ROOT
+
+LECTURES = sorted((ROOT / "notebooks").glob("*.ipynb"), key=str)
 
 QUESTION = "How many times as many tokens per second do 8 requests get as one?"
 
@@ -54,3 +62,21 @@ def test_a_prediction_is_a_number_or_one_of_the_answers() -> None:
         course.predict("How long?", "3 ms", unit="ms")
     with pytest.raises(ValueError, match="a prediction is one of 'swap', 'recompute', got 'neither'"):
         course.predict("Which wins?", "neither", among=("swap", "recompute"))
+
+
+@pytest.mark.parametrize("path", LECTURES, ids=lambda path: path.name[:2])
+def test_a_lecture_asks_before_the_cell_that_measures(path: pathlib.Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    asked: list[Any] = [
+        (assignment.targets[0].id, assignment.value, i)
+        for i, cell in enumerate(code)
+        if "course.predict(" in cell
+        for assignment in ast.parse(cell).body
+        if isinstance(assignment, ast.Assign) and ast.unparse(assignment.value).startswith("course.predict(")
+    ]
+    assert len(asked) == sum(cell.count("course.predict(") for cell in code) >= 2
+    for name, call, i in asked:
+        assert ast.unparse(call.args[1]) == "...", f"{name}: the guess is the learner's"
+        again = min((j for other, _, j in asked if other == name and j > i), default=len(code))
+        assert any(f"{name}.reveal(" in cell for cell in code[i + 1 : again + 1]), f"{name}: no later cell reveals it"
