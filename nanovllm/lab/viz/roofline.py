@@ -24,8 +24,9 @@ def draw_roofline(
     """
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
     found = [place for places in runs.values() for place in places.values()]
-    ridge, least = flops_per_second / bytes_per_second, min(intensity for intensity, _ in found)
-    reach = np.geomspace(least / 1.6, max(2 * ridge, *(1.6 * intensity for intensity, _ in found)))
+    ridge = flops_per_second / bytes_per_second
+    least = min(ridge, *(intensity for intensity, _ in found))
+    reach = np.array([least / 1.6, ridge, max(2 * ridge, *(1.6 * intensity for intensity, _ in found))])
     axes.loglog(
         reach, np.minimum(reach * bytes_per_second, flops_per_second) / 1e9, color=MUTED, label="the machine's roof"
     )
