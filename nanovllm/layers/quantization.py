@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
 from nanovllm.checkpoint.quantization import ONLINE, QuantizationConfig
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.ops import quantized
+from nanovllm.ops import linear, pack_weight, quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -114,6 +114,8 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
         if self.scheme.bits == 4:
             return quantized.linear_w4a16(x, self.values, self.scales, self.zeros, bias)
         product = quantized.linear_w8a8 if self.scheme.quantizes_inputs else quantized.linear_w8a16
@@ -136,12 +138,14 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales)
 
     def pack(self) -> None:
-        """See `Layer.pack`; a kernel may want another layout."""
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
         packing = quantized.pack_nibbles if self.scheme.bits == 4 else quantized.pack_values
-        if self.scheme.bits == 4 or self.scheme.quantizes_inputs:
-            packed = packing(self.values.flatten(0, -2))
-            packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
-            self.values = nn.Parameter(packed, requires_grad=False)
+        matrix, has_kernel = self.values.flatten(0, -2), self.scheme.bits == 4 or self.scheme.quantizes_inputs
+        packed = packing(matrix) if has_kernel else matrix
+        if packed is matrix and matrix.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            packed = pack_weight(self.dequantize().flatten(0, -2))
+        self.values = nn.Parameter(packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1)), False)
 
 
 def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
