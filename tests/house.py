@@ -34,6 +34,7 @@ ROOMS = [
     "executor",
     "trace",
     "engine",
+    "offline",
     "server",
     "router",
     "lab",
