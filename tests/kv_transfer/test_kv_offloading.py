@@ -26,8 +26,6 @@ from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 GIB = 1 << 30
 BLOCK = 4  # tokens
 ENTRY = 3 * 2 * 2 * BLOCK * 16 * 4  # bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32
