@@ -212,5 +212,6 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         groups |= {"group_1": rows | {"targets": ["re:.*lm_head$"]}} if recipe.quantize_head else {}
     form = "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"]
     settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    ignore = ["re:.*\\.gate$", *([] if recipe.quantize_head else ["lm_head"])]  # a gate chooses among experts
+    left = [] if recipe.quantize_head else ["lm_head"]  # beside what chooses experts, and what latent attention absorbs
+    ignore = ["re:.*\\.gate$", "re:.*kv_b_proj$", *left]
     return settings | {"ignore": ignore, "config_groups": groups}
