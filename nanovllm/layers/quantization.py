@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
 from nanovllm.checkpoint.quantization import ONLINE, QuantizationConfig
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.ops import quantized
+from nanovllm.ops import linear, pack_weight, quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -119,6 +119,7 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
+<<<<<<< HEAD
         zeros = [self.zeros] if self.scheme.bits == 4 else []
         return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
 
@@ -126,6 +127,14 @@ class QuantizedWeight(nn.Module):
         """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
         function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
         return function, self.addresses.data_ptr()
+=======
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
+        if self.scheme.bits == 4:
+            return quantized.linear_w4a16(x, self.values, self.scales, self.zeros, bias)
+        product = quantized.linear_w8a8 if self.scheme.quantizes_inputs else quantized.linear_w8a16
+        return product(x, self.values, self.scales, bias)
+>>>>>>> triton
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""
@@ -144,6 +153,7 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales)
 
     def pack(self) -> None:
+<<<<<<< HEAD
         """See `Layer.pack`; a kernel may want another layout."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
         if self.scheme.bits == 4:
@@ -153,6 +163,16 @@ class QuantizedWeight(nn.Module):
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
+=======
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
+        packing = quantized.pack_nibbles if self.scheme.bits == 4 else quantized.pack_values
+        matrix, has_kernel = self.values.flatten(0, -2), self.scheme.bits == 4 or self.scheme.quantizes_inputs
+        packed = packing(matrix) if has_kernel else matrix
+        if packed is matrix and matrix.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            packed = pack_weight(self.dequantize().flatten(0, -2))
+        self.values = nn.Parameter(packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1)), False)
+>>>>>>> triton
 
 
 def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
