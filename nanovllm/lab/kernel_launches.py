@@ -19,11 +19,8 @@ from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise
 from nanovllm.ops import triton as ops
-<<<<<<< HEAD
-from nanovllm.ops.quantized_cache import LARGEST
-=======
 from nanovllm.ops import triton_quantized as quantized
->>>>>>> triton
+from nanovllm.ops.quantized_cache import LARGEST
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -158,7 +155,7 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
         for tokens, outputs in itertools.product((1, 64, 1000), (1024, 65536)):
             x, scales = torch.empty(tokens, 4096, dtype=dtype), torch.empty(outputs, 32, dtype=dtype)
             values = torch.empty(outputs, 4096, dtype=torch.int8)
-            nibbles = quantized.pack_nibbles(torch.empty(outputs, 512, dtype=torch.int32))
+            [nibbles] = quantized.pack_nibbles(torch.empty(outputs, 512, dtype=torch.int32))
             for zeros in (None, values[:, :32].contiguous()):
                 quantized.linear_w4a16(x, nibbles, scales, zeros)
             quantized.linear_w8a16(x, values, scales)

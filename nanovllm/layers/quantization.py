@@ -119,22 +119,17 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
-<<<<<<< HEAD
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
         zeros = [self.zeros] if self.scheme.bits == 4 else []
         return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
 
     def compiled(self) -> tuple[int, int]:
         """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
+        if self.values.is_floating_point():
+            return 0, self.values.data_ptr() * (self.values.ndim == 4)
         function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
         return function, self.addresses.data_ptr()
-=======
-        if self.values.is_floating_point():  # dequantized
-            return linear(x, self.values, bias)
-        if self.scheme.bits == 4:
-            return quantized.linear_w4a16(x, self.values, self.scales, self.zeros, bias)
-        product = quantized.linear_w8a8 if self.scheme.quantizes_inputs else quantized.linear_w8a16
-        return product(x, self.values, self.scales, bias)
->>>>>>> triton
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""
@@ -153,26 +148,19 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales)
 
     def pack(self) -> None:
-<<<<<<< HEAD
-        """See `Layer.pack`; a kernel may want another layout."""
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
+        values = flat[0]
         if self.scheme.bits == 4:
             flat = quantized.pack_nibbles(*flat)
         elif self.scheme.quantizes_inputs:
-            flat[0] = quantized.pack_values(flat[0])
+            flat[0] = quantized.pack_values(values)
+        if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            flat[0] = pack_weight(self.dequantize().flatten(0, -2))
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
-=======
-        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
-        step: it takes the memory of an unquantized one, and multiplies as fast."""
-        packing = quantized.pack_nibbles if self.scheme.bits == 4 else quantized.pack_values
-        matrix, has_kernel = self.values.flatten(0, -2), self.scheme.bits == 4 or self.scheme.quantizes_inputs
-        packed = packing(matrix) if has_kernel else matrix
-        if packed is matrix and matrix.device.type == "cpu" and not self.scheme.quantizes_inputs:
-            packed = pack_weight(self.dequantize().flatten(0, -2))
-        self.values = nn.Parameter(packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1)), False)
->>>>>>> triton
 
 
 def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
