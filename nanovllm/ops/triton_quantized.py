@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanovllm.ops import reference_quantized as reference
-from nanovllm.ops.reference_quantized import pack_values  # noqa: F401
+from nanovllm.ops.reference_quantized import compiled, pack_values  # noqa: F401
 from nanovllm.ops.triton import covers
 
 # A sum has four parts. Fewer programs than these leave much of a GPU idle: then each computes one part of its sums.
@@ -141,6 +141,12 @@ def linear_w4a16(
     return reference.linear_w4a16(x, _unpacked(nibbles) if nibbles.ndim == 3 else nibbles, scales, zeros, bias)
 
 
+def linear_w4a8(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return reference.linear_w4a8(x, _unpacked(nibbles) if nibbles.ndim == 3 else nibbles, scales, zeros, bias)
+
+
 def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     return linear_w4a16(x, values, scales, None, bias)  # where bytes are as they are
 
@@ -161,12 +167,13 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
+def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
     if nibbles.shape[0] % 16 or nibbles.shape[1] % 8:
-        return nibbles
+        return [nibbles, *scales_and_zeros]
     pairs = nibbles.view(torch.uint8)
     halves = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1).unflatten(1, (-1, 2, 32))
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).unflatten(0, (-1, 16)).transpose(1, 2).flatten(2).contiguous()
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).unflatten(0, (-1, 16)).transpose(1, 2).flatten(2).contiguous()
+    return [packed, *scales_and_zeros]
 
 
 def _unpacked(nibbles: Tensor) -> Tensor:
