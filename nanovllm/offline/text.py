@@ -39,9 +39,9 @@ def pieces(text: str, tokenizer: Tokenizer, count: int, length: int) -> list[lis
     return [token_ids[i * step : i * step + length] for i in range(count)]
 
 
-def samples(folder: Path, recipe: Recipe) -> list[list[int]]:
-    """Token ids to calibrate on, as many in each sample."""
-    count, length = recipe.num_samples, recipe.sample_length
+def samples(folder: Path, recipe: Recipe, longest: int) -> list[list[int]]:
+    """Token ids to calibrate on, as many in each sample, and at most `longest`."""
+    count, length = recipe.num_samples, min(recipe.sample_length, longest)
     if recipe.calibration is not None:
         text = Path(recipe.calibration).read_text(encoding="utf-8", errors="replace")
         return pieces(text, Tokenizer.from_pretrained(folder), count, length)
