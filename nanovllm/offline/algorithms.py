@@ -99,8 +99,8 @@ def rtn(weight: Tensor, form: Format) -> Quantized:
 
 
 def hessian_of(inputs: Tensor) -> Tensor:
-    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of the output's squared error, mean over
-    the tokens, by the weights of one output. It is the same for all outputs."""
+    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of an output's squared error, mean
+    over the tokens, by this output's weights. It is the same for all outputs."""
     x = inputs.float()
     return x.T @ x * (2 / len(x))
 
@@ -113,7 +113,7 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
 # ---------------------------------------------------------------- GPTQ
 
 
-def inverse_factor(hessian: Tensor, damping: float = 0.01) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper triangular U with `UᵀU = H⁻¹`. Row i says how the columns from i on are best changed when column i is wrong: by
     `-error * U[i, i:] / U[i, i]`. It is the first row of the inverse Hessian of these columns alone, up to a factor.
 
@@ -126,7 +126,7 @@ def inverse_factor(hessian: Tensor, damping: float = 0.01) -> Tensor:
     return torch.linalg.cholesky(inverse, upper=True)
 
 
-def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = False, damping: float = 0.01) -> Quantized:
+def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05) -> Quantized:
     """Round column after column, and have the columns that follow make up for the error.
 
     The columns of a block change each other at once (`gptq_block`), and all later ones together when the block is done: the same sums
@@ -134,9 +134,10 @@ def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = False,
 
     Args:
         hessian: see `hessian_of`.
-        act_order: begin with the largest inputs, while many columns are left to make up for their errors. The grids are then those of the
-            original weights ("static groups"), so that groups stay together. Otherwise a group's grid is chosen when its first column is
-            reached, for weights that have been changed.
+        act_order: begin with the largest inputs, while many columns are left to make up for their errors. The grids are then those of
+            the original weights ("static groups"), so that groups stay together. Otherwise a group's grid is chosen when its first
+            column is reached, for weights that have been changed.
+        damping: see `inverse_factor`.
     """
     weight, size = weight.float(), form.group_size or weight.shape[1]
     order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
@@ -194,8 +195,8 @@ def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Forma
 
 
 def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
-    """The weight with the largest numbers of each group cut off where the group's share of the output then errs least: at one of ten limits, from the
-    largest absolute value down to just above half of it. What the cut numbers lose, all others gain by finer steps."""
+    """The weight with the largest numbers of each group cut off where the group's share of the output then errs least: at one of ten limits,
+    from the largest absolute value down to just above half of it. What the cut numbers lose, all others gain by finer steps."""
     size = form.group_size or weight.shape[1]
     grouped = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])
