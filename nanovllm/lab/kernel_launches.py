@@ -16,8 +16,10 @@ from nanovllm.attention.base import AttentionMetadata, Rotary, kv_cache_shape
 from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.attention.latent_kernels import TritonLatentBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise
 from nanovllm.ops import triton as ops
+from nanovllm.ops.quantized_cache import LARGEST
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -64,6 +66,7 @@ class Case(NamedTuple):
     sliding_window: int = 0
     soft_cap: float = 0.0
     batches: tuple[Batch, ...] = FEW_BATCHES
+    kv_dtype: torch.dtype | None = None  # of a quantized cache
 
 
 def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
@@ -80,24 +83,30 @@ def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
             yield from (case._replace(sliding_window=window, soft_cap=cap) for window, cap in VARIANTS)
         elif dtype != "float16" or head_dim == 128 or "bfloat16" not in dtypes:
             yield case
+        if dtype == "bfloat16":
+            yield from (case._replace(kv_dtype=kv_dtype) for kv_dtype in LARGEST)
 
 
 def launch_attention(case: Case, target: Target) -> None:
     """Run the Triton backend as a model would on the target."""
-    backend = TritonBackend(_hardware(target))
+    backend, options = TritonBackend(_hardware(target)), (0.1, case.sliding_window, case.soft_cap)
+    if case.kv_dtype is not None:
+        backend = QuantizedTritonBackend(backend, case.kv_dtype)
     dtype, num_heads = getattr(torch, case.dtype), case.group * NUM_KV_HEADS
     with torch.device("meta"):
         # Over 2^31 bytes, as on a real GPU: on AMD, Triton addresses smaller tensors differently.
         num_blocks = 2**32 // (NUM_KV_HEADS * case.block_size * case.head_dim)
-        shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, case.block_size, case.head_dim)
-        kv_cache = torch.empty(shape, dtype=dtype)
+        width = case.head_dim + getattr(backend, "scale_bytes", 0)
+        shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, case.block_size, width)
+        kv_cache = torch.empty(shape, dtype=case.kv_dtype or dtype)
         cos_sin = torch.empty(131072, case.head_dim, dtype=torch.float32)
         for batch in case.batches:
             heads = torch.empty(batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, case.head_dim, dtype=dtype)
             q, k, v = heads.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
             rotary = Rotary(torch.empty(batch.num_tokens, dtype=torch.int64), cos_sin)
             metadata = _metadata(batch, case.block_size)
-            backend.forward(q, k, v, kv_cache, metadata, 0.1, case.sliding_window, case.soft_cap, rotary)
+            rotation = [rotary] if backend.fuses_rotary else []
+            backend.forward(q, k, v, kv_cache, metadata, *options, *rotation)
 
 
 def launch_latent_attention(dtype_name: str, target: Target) -> None:

@@ -47,6 +47,11 @@ class Scheme:
     has_zeros: bool = False
     quantizes_inputs: bool = False
 
+    @property
+    def kind(self) -> str:
+        """The name of the product."""
+        return f"w{self.bits}a{8 if self.quantizes_inputs else 16}"
+
     def groups(self, inputs: int) -> int:
         """Scales per row of a matrix with so many inputs."""
         return inputs // (self.group_size or inputs)
@@ -114,10 +119,13 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
-        if self.scheme.bits == 4:
-            return quantized.linear_w4a16(x, self.values, self.scales, self.zeros, bias)
-        product = quantized.linear_w8a8 if self.scheme.quantizes_inputs else quantized.linear_w8a16
-        return product(x, self.values, self.scales, bias)
+        zeros = [self.zeros] if self.scheme.bits == 4 else []
+        return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
+
+    def compiled(self) -> tuple[int, int]:
+        """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
+        function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
+        return function, self.addresses.data_ptr()
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""

@@ -213,5 +213,32 @@ void linear_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const in
   multiply_packed(x, weight, bias, out, tokens, inner, outputs, threads);
 }
 
+// ----------------------------------------------------------------------------------------------------- layers
+//
+// The same products as the layers of a decoder call them (cpu_layers.cpp), with one signature.
+
+// The addresses of a weight's tensors, as native_quantized.py lays them out.
+struct Addresses {
+  const uint32_t* values;
+  const void* scales;
+  const int8_t* zeros;
+  int64_t groups;
+};
+
+template <class T>
+void layer_w8a8(const T* x, const Addresses* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                int64_t outputs, int threads) {
+  linear_w8a8(x, weight->values, static_cast<const float*>(weight->scales), bias, out, tokens, inner, outputs, threads);
+}
+
+template <class T>
+void layer_w4a16(const T* x, const Addresses* weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                 int64_t outputs, int threads) {
+  linear_w4a16(x, weight->values, static_cast<const T*>(weight->scales), weight->zeros, bias, out, tokens, inner,
+               outputs, weight->groups, threads);
+}
+
 EXPORT(linear_w4a16)
 EXPORT(linear_w8a8)
+EXPORT(layer_w4a16)
+EXPORT(layer_w8a8)

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from nanovllm.ops import native, reference_quantized
 from nanovllm.ops.native_library import BuildError, load_library
-from nanovllm.ops.reference_quantized import linear_w8a16, quantize_rows
-
-__all__ = ["linear_w4a16", "linear_w8a8", "linear_w8a16", "pack_nibbles", "pack_values", "quantize_rows", "rows"]
+from nanovllm.ops.reference_quantized import linear_w8a16 as linear_w8a16
+from nanovllm.ops.reference_quantized import quantize_rows as quantize_rows
 
 logger = logging.getLogger(__name__)
 
@@ -42,10 +41,13 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
+def _address(name: str, dtype: torch.dtype) -> int:
+    return ctypes.c_void_p.in_dll(_library(), f"{name}_{native._SUFFIXES[dtype]}").value  # type: ignore[arg-type,return-value]
+
+
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., bool]:
-    address = ctypes.c_void_p.in_dll(_library(), f"{name}_{native._SUFFIXES[dtype]}").value  # type: ignore[arg-type]
-    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(address)  # type: ignore[arg-type]
+    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(_address(name, dtype))  # type: ignore[arg-type]
 
 
 def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tensor) -> Callable[..., bool] | None:
@@ -88,6 +90,13 @@ def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
 def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
     picked = None if zeros is None else zeros[token_ids]
     return reference_quantized.dequantize(_unpacked(values, token_ids), scales[token_ids], picked, dtype)
+
+
+def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
+    if values.ndim != 3 or dtype not in native._SUFFIXES:
+        return reference_quantized.compiled()
+    addresses = [*map(Tensor.data_ptr, (values, scales, *(zeros or [native._NOTHING])))]
+    return _address(f"layer_{kind}", dtype), torch.tensor([*addresses, scales.shape[1]])
 
 
 def linear_w4a16(

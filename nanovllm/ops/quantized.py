@@ -89,6 +89,12 @@ def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None
     return _kernels(values.device).rows(token_ids, values, scales, zeros, dtype)
 
 
+def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
+    """For `models.fused`: the address of a C function that computes the product of this kind ("w8a8") for inputs of a dtype, and what
+    of the weight it reads: the tensors' addresses, which hold while the tensors live. Without such a function 0 and nothing."""
+    return _kernels(values.device).compiled(kind, dtype, values, scales, *zeros)
+
+
 def pack_nibbles(nibbles: Tensor) -> Tensor:
     """`[out_features, in_features / 8]` nibbles in the layout that this machine's `linear_w4a16` reads fastest, or as they are."""
     return _kernels(nibbles.device).pack_nibbles(nibbles)

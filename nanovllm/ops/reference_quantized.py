@@ -84,6 +84,10 @@ def pack_values(values: Tensor) -> Tensor:
     return values
 
 
+def compiled(*_: object) -> tuple[int, Tensor]:
+    return 0, torch.empty(0)
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     largest = wide.abs().amax(-1, keepdim=True)
