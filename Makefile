@@ -66,6 +66,9 @@ neon:  ## a compiler and an emulator for ARM, for the tests of its kernels (as r
 			&& apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu qemu-user >/dev/null; } \
 		|| echo "MISSING: g++-aarch64-linux-gnu or qemu-user, and only root can install them: tests of ARM's kernels will be SKIPPED"
 
+# What is compiled is kept, whatever the environment says: the tests' asserts alone take each run seven seconds.
+export PYTHONDONTWRITEBYTECODE :=
+
 # Four workers for two cores, as tests wait for processes a third of their time; one thread each. Without nbval a run, and each run that
 # a test starts, begins two seconds sooner.
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30

@@ -69,7 +69,7 @@ def _widen(tile, dtype: tl.constexpr):
     """8-bit numbers as `dtype`, exactly: int8, or bytes of e4m3, each as the float16 whose exponent's bias is 15 instead of 7."""
     if tile.dtype == tl.uint8:
         bits = tile.to(tl.uint16)
-        tile = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        tile = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True) * 256.0
     return tile.to(tl.float32).to(dtype)
 
 

@@ -21,8 +21,6 @@ from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_sets, possible_pairs
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 OUTPUT_LEN = 14
 WAYS = ("prefill first", "pull", "push")
 BLOCK_SIZE = 8

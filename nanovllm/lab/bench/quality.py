@@ -1,12 +1,13 @@
-"""`nanovllm bench quality`: what a quantized model, or an engine's setting, costs in quality, against the unquantized model.
+"""`nanovllm bench quality`: what quantized weights, or a setting of the engine, cost in quality, beside the unquantized model.
 
-Both engines compute the same texts, each as a prompt. From the hidden states of these steps come the logits of all tokens, which `prompt_logprobs` would give
-for a few tokens only.
+Two engines compute the same texts as prompts, step by step as they serve. The logits of all tokens follow from the hidden states of these steps:
+`prompt_logprobs` would give those of the best few.
 """
 
 from __future__ import annotations
 
 import importlib
+from math import exp
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from nanovllm.engine.llm import LLM
 from nanovllm.lab.bench.report import Row
 from nanovllm.offline.text import own_chats, pieces
 
-# Far from those of the chats that a model was calibrated on.
-SEED = 1_000_000
+LENGTH = 512  # tokens of a text
+SEED = 1_000_000  # of the chats: far from the seeds of those on which a model was calibrated
 
 
 def documentation() -> str:
@@ -30,8 +31,7 @@ def documentation() -> str:
 @torch.inference_mode()
 def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
     """The log-probability of every token at each position but the first, `[tokens - 1, vocab_size]` float32."""
-    executor: Any = llm.engine.core.executor
-    model, seen = executor.runner.model, list[Tensor]()
+    model, seen = llm.engine.core.executor.runner.model, list[Tensor]()  # type: ignore[attr-defined]  # an in-process one
     hook = model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
     llm.generate({"prompt_token_ids": token_ids}, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     hook.remove()
@@ -39,46 +39,27 @@ def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
 
 
 def compare(title: str, engine: LLM, baseline: LLM, texts: list[list[int]]) -> Row:
-    """The row of one kind of text."""
-    sums, count = torch.zeros(4, dtype=torch.float64), 0
+    """The row of one kind of text. KL is the divergence of the engine's distribution from the baseline's, in nats, mean over the tokens."""
+    sums, count = torch.zeros(4, dtype=torch.float64), sum(map(len, texts)) - len(texts)
     for text in texts:
-        next_ids = torch.tensor(text[1:])[:, None]
-        ours, theirs = logprobs(engine, text), logprobs(baseline, text)
-        divergence = (theirs.exp() * (theirs - ours)).sum()
-        same = (ours.argmax(-1) == theirs.argmax(-1)).sum()
-        sums += torch.stack(
-            [-ours.gather(1, next_ids).sum(), -theirs.gather(1, next_ids).sum(), divergence, same]
-        ).double()
-        count += len(next_ids)
+        ours, theirs, targets = logprobs(engine, text), logprobs(baseline, text), torch.tensor(text[1:])[:, None]
+        losses = [-each.gather(1, targets).sum() for each in (ours, theirs)]
+        divergence, is_same = theirs.exp() * (theirs - ours), ours.argmax(-1) == theirs.argmax(-1)
+        sums += torch.stack([*losses, divergence.sum(), is_same.sum()])
     loss, baseline_loss, divergence, same = (sums / count).tolist()
-    perplexity, unquantized = torch.tensor([loss, baseline_loss]).exp().tolist()
-    return {
-        "table": "Quality",
-        "text": title,
-        "tokens": count,
-        "perplexity": perplexity,
-        "of the baseline": unquantized,
-        "increase %": 100 * (perplexity / unquantized - 1),
-        "mean KL": divergence,
-        "same top-1 %": 100 * same,
-    }
+    found = {"tokens": count, "perplexity": exp(loss), "of the baseline": exp(baseline_loss)}
+    found |= {"increase %": 100 * (exp(loss - baseline_loss) - 1), "mean KL": divergence, "same top-1 %": 100 * same}
+    return {"table": "Quality", "text": title} | found
 
 
-def quality(options: dict[str, Any], baseline_options: dict[str, Any], samples: int, length: int) -> list[Row]:
-    """Compare an engine with another one, on documentation and on chats that the other one's model writes.
+def quality(options: dict[str, Any], baseline_options: dict[str, Any], samples: int) -> list[Row]:
+    """Compare an engine with another one, by their settings, on documentation and on chats that the second one's model writes.
 
     Args:
-        options, baseline_options: settings of the two engines.
-        samples, length: pieces of each kind of text, and tokens of each.
+        samples: texts of each kind.
     """
-    common = {
-        "enable_prefix_caching": False,
-        "max_model_len": length + 1,
-        "num_kv_blocks": samples * (length // 16 + 2),
-    }
-    engine, baseline = LLM(**common | options), LLM(**common | baseline_options)
-    texts = {
-        "Python's documentation": pieces(documentation(), baseline.get_tokenizer(), samples, length),
-        "chats": own_chats(baseline, samples, length, SEED),
-    }
+    engine, baseline = (LLM(**each, enable_prefix_caching=False) for each in (options, baseline_options))
+    length = min(LENGTH, baseline.engine.core.limits.max_request_tokens - 1)
+    texts = {"Python's documentation": pieces(documentation(), baseline.get_tokenizer(), samples, length)}
+    texts["chats"] = own_chats(baseline, samples, length, SEED)
     return [compare(title, engine, baseline, each) for title, each in texts.items()]
