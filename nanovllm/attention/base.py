@@ -159,11 +159,8 @@ BACKENDS = {
 }
 
 
-def get_backend(
-    name: str, device: torch.device, head_dim: int = 64, latent: bool = False, kv_cache_dtype: str = "auto"
-) -> AttentionBackend:
-    """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent attention. With `kv_cache_dtype`,
-    the cache has 8 bits per number.
+def get_backend(name: str, device: torch.device, head_dim: int = 64, latent: bool = False) -> AttentionBackend:
+    """The backend called `name`; "auto" takes the fastest one for the device; `latent` for latent attention.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run this model on this device; names the alternative.
@@ -181,7 +178,4 @@ def get_backend(
         if obstacle is not None:
             logger.warning("attention backend 'torch', which is slow, because 'triton' cannot run: %s", obstacle)
         name = "triton" if obstacle is None else "torch"
-    backend: AttentionBackend = load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()
-    if kv_cache_dtype == "auto":
-        return backend
-    return load("nanovllm.attention.quantized:quantized", "kv_cache_dtype")(backend, kv_cache_dtype, latent)
+    return load(f"nanovllm.attention.{BACKENDS[name][latent]}", f"attention backend {name!r}")()

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch import TorchBackend
+from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import MissingPartError, load
 from nanovllm.ops import quantized_cache
 
@@ -34,18 +35,19 @@ class QuantizedBackend(TorchBackend):
                 self.operators = importlib.import_module("nanovllm.ops.native_quantized_cache")
 
 
-def quantized(backend: Any, kv_cache_dtype: str, latent: bool) -> AttentionBackend:
+def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend:
     """The backend that computes what `backend` does over a cache in 8 bits.
 
     Args:
-        kv_cache_dtype: "int8" or "fp8" (e4m3), perhaps with what vLLM appends to them.
+        config: its `kv_cache_dtype` is "int8" or "fp8" (e4m3), perhaps with what vLLM appends to it.
+        latent: whether the model has latent attention.
 
     Raises:
         ValueError: the model has latent attention.
     """
     if latent:
         raise ValueError("latent attention has no quantized KV cache: leave kv_cache_dtype out for this model")
-    kv_dtype = FORMATS[kv_cache_dtype.partition("_")[0]]
+    kv_dtype = FORMATS[config.kv_cache_dtype.partition("_")[0]]
     if backend.name == "triton":
         return load("nanovllm.attention.triton_quantized:QuantizedTritonBackend", "Triton")(backend, kv_dtype)
     return QuantizedBackend(backend, kv_dtype)

@@ -51,6 +51,22 @@ def write_quantized_kernel(
         tl.store(scales + slot % BLOCK_SIZE, tl.div_rn(absmax, tl.full([], LARGEST, tl.float32)))
 
 
+@triton.jit
+def widen(k, v, page_ptr, offset, value_offset, exists, dtype: tl.constexpr):
+    """Tiles of a quantized cache as numbers of `dtype`, and the scales of their tokens, at `offset` behind each `page_ptr`.
+
+    The bits of e4m3, moved to where a float16 has them, mean 1 / 256 of the number: the exponent's bias is 15 there, and 7 here.
+    """
+    scales = page_ptr.to(tl.pointer_type(tl.float32)) + offset
+    k_scale = tl.load(scales, mask=exists, other=0.0)
+    v_scale = tl.load(scales + value_offset // 4, mask=exists, other=0.0)
+    if k.dtype == tl.uint8:
+        k, v, k_scale, v_scale = k.to(tl.uint16), v.to(tl.uint16), k_scale * 256, v_scale * 256
+        k = ((k & 0x80) << 8 | (k & 0x7F) << 7).to(tl.float16, bitcast=True)
+        v = ((v & 0x80) << 8 | (v & 0x7F) << 7).to(tl.float16, bitcast=True)
+    return k.to(tl.float32).to(dtype), v.to(tl.float32).to(dtype), k_scale, v_scale
+
+
 def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """As `quantized_cache.write_kv_cache`; heads must be contiguous within each token."""
     (num_tokens, num_kv_heads, head_dim), head_p2 = k.shape, triton.next_power_of_2(k.shape[2])
@@ -91,4 +107,5 @@ class QuantizedTritonBackend(TritonBackend):
     ) -> Tensor:  # fmt: skip
         """See `AttentionBackend.forward`."""
         write_kv_cache(k, v, kv_cache, metadata.slot_mapping)
-        return paged_attention(q, as_bytes(kv_cache), metadata, scale, sliding_window, soft_cap, self.hardware)
+        options = scale, sliding_window, soft_cap, self.hardware, widen
+        return paged_attention(q, as_bytes(kv_cache), metadata, *options)

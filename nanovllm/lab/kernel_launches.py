@@ -19,6 +19,7 @@ from nanovllm.attention.triton import Hardware, TritonBackend
 from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise
 from nanovllm.ops import triton as ops
+from nanovllm.ops import triton_quantized as quantized
 from nanovllm.ops.quantized_cache import LARGEST
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
@@ -140,7 +141,7 @@ def _metadata(batch: Batch, block_size: int) -> AttentionMetadata:
 
 
 def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
-    """Run the small operators and the grouped matrix product."""
+    """Run the small operators, the grouped matrix product, and the products with quantized weights."""
     dtype = getattr(torch, dtype_name)
     with torch.device("meta"):
         for hidden in HIDDEN_SIZES:
@@ -149,6 +150,16 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
             ops.add_rms_norm(x, torch.empty_like(x), x[0], 1e-5)
         for size in INTERMEDIATE_SIZES:
             ops.silu_and_mul(torch.empty(64, 2 * size, dtype=dtype))
+            quantized.quantize_rows(torch.empty(64, size, dtype=dtype))
+        # Each tile, with few programs and with many.
+        for tokens, outputs in itertools.product((1, 64, 1000), (1024, 65536)):
+            x, scales = torch.empty(tokens, 4096, dtype=dtype), torch.empty(outputs, 32, dtype=dtype)
+            values = torch.empty(outputs, 4096, dtype=torch.int8)
+            [nibbles] = quantized.pack_nibbles(torch.empty(outputs, 512, dtype=torch.int32))
+            for zeros in (None, values[:, :32].contiguous()):
+                quantized.linear_w4a16(x, nibbles, scales, zeros)
+            quantized.linear_w8a16(x, values, scales)
+            quantized.linear_w8a8(x, values, torch.empty(outputs, 1))
         for (num_experts, hidden, size), rows in itertools.product(EXPERTS, ROWS_PER_EXPERT):
             counts = torch.empty(num_experts, dtype=torch.int64)
             for inputs, outputs in ((hidden, 2 * size), (size, hidden)):

@@ -10,6 +10,7 @@ from typing import Literal
 from nanovllm.data.checks import Positive
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.flags import Flags, UsageError
+from nanovllm.data.parts import load
 
 
 @dataclass
@@ -71,9 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
         UsageError: a model, a folder or flags that do not fit; the message says what would.
     """
     recipe = Recipe.from_arguments(arguments)
-    from nanovllm.offline.quantize import quantize
-
     try:
-        print(quantize(arguments.model, arguments.out, recipe))
+        print(load("nanovllm.offline.quantize:quantize", "quantize")(arguments.model, arguments.out, recipe))
     except ValueError as error:
         raise UsageError(str(error)) from error

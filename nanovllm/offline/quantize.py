@@ -122,13 +122,13 @@ def calibrate(folder: Path, config: ModelConfig, token_ids: Tensor, method: str,
     # Once a layer has attended, its KV is not needed any more: all layers share one cache.
     cache = torch.zeros(kv_cache_shape(count, config.num_kv_heads, length, config.head_dim))
     backend = get_backend("auto", torch.device("cpu"), config.head_dim)
-    linears = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Linear)]
-    with tqdm(total=len(linears), desc=f"{method}, {count * length:,} tokens", unit="layer") as bar:
+    context = ForwardContext(backend, [cache] * config.num_layers, metadata)
+    linears = {path: layer for path, layer in model.named_modules() if isinstance(layer, Linear)}
+    with forward_context(context), tqdm(linears, desc=f"{method}, {count * length:,} tokens", unit="layer") as bar:
         calibrator = Calibrator(model, method, form, bar.update)
-        for path, layer in linears:
+        for path, layer in linears.items():
             layer.register_forward_pre_hook(partial(calibrator.quantize, path))
-        with forward_context(ForwardContext(backend, [cache] * config.num_layers, metadata)):
-            model(token_ids.flatten(), positions % length)
+        model(token_ids.flatten(), positions % length)
     return calibrator
 
 
@@ -212,5 +212,6 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
         groups |= {"group_1": rows | {"targets": ["re:.*lm_head$"]}} if recipe.quantize_head else {}
     form = "mixed-precision" if len(groups) > 1 else groups["group_0"]["format"]
     settings = {"quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed"}
-    ignore = ["re:.*\\.gate$", *([] if recipe.quantize_head else ["lm_head"])]  # a gate chooses among experts
+    left = [] if recipe.quantize_head else ["lm_head"]  # beside what chooses experts, and what latent attention absorbs
+    ignore = ["re:.*\\.gate$", "re:.*kv_b_proj$", *left]
     return settings | {"ignore": ignore, "config_groups": groups}

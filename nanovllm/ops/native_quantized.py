@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,10 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_quantized.cpp",)
 HEADERS = ("cpu_packed.h", "cpu_tiles.h", "cpu_vector.h", "cpu_threads.h")
-_SIGNATURES = {
-    "linear_w4a16": [None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int],
-    "linear_w8a8": [None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int],
-}
+_SIGNATURE = [None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int]  # of every product
 
 
 @cache
@@ -47,7 +44,7 @@ def _address(name: str, dtype: torch.dtype) -> int:
 
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., bool]:
-    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(_address(name, dtype))  # type: ignore[arg-type]
+    return ctypes.CFUNCTYPE(*_SIGNATURE)(_address(name, dtype))  # type: ignore[arg-type]
 
 
 def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tensor) -> Callable[..., bool] | None:
@@ -55,7 +52,7 @@ def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tenso
     inputs_of_a_word = 8 if values.dtype is torch.int32 else 4
     fits = values.ndim == 3 and values.shape[1] * inputs_of_a_word == x.shape[1] and x.dtype in native._SUFFIXES
     fits = fits and all(map(Tensor.is_contiguous, (values, scales, x, *others)))
-    fits = fits and all(tensor.dtype in (x.dtype, torch.int8) for tensor in others)
+    fits = fits and all(tensor.dtype in (x.dtype, torch.uint8) for tensor in others)
     fits = fits and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (scales, x, *others)))
     return _function(name, x.dtype) if fits else None
 
@@ -65,10 +62,10 @@ def _packed(words: Tensor) -> Tensor:
     return words.unflatten(0, (-1, native.PACKED_OUTPUTS)).transpose(1, 2).flatten(2).contiguous()
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
+def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
     outputs, words = nibbles.shape
     fits = outputs % native.PACKED_OUTPUTS == 0 and 8 * words % native.PACKED_INPUTS == 0 and _library() is not None
-    return _packed(nibbles) if fits else nibbles
+    return [_packed(tensor) if fits else tensor for tensor in (nibbles, *scales_and_zeros)]
 
 
 def pack_values(values: Tensor) -> Tensor:
@@ -88,8 +85,8 @@ def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    picked = None if zeros is None else zeros[token_ids]
-    return reference_quantized.dequantize(_unpacked(values, token_ids), scales[token_ids], picked, dtype)
+    picked = None if zeros is None else _unpacked(zeros, token_ids)
+    return reference_quantized.dequantize(_unpacked(values, token_ids), _unpacked(scales, token_ids), picked, dtype)
 
 
 def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
@@ -99,24 +96,19 @@ def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zer
     return _address(f"layer_{kind}", dtype), torch.tensor([*addresses, scales.shape[1]])
 
 
-def linear_w4a16(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+def _linear(
+    name: str, dtype: torch.dtype | None, x: Tensor, values: Tensor, scales: Tensor, *optional: Tensor | None
 ) -> Tensor:
-    others = [tensor for tensor in (zeros, bias) if tensor is not None]
-    kernel = _kernel("linear_w4a16", scales, nibbles, x, *others) if scales.dtype is x.dtype else None
-    if kernel is None:
-        return reference_quantized.linear_w4a16(x, _unpacked(nibbles), scales, zeros, bias)
-    out = x.new_empty(len(x), len(scales))
-    optional = (native._NOTHING if tensor is None else tensor for tensor in (zeros, bias))
-    native.call(kernel, (x, nibbles, scales, *optional, out), *x.shape, *scales.shape)
+    """The product by the C function of this name, which takes scales of a dtype (None: x's), or by that of `reference_quantized`."""
+    others = [tensor for tensor in optional if tensor is not None]
+    if scales.dtype is not (dtype or x.dtype) or (kernel := _kernel(name, scales, values, x, *others)) is None:
+        plain = (tensor if tensor is None or tensor.ndim < 2 else _unpacked(tensor) for tensor in (scales, *optional))
+        return getattr(reference_quantized, name)(x, _unpacked(values), *plain)
+    out = x.new_empty(len(x), len(values) * native.PACKED_OUTPUTS)
+    zeros, bias = (native._NOTHING if tensor is None else tensor for tensor in (None, *optional)[-2:])
+    native.call(kernel, (x, values, scales, zeros, bias, out), *x.shape, out.shape[1], scales.shape[1])
     return out
 
 
-def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    others = [] if bias is None else [bias]
-    kernel = _kernel("linear_w8a8", scales, values, x, *others) if scales.dtype is torch.float32 else None
-    if kernel is None:
-        return reference_quantized.linear_w8a8(x, _unpacked(values), scales, bias)
-    out = x.new_empty(len(x), len(scales))
-    native.call(kernel, (x, values, scales, native._NOTHING if bias is None else bias, out), *x.shape, len(scales))
-    return out
+linear_w4a16 = partial(_linear, "linear_w4a16", None)
+linear_w4a8, linear_w8a8 = (partial(_linear, name, torch.float32) for name in ("linear_w4a8", "linear_w8a8"))

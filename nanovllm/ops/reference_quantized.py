@@ -52,7 +52,7 @@ def round_to_nearest(
     if bits == 8:
         return rounded.clamp(-127, 127).flatten(1).to(torch.int8), scales, None
     nibbles = (rounded + (8 if zeros is None else zeros)).clamp(0, 15).flatten(1)
-    return pack(nibbles), scales, None if zeros is None else zeros.squeeze(-1).to(torch.int8)
+    return pack(nibbles), scales, None if zeros is None else zeros.squeeze(-1).to(torch.uint8)
 
 
 def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -76,8 +76,8 @@ def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None
     return dequantize(values[token_ids], scales[token_ids], None if zeros is None else zeros[token_ids], dtype)
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
-    return nibbles
+def pack_nibbles(*tensors: Tensor) -> list[Tensor]:
+    return [*tensors]
 
 
 def pack_values(values: Tensor) -> Tensor:
@@ -104,4 +104,18 @@ def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None =
     steps = zip(quantized.split(EXACT_PRODUCTS, -1), values.split(EXACT_PRODUCTS, -1), strict=True)
     sums = torch.stack([(a.float() @ b.float().T).to(torch.int32) for a, b in steps]).sum(0, dtype=torch.int32)
     out = sums.float() * row_scales * scales.T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def linear_w4a8(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    quantized, row_scales = quantize_rows(x)
+    sizes = scales.shape[1], -1
+    exact = torch.float32 if x.shape[1] <= 8 * EXACT_PRODUCTS * scales.shape[1] else torch.float64
+    integers = dequantize(nibbles, torch.ones_like(scales), zeros, exact).unflatten(1, sizes).unbind(1)
+    out = torch.zeros(len(x), len(scales), device=x.device)
+    for a, b, scale in zip(quantized.to(exact).unflatten(1, sizes).unbind(1), integers, scales.T, strict=True):
+        out += (a @ b.T).float() * scale
+    out *= row_scales
     return (out if bias is None else out + bias.float()).to(x.dtype)

@@ -55,7 +55,9 @@ class ModelRunner:
         self.device = choose_device(config.device)
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
-        self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent, config.kv_cache_dtype)
+        self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
+        if config.kv_cache_dtype != "auto":
+            self.backend = load("nanovllm.attention.quantized:create", "kv_cache_dtype")(self.backend, config, latent)
         self.kv_dtype = getattr(self.backend, "kv_dtype", self.dtype)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
@@ -107,9 +109,10 @@ class ModelRunner:
         if model.kv_lora_rank:
             shape = load("nanovllm.attention.latent:latent_cache_shape", f"{model.architecture} (latent attention)")
             return shape(num_blocks, self.config.block_size, model.latent_width)
-        num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
-        width = model.head_dim + getattr(self.backend, "scale_bytes", 0)
-        return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, width)
+        heads, width = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size), model.head_dim
+        return kv_cache_shape(
+            num_blocks, heads, self.config.block_size, width + getattr(self.backend, "scale_bytes", 0)
+        )
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""

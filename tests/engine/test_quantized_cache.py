@@ -17,8 +17,8 @@ from nanovllm.runner.memory import num_blocks_that_fit
 from tests.engine.test_batch_invariance import POOL, SCENARIOS, generate
 from tests.engine.test_batch_invariance import prompts as long_prompts
 from tests.engine.test_features import prompts
-from tests.oracle import greedy, make_checkpoint, reference_model
 from tests.ops.test_quantized_cache import nearest
+from tests.oracle import greedy, make_checkpoint, reference_model
 
 COUNT = 14
 KINDS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}

@@ -44,7 +44,7 @@ def test_the_bits_are_those_of_layers_one_by_one(variant: str, dtype: str, tmp_p
     assert values == expected
 
 
-QUANTIZED = ["w8a8", "w4a16"]
+QUANTIZED = ["w8a8", "w4a16", "w4a8"]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -77,7 +77,9 @@ def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
     assert values == expected
 
 
-@pytest.mark.parametrize(("kind", "fits"), [("asymmetric 4 bits, groups of 16", True), ("w8a16", False)])
+@pytest.mark.parametrize(
+    ("kind", "fits"), [("asymmetric 4 bits, groups of 16", True), ("w4a8 in words, asymmetric", True), ("w8a16", False)]
+)
 def test_checkpoints_with_zero_points_are_fused_and_those_without_a_kernel_are_not(
     kind: str, fits: bool, tmp_path: pathlib.Path
 ) -> None:
