@@ -72,7 +72,7 @@ def packed(numbers: Array, scales: Array, zeros: Array, bits: int, asymmetric: b
 
 
 def int_quantized(numbers: Array, scales: Array, zeros: Array) -> dict[str, Tensor]:
-    return {"weight": floats((numbers - zeros).astype(np.int8)), "weight_scale": floats(scales)}
+    return {"weight": floats((numbers - zeros[:, :1]).astype(np.int8)), "weight_scale": floats(scales)}
 
 
 def compressed_tensors(form: str, bits: int, group: int, asymmetric: bool, quantizes_inputs: bool) -> dict[str, Any]:
@@ -107,6 +107,12 @@ for bits, group, asymmetric in ((4, 16, False), (4, 16, True), (4, 0, False), (4
 for inputs in (False, True):
     settings = compressed_tensors("int-quantized", 8, 0, False, inputs)
     FORMATS["w8a8" if inputs else "w8a16"] = 8, 0, False, int_quantized, settings
+# As compressed-tensors stores W4A8, 4-bit weights in bytes, and as it may be told to, in words.
+FORMATS["w4a8"] = 4, 16, False, int_quantized, compressed_tensors("int-quantized", 4, 16, False, True)
+for asymmetric in (False, True):
+    store = lambda q, s, z, asymmetric=asymmetric: packed(q, s, z, 4, asymmetric)  # noqa: E731
+    settings = compressed_tensors("pack-quantized", 4, 16, asymmetric, True)
+    FORMATS["w4a8 in words, asymmetric" if asymmetric else "w4a8 in words"] = 4, 16, asymmetric, store, settings
 
 
 def is_quantized(name: str) -> bool:

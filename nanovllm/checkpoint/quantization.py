@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nanovllm.data.config import EngineConfig
 
 # Schemes that quantize an unquantized checkpoint while it is loaded.
-ONLINE = ("w8a8", "w4a16")
+ONLINE = ("w8a8", "w4a16", "w4a8")
 
 FILE = "config.json: quantization_config"
 Settings = described(
@@ -38,16 +38,20 @@ class QuantizationConfig:
     """How the weights of a model are quantized.
 
     Attributes:
-        method: "gptq", "awq" or "compressed-tensors": how the checkpoint stores them; "w8a8" or "w4a16": the scheme to which an
+        method: "gptq", "awq" or "compressed-tensors": how the checkpoint stores them; one of `ONLINE`: the scheme to which an
             unquantized checkpoint is quantized while it is loaded; "none".
         group_sizes: of the checkpoint's groups of inputs; -1 for whole rows.
-        quantizes_inputs: layers with whole 8-bit rows multiply them by inputs that are quantized, too (W8A8).
+        quantizes_inputs: weights that the checkpoint stores as bytes are multiplied by inputs that are quantized, too (W8A8).
+        w4a8: so are 4-bit weights that it stores in words.
+        bits: of weights that are stored as bytes.
         head: an output head that is not quantized in the checkpoint becomes W8A8, and so does the embedding if it is the same matrix.
     """
 
     method: str = "none"
     group_sizes: tuple[int, ...] = (-1,)
     quantizes_inputs: bool = False
+    w4a8: bool = False
+    bits: int = 8
     head: bool = False
 
     @classmethod
@@ -59,7 +63,8 @@ class QuantizationConfig:
             ModelFileError: a field of another type.
         """
         fields = Settings.read(raw["quantization_config"], FILE)
-        method = fields["quant_method"].replace("_", "-")
+        old = "awq" if "w_bit" in fields else "gptq" if "desc_act" in fields else None  # they do not name themselves
+        method = (fields.get("quant_method", old) or fields["quant_method"]).replace("_", "-")
         check_supported("quant_method", method, _READERS)
         return _READERS[method](fields)
 
@@ -90,30 +95,33 @@ def _read_compressed_tensors(fields: Any) -> QuantizationConfig:
     for name in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         _refuse(fields.get(name), name, "leave it out, and compress the weights alone")
     groups = [Group.read(entry, FILE) for entry in fields["config_groups"].values()]
-    found = {quantizes for group in groups if (quantizes := _check_group(group, fields.get("format", ""))) is not None}
-    _refuse(len(found) > 1, "8-bit weights with and without quantized inputs", "use one of them for all layers")
+    found = {_check_group(group, fields.get("format", "")) for group in groups}
+    whole, words = {each[1:] for each in found if not each[0]}, {each[2] for each in found if each[:2] == (True, 4)}
+    mistake = "weights of one format with and without quantized inputs, or bytes with 4 and with 8 bits,"
+    _refuse(max(len(whole), len(words)) > 1, mistake, "use one of them for all layers")
     sizes = {group.get("weights", {}).get("group_size") or -1 for group in groups}
-    return QuantizationConfig("compressed-tensors", tuple(sorted(sizes)), True in found)
+    bits, inputs = next(iter(whole), (8, False))
+    return QuantizationConfig("compressed-tensors", tuple(sorted(sizes)), inputs, True in words, bits)
 
 
-def _check_group(group: Any, form: str) -> bool | None:
-    """Check a group of layers. Returns whether their inputs are quantized; None for weights that are packed in words."""
+def _check_group(group: Any, form: str) -> tuple[bool, Any, bool]:
+    """Check a group of layers. Returns whether their weights are packed in words, their bits, and whether their inputs are quantized."""
     weights, inputs = (Scheme.read(group.get(name, {}), FILE) for name in ("weights", "input_activations"))
     form = group.get("format", form)
     check_supported("format of compressed-tensors", form, ["pack-quantized", "int-quantized"])
     bits, kind, strategy, symmetric = (weights.get(name) for name in ("num_bits", "type", "strategy", "symmetric"))
     packed = form == "pack-quantized"
-    fits = kind == "int" and bits in ((4, 8) if packed else (8,)) and (symmetric or bits == 4)
-    fits = fits and strategy in (("group", "channel") if packed else ("channel",))
+    fits = kind == "int" and bits in (4, 8) and (symmetric or (packed and bits == 4))
+    fits = fits and strategy in (("group", "channel") if packed or bits == 4 else ("channel",))
     what = f"{form} with {'' if symmetric else 'a'}symmetric {bits}-bit {kind} weights per {strategy}"
     cure = "use pack-quantized with 4 or symmetric 8 bits per group or channel, or int-quantized with symmetric 8 bits per channel"
     _refuse(not fits, what, cure)
     _refuse(weights.get("actorder") == "group", "actorder: group", "use actorder: weight, which keeps groups together")
     dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    differs = inputs and (packed or any(inputs.get(name) != value for name, value in dynamic.items()))
+    differs = inputs and ((packed and bits == 8) or any(inputs.get(name) != value for name, value in dynamic.items()))
     cure = "use int-quantized with dynamic symmetric 8-bit integers per token, or leave them out"
     _refuse(differs or group.get("output_activations"), f"{form} with quantized activations of this kind", cure)
-    return None if packed else bool(inputs)
+    return packed, bits, bool(inputs)
 
 
 _READERS = {"gptq": _read_gptq, "awq": _read_awq, "compressed-tensors": _read_compressed_tensors}
@@ -129,6 +137,8 @@ def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> Qua
         ValueError: the setting does not fit the checkpoint.
     """
     asked, head, method = config.quantization, config.quantize_head, "none" if found is None else found.method
+    if asked == "w4a8" and found is not None:  # its weights as they are
+        found, asked = replace(found, w4a8=True), "auto"
     if asked in ONLINE and found is not None:
         mistake = f"quantization {asked!r} is for an unquantized checkpoint, and this one is {method}"
         raise ValueError(f"{mistake}: leave it out, or use the original checkpoint")
@@ -137,5 +147,5 @@ def with_settings(found: QuantizationConfig | None, config: EngineConfig) -> Qua
         raise ValueError(f"quantization {asked!r} does not fit this checkpoint, which is {kind}: leave it out")
     method = asked if asked in ONLINE else method
     if config.load_format == "dummy" and found is not None:  # random numbers, quantized while they are made
-        method = "w8a8" if found.quantizes_inputs else "w4a16"
+        method = "w4a8" if found.w4a8 or found.bits == 4 else "w8a8" if found.quantizes_inputs else "w4a16"
     return replace(found or QuantizationConfig(), method=method, head=head) if head or method != "none" else None

@@ -36,9 +36,12 @@ class EngineConfig(Flags):
         revision: branch, tag or commit of a hub model (not of a tokenizer that --tokenizer names)
         dtype: data type of weights and KV cache (auto: bfloat16 where the hardware computes it, else float32)
         device: where to run (auto: a GPU if there is one)
-        quantization: how the weights are quantized (auto: as the checkpoint is). w8a8 or w4a16: quantize an unquantized checkpoint
-            while it is loaded, to the nearest values
+        quantization: how the weights are quantized (auto: as the checkpoint is). w8a8, w4a8 or w4a16 (bits of weights, then of
+            activations): quantize an unquantized checkpoint while it is loaded, to the nearest values; w4a8 also serves a
+            checkpoint with 4-bit weights with 8-bit activations
         quantize_head: also quantize the output head to 8 bits, and the embedding if it is the same matrix
+        kv_cache_dtype: how keys and values are stored (auto: in the weights' data type). int8, fp8 (e4m3): in 8 bits, with a scale per
+            token and head, so that the same memory holds nearly twice the tokens
         load_format: dummy: random weights, to measure speed without a checkpoint
         generation_config: sampling parameters of requests that set none. auto: those that the model's generation_config.json
             recommends; vllm: vLLM's own
@@ -96,8 +99,10 @@ class EngineConfig(Flags):
     # As in torch, "half" is another name of float16, and "float" of float32.
     dtype: Literal["auto", "bfloat16", "half", "float16", "float", "float32", "float64"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    quantization: Literal["auto", "gptq", "awq", "compressed-tensors", "w8a8", "w4a16"] = "auto"
+    quantization: Literal["auto", "gptq", "awq", "compressed-tensors", "w8a8", "w4a8", "w4a16"] = "auto"
     quantize_head: bool = False
+    # vLLM appends how many numbers share a scale, which is always a token's of one head here.
+    kv_cache_dtype: Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
 from nanovllm.checkpoint.quantization import ONLINE, QuantizationConfig
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.ops import quantized
+from nanovllm.ops import linear, pack_weight, quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -39,13 +39,18 @@ class Scheme:
         bits: of a weight.
         group_size: neighbouring inputs with one scale; 0: all inputs.
         has_zeros: each group has a zero point.
-        quantizes_inputs: multiply integers by integers (W8A8).
+        quantizes_inputs: multiply integers by integers (W8A8, W4A8).
     """
 
     bits: int
     group_size: int = 0
     has_zeros: bool = False
     quantizes_inputs: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the product."""
+        return f"w{self.bits}a{8 if self.quantizes_inputs else 16}"
 
     def groups(self, inputs: int) -> int:
         """Scales per row of a matrix with so many inputs."""
@@ -81,7 +86,7 @@ class QuantizedWeight(nn.Module):
         *outer, inputs = shape
         width, kind = (inputs // 8, torch.int32) if scheme.bits == 4 else (inputs, torch.int8)
         groups = scheme.groups(inputs)
-        zeros = torch.empty(*outer, groups, dtype=torch.int8, device=device) if scheme.has_zeros else None
+        zeros = torch.empty(*outer, groups, dtype=torch.uint8, device=device) if scheme.has_zeros else None
         values = torch.empty(*outer, width, dtype=kind, device=device)
         return cls(shape, scheme, values, torch.empty(*outer, groups, device=device), zeros)
 
@@ -114,10 +119,17 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
-        if self.scheme.bits == 4:
-            return quantized.linear_w4a16(x, self.values, self.scales, self.zeros, bias)
-        product = quantized.linear_w8a8 if self.scheme.quantizes_inputs else quantized.linear_w8a16
-        return product(x, self.values, self.scales, bias)
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
+        zeros = [self.zeros] if self.scheme.bits == 4 else []
+        return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
+
+    def compiled(self) -> tuple[int, int]:
+        """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
+        if self.values.is_floating_point():
+            return 0, self.values.data_ptr() * (self.values.ndim == 4)
+        function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
+        return function, self.addresses.data_ptr()
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""
@@ -136,12 +148,19 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales)
 
     def pack(self) -> None:
-        """See `Layer.pack`; a kernel may want another layout."""
-        packing = quantized.pack_nibbles if self.scheme.bits == 4 else quantized.pack_values
-        if self.scheme.bits == 4 or self.scheme.quantizes_inputs:
-            packed = packing(self.values.flatten(0, -2))
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
+        flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
+        values = flat[0]
+        if self.scheme.bits == 4:
+            flat = quantized.pack_nibbles(*flat)
+        elif self.scheme.quantizes_inputs:
+            flat[0] = quantized.pack_values(values)
+        if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            flat[0] = pack_weight(self.dequantize().flatten(0, -2))
+        for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
-            self.values = nn.Parameter(packed, requires_grad=False)
+            setattr(self, name, nn.Parameter(packed, requires_grad=False))
 
 
 def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -170,6 +189,10 @@ def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Itera
             mistake = f"{first} and {other[0]}, which are one matrix in this engine, are quantized differently"
             raise UnsupportedModelError(f"{mistake}: quantize both alike")
         _replace_matrices(owner, scheme)
+    if quantization.w4a8 and not any(getattr(m, "scheme", W8A16).bits == 4 for m in model.modules()):
+        raise UnsupportedModelError(
+            "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: leave it out"
+        )
     if quantization.head:
         tied = [model.model.embed_tokens] if model.config.tie_word_embeddings else []
         for layer in (model.lm_head, *tied):
@@ -192,28 +215,30 @@ def _scheme(quantization: QuantizationConfig, stored: Shapes, name: str, shape: 
     inputs, layer = shape[-1], name.removesuffix(".weight")
     if quantization.method in ONLINE:
         group_size = next((size for size in GROUP_SIZES if inputs % size == 0), 0)
-        scheme = W8A8 if quantization.method == "w8a8" else Scheme(4, group_size)
+        scheme = W8A8 if quantization.method == "w8a8" else Scheme(4, group_size, False, quantization.method == "w4a8")
         return None if layer == "lm_head" else scheme
     packed, awq = stored.get(f"{layer}.weight_packed"), quantization.method == "awq"
-    words = packed or stored.get(f"{layer}.qweight")
-    if words is None:
-        whole_rows = W8A8 if quantization.quantizes_inputs else W8A16
-        return whole_rows if f"{layer}.weight_scale" in stored else None
+    words, scales = packed or stored.get(f"{layer}.qweight"), stored.get(f"{layer}.weight_scale")
+    if words is None and scales is None:
+        return None
+    bits = quantization.bits if words is None else 8 if words[1 if packed else 0] * 4 == inputs and not awq else 4
+    if words is None and bits == 8:
+        return W8A8 if quantization.quantizes_inputs else W8A16
     sizes = [size if size > 0 else inputs for size in quantization.group_sizes]
-    scales = stored.get(f"{layer}.weight_scale" if packed else f"{layer}.scales")
-    groups = scales[1 if packed else 0] if scales else max(inputs // sizes[0], 1)
+    by_input = stored.get(f"{layer}.scales")
+    groups = scales[1] if scales else by_input[0] if by_input else max(inputs // sizes[0], 1)
     size = next((size for size in sizes if size * groups == inputs), None)
     if size is None:
         fit = [str(size) for size in (128, *GROUP_SIZES) if inputs % size == 0]
         mistake = f"{layer} has {inputs} inputs, which groups of {' or '.join(map(str, sizes))} do not divide"
         raise UnsupportedModelError(f"{mistake}: quantize with group_size {' or '.join([*fit, '-1'])}")
-    bits = 8 if words[1 if packed else 0] * 4 == inputs and not awq else 4
     has_zeros = f"{layer}.{'qzeros' if awq else 'weight_zero_point'}" in stored
     if size % 8:
         raise UnsupportedModelError(
             f"{layer}: a group of {size} ends within a word of 8 inputs; quantize with 32 or 64"
         )
-    return Scheme(bits, 0 if groups == 1 else size, has_zeros)
+    integers = bits == 4 and (quantization.w4a8 or (words is None and quantization.quantizes_inputs))
+    return Scheme(bits, 0 if groups == 1 else size, has_zeros, integers)
 
 
 # ---------------------------------------------------------------- from a checkpoint's tensors
@@ -269,7 +294,8 @@ class _StoredMatrix:
         return needed | {kind: place for kind, place in optional.items() if f"{self.layer}.{kind}" in stored}
 
     def _whole(self) -> tuple[dict[str, Place], dict[str, Place]]:
-        values = _place(self.weight.values, self.outputs, self.inputs)
+        target = Reader(self._read_4_bits) if self.bits == 4 else self.weight.values
+        values = _place(target, self.outputs, self.inputs)
         return {"weight": values, "weight_scale": _place(self.weight.scales, self.outputs, self.groups)}, {}
 
     def _packed(self) -> tuple[dict[str, Place], dict[str, Place]]:
@@ -314,6 +340,9 @@ class _StoredMatrix:
         """Check that a tensor equals one of those expected, or is full of one of these numbers."""
         if not any(bool((tensor == right).all()) for right in expected):
             raise ModelFileError(f"{self.layer}.{kind}: {otherwise}")
+
+    def _read_4_bits(self, values: Tensor) -> None:
+        self.weight.values.copy_(pack(values + 8))
 
     def _read_bytes(self, words: Tensor) -> None:
         self.weight.values.copy_(unpack(words, 8) - 128)

@@ -13,16 +13,14 @@ from nanovllm.attention.base import Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.distributed.pipeline_parallel import Elsewhere
 from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.ops.native import PACKED_INPUTS, call, kernel_of
+from nanovllm.ops.native import call, kernel_of
 
 #: What the C++ code computes. A layer with a module of another file, such as a lecture or a model with experts, runs as it is.
-MODULES = {"nanovllm.models.llama", "nanovllm.layers.basic", "nanovllm.layers.tensor_parallel"}
-#: A layer's parameters, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and norms of queries and keys.
-QKV, OUT, MLP = "self_attn.qkv_proj", "self_attn.o_proj.weight self_attn.o_proj.bias", "mlp.gate_up_proj"
-PARAMETERS = (
-    f"input_layernorm.weight {QKV}.weight {QKV}.bias self_attn.q_norm.weight self_attn.k_norm.weight {OUT} "
-    f"post_attention_layernorm.weight {MLP}.weight {MLP}.bias mlp.down_proj.weight mlp.down_proj.bias"
-).split()
+FILES = "models.llama", "layers.basic", "layers.tensor_parallel", "layers.quantization"
+MODULES = {f"nanovllm.{name}" for name in FILES}
+#: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and norms of queries and keys.
+NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
+MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
 def fuse_layers(model: LlamaForCausalLM) -> None:
@@ -36,8 +34,13 @@ def fuse_layers(model: LlamaForCausalLM) -> None:
 def _fits(layer: Any) -> bool:
     if not {name for m in layer.modules() for name in (type(m).__module__, type(m).forward.__module__)} <= MODULES:
         return False
-    matrices = layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj
-    return all(matrix.weight.ndim == 4 for matrix in matrices)  # packed, hence by compiled operators
+    return all(_weight(layer.get_submodule(name).weight)[1] for name in MATRICES)
+
+
+def _weight(weight: Any) -> tuple[int, int]:
+    """The addresses of the function that multiplies by a weight (null: `linear_packed`) and of what this function reads, null
+    unless the weight is packed for compiled operators."""
+    return (0, weight.data_ptr() * (weight.ndim == 4)) if isinstance(weight, Tensor) else weight.compiled()
 
 
 class FusedLayers:
@@ -49,24 +52,28 @@ class FusedLayers:
         self.hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         for layer in layers:
             found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
-            cache = 0  # its address is known when there is one
-            window = layer.self_attn.options["sliding_window"]
-            rows.append([*(found.get(name, 0) for name in PARAMETERS), cache, window])
+            row = [found.get(f"{name}.weight", 0) for name in NORMS]
+            for name in MATRICES:
+                row += [*_weight(layer.get_submodule(name).weight), found.get(f"{name}.bias", 0)]
+            # The addresses of the cache and of its functions are known when there is one.
+            rows.append([*row, 0, 0, 0, layer.self_attn.options["sliding_window"]])
         self.addresses = torch.tensor(rows)
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         context, attention = get_forward_context(), self.layers[0].self_attn
         caches, batch = [context.kv_caches[layer.self_attn.layer] for layer in self.layers], context.metadata
-        if context.backend.name != "cpu" or context.connector is not None or any(self.hooks):
+        backend = context.backend
+        functions = (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
+        if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
             return x, residual
-        self.addresses[:, -2] = torch.tensor([cache.data_ptr() for cache in caches])
+        self.addresses[:, -4:-1] = torch.tensor([[*functions, cache.data_ptr()] for cache in caches])
         x = x.clone()  # a pipeline's buffer, perhaps
         tables, lengths = batch.block_tables, batch.seq_lens
         tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)
         heads = attention.qkv_proj.num_heads, attention.qkv_proj.num_kv_heads, attention.head_dim
-        width = self.layers[0].mlp.down_proj.weight.shape[1] * PACKED_INPUTS
+        width = self.layers[0].mlp.down_proj.shard.size
         num_blocks, _, _, block_size, _ = caches[0].shape
         cache_sizes = block_size, num_blocks, caches[0].stride(0), tables.shape[1], tables.stride(0)
         sizes = len(caches), *x.shape, *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes

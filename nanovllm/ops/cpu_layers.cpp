@@ -4,19 +4,53 @@
 
 #include "cpu_operators.h"
 
-// The addresses of a layer's tensors, as native.py lays them out. Weights are packed; what a layer lacks is null.
+// A matrix, and the function that multiplies by it. If that is null, the weight is one that linear_packed() reads;
+// otherwise the function alone, which another library may define, knows what the weight is.
+template <class T>
+struct Matrix {
+  void (*product)(const T* x, const void* weight, const T* bias, T* out, int64_t tokens, int64_t inner, int64_t outputs,
+                  int threads);
+  const void* weight;
+  const T* bias;
+
+  void multiply(const T* x, T* out, int64_t tokens, int64_t inner, int64_t outputs, int threads) const {
+    if (product)
+      product(x, weight, bias, out, tokens, inner, outputs, threads);
+    else
+      linear_packed(x, static_cast<const uint32_t*>(weight), bias, out, tokens, inner, outputs, threads);
+  }
+};
+
+// A layer's KV cache, and the functions that write to it and attend over it: those of parts 1 and 2 if these are null, or
+// others, which alone know what is in it.
+template <class T>
+struct Cache {
+  bool (*writing)(const T* k, const T* v, void* kv_cache, const int64_t* slots, int64_t tokens, int64_t num_kv_heads,
+                  int64_t head_dim, int64_t num_blocks, int64_t block_size, int64_t k_stride, int64_t v_stride,
+                  int64_t block_stride, int threads);
+  bool (*attending)(const T* q, const void* kv_cache, T* out, const int32_t* block_tables, const int32_t* seq_lens,
+                    const int32_t* query_start_loc, int64_t sequences, int64_t num_heads, int64_t num_kv_heads,
+                    int64_t head_dim, int64_t block_size, int64_t q_stride, int64_t num_blocks, int64_t block_stride,
+                    int64_t table_width, int64_t table_stride, float scale, int64_t window, float soft_cap,
+                    int threads);
+  void* blocks;
+
+  template <class... Rest>
+  bool write(const T* k, const T* v, Rest... rest) const {
+    return writing ? writing(k, v, blocks, rest...) : write_kv_cache(k, v, static_cast<T*>(blocks), rest...);
+  }
+  template <class... Rest>
+  bool attend(const T* q, Rest... rest) const {
+    return attending ? attending(q, blocks, rest...) : paged_attention(q, static_cast<const T*>(blocks), rest...);
+  }
+};
+
+// The addresses of a layer's tensors, as models/fused.py lays them out. What a layer lacks is null.
 template <class T>
 struct Layer {
-  const T* input_norm;
-  const uint32_t* qkv;
-  const T *qkv_bias, *q_norm, *k_norm;
-  const uint32_t* o;
-  const T *o_bias, *mlp_norm;
-  const uint32_t* gate_up;
-  const T* gate_up_bias;
-  const uint32_t* down;
-  const T* down_bias;
-  T* kv_cache;
+  const T *input_norm, *q_norm, *k_norm, *mlp_norm;
+  Matrix<T> qkv, o, gate_up, down;
+  Cache<T> kv_cache;
   int64_t window;
 };
 
@@ -36,7 +70,7 @@ static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int6
              attended = make(q_width), gate_up = make(2 * intermediate), activated = make(intermediate);
   for (const Layer<T>* layer = layers; layer < layers + num_layers; ++layer) {
     add_rms_norm(x, residual, layer->input_norm, normed.get(), tokens, hidden, eps, threads);
-    linear_packed(normed.get(), layer->qkv, layer->qkv_bias, qkv.get(), tokens, hidden, qkv_width, threads);
+    layer->qkv.multiply(normed.get(), qkv.get(), tokens, hidden, qkv_width, threads);
     T *q = qkv.get(), *k = q + q_width, *v = k + kv_width;
     int64_t q_stride = qkv_width, k_stride = qkv_width;
     if (layer->q_norm) {
@@ -46,18 +80,17 @@ static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int6
     }
     if (!apply_rope(q, k, positions, cos_sin, tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride,
                     num_positions, threads) ||
-        !write_kv_cache(k, v, layer->kv_cache, slots, tokens, num_kv_heads, head_dim, num_blocks, block_size, k_stride,
-                        qkv_width, block_stride, threads) ||
-        !paged_attention(q, layer->kv_cache, attended.get(), block_tables, seq_lens, query_start_loc, sequences,
-                         num_heads, num_kv_heads, head_dim, block_size, q_stride, num_blocks, block_stride,
-                         table_width, table_stride, scale, layer->window, soft_cap, threads))
+        !layer->kv_cache.write(k, v, slots, tokens, num_kv_heads, head_dim, num_blocks, block_size, k_stride, qkv_width,
+                               block_stride, threads) ||
+        !layer->kv_cache.attend(q, attended.get(), block_tables, seq_lens, query_start_loc, sequences, num_heads,
+                                num_kv_heads, head_dim, block_size, q_stride, num_blocks, block_stride, table_width,
+                                table_stride, scale, layer->window, soft_cap, threads))
       return false;
-    linear_packed(attended.get(), layer->o, layer->o_bias, x, tokens, q_width, hidden, threads);
+    layer->o.multiply(attended.get(), x, tokens, q_width, hidden, threads);
     add_rms_norm(x, residual, layer->mlp_norm, normed.get(), tokens, hidden, eps, threads);
-    linear_packed(normed.get(), layer->gate_up, layer->gate_up_bias, gate_up.get(), tokens, hidden, 2 * intermediate,
-                  threads);
+    layer->gate_up.multiply(normed.get(), gate_up.get(), tokens, hidden, 2 * intermediate, threads);
     silu_and_mul(gate_up.get(), activated.get(), tokens, intermediate, threads);
-    linear_packed(activated.get(), layer->down, layer->down_bias, x, tokens, intermediate, hidden, threads);
+    layer->down.multiply(activated.get(), x, tokens, intermediate, hidden, threads);
   }
   return true;
 }

@@ -15,6 +15,14 @@ constexpr bool MULTIPLIES_BYTES = true;
 constexpr bool MULTIPLIES_BYTES = false;  // 16-bit numbers, which are multiplied and added in pairs
 #endif
 
+// LANES unsigned bytes, each widened to 32 bits.
+INLINE Ints load_bytes(const uint8_t* source) {
+  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes result;
+  std::memcpy(&result, source, sizeof result);
+  return __builtin_convertvector(result, Ints);
+}
+
 // In each lane the products of two unsigned 16-bit numbers below 256 and a pair of signed ones, added.
 [[maybe_unused]] INLINE Ints multiply_pairs(Words w, uint32_t pair) {
 #if defined(__AVX512BW__)
@@ -36,23 +44,54 @@ struct ByteProduct {
     return total + multiply_pairs(w & 0x00ff00ff, row[0]) + multiply_pairs(w >> 8 & 0x00ff00ff, row[1]);
 #endif
   }
+
+  // Rearranges a row of bytes where it is: without instructions for bytes, of each word the inputs 0 and 2, then 1 and 3.
+  static void arrange(uint32_t* row, int64_t words) {
+    if (MULTIPLIES_BYTES) return;
+    for (int64_t i = words - 1; i >= 0; --i) {
+      const uint32_t word = row[i];
+      const auto half = [word](int k) { return uint32_t(uint16_t(int8_t(word >> 8 * k))); };
+      row[2 * i] = half(0) | half(2) << 16;
+      row[2 * i + 1] = half(1) | half(3) << 16;
+    }
+  }
 };
 
-// Rows of x as integers: their words, scales, and what is to be subtracted of their sums.
+// Rows of x as integers: the words that a Product reads, a scale per row, and the sum of each of its groups.
+template <class Product>
 struct Quantized {
-  int64_t stride;
+  int64_t stride, groups;
   std::unique_ptr<uint32_t[]> words;
   std::unique_ptr<float[]> scales;
-  std::unique_ptr<int32_t[]> surplus;
-
-  Quantized(int64_t tokens, int64_t inner)
-      : stride(inner / 4 * ByteProduct::ROW_WORDS),
-        words(new uint32_t[tokens * stride]),
-        scales(new float[tokens]),
-        surplus(new int32_t[tokens]) {}
+  std::unique_ptr<int32_t[]> sums;
 
   template <class T>
-  INLINE void quantize(const T* x, int64_t inner, uint32_t* target, float* scale, int32_t* surplus) {
+  Quantized(const T* x, int64_t tokens, int64_t inner, int64_t groups, int64_t row_words, int threads)
+      : stride(row_words),
+        groups(groups),
+        words(new uint32_t[tokens * stride]),
+        scales(new float[tokens]),
+        sums(new int32_t[tokens * groups]) {
+    for_each_row(tokens, inner, threads, [&](int64_t row) {
+      uint32_t* target = &words[row * stride];
+      auto* bytes = reinterpret_cast<int8_t*>(target);
+      scales[row] = quantize(x + row * inner, inner, bytes);
+      const int64_t size = inner / groups;
+      for (int64_t group = 0; group < groups; ++group) {
+        int32_t sum = 0;
+        for (int64_t i = group * size; i < (group + 1) * size; ++i) sum += bytes[i];
+        sums[row * groups + group] = sum;
+      }
+      Product::arrange(target, inner / 4);
+    });
+  }
+
+ private:
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+  // Returns the scale.
+  template <class T>
+  INLINE float quantize(const T* x, int64_t inner, int8_t* target) {
     const float shifter = 12582912.0f;  // 1.5 * 2^23: adding it rounds, and leaves the integer in the low bits
     Floats maxima = {}, nan = {};
     for (int64_t i = 0; i < inner; i += LANES) {
@@ -61,49 +100,19 @@ struct Quantized {
       nan += absolute * 0.0f;  // what is not a number, and infinity, leave a NaN
     }
     const float largest_value = largest(maxima), inverse = largest_value > 0 ? 127.0f / largest_value : 0.0f;
-    *scale = largest_value / 127.0f + sum(nan);
-    Ints total = {};
     for (int64_t i = 0; i < inner; i += LANES) {
-      const Words shifted = (Words)(load(x + i, inner - i) * inverse + shifter);
-      total += (Ints)(shifted << 24) >> 24;
-      write(shifted, target + i / 4 * ByteProduct::ROW_WORDS, std::min<int64_t>(LANES, inner - i));
+      const Bytes bytes = __builtin_convertvector((Words)(load(x + i, inner - i) * inverse + shifter), Bytes);
+      std::memcpy(target + i, &bytes, std::min<int64_t>(LANES, inner - i));
     }
-    int32_t lanes[LANES], all = 0;
-    std::memcpy(lanes, &total, sizeof lanes);
-    for (int32_t lane : lanes) all += lane;
-    *surplus = 128 * all;
+    return largest_value / 127.0f + sum(nan);
   }
-
-  // The low bytes of `count` words as ByteProduct reads them.
-  INLINE void write(Words numbers, uint32_t* target, int64_t count) {
-    if constexpr (MULTIPLIES_BYTES) {
-      uint8_t bytes[LANES];
-      const auto narrow = __builtin_convertvector(numbers, Bytes);
-      std::memcpy(bytes, &narrow, LANES);
-      std::memcpy(target, bytes, count);
-    } else {
-      uint32_t words[LANES];
-      std::memcpy(words, &numbers, sizeof words);
-      const auto half = [&](int64_t i) { return uint32_t(uint16_t(int8_t(words[i]))); };
-      for (int64_t i = 0; i < count; i += 4) {  // the inputs 0 and 2 of a word, then 1 and 3
-        *target++ = half(i) | half(i + 2) << 16;
-        *target++ = half(i + 1) | half(i + 3) << 16;
-      }
-    }
-  }
-
- private:
-  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
 };
 
 template <class T>
-void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const T* bias, T* out, int64_t tokens,
-                 int64_t inner, int64_t outputs, int threads) {
-  const Quantized rows(tokens, inner);
-  for_each_row(tokens, inner, threads, [&](int64_t row) {
-    Quantized::quantize(x + row * inner, inner, &rows.words[row * rows.stride], &rows.scales[row], &rows.surplus[row]);
-  });
+void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const uint8_t* /*zeros*/, const T* bias, T* out,
+                 int64_t tokens, int64_t inner, int64_t outputs, int64_t /*groups*/, int threads) {
   const int64_t words = inner / 4;
+  const Quantized<ByteProduct> rows(x, tokens, inner, 1, words * ByteProduct::ROW_WORDS, threads);
   const PackedWeight packed{weight, words};
   threads = threads_for(tokens * inner * outputs / 8, threads);
   for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
@@ -111,7 +120,7 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
     packed_block<ByteProduct, groups>(
         &rows.words[token * rows.stride], rows.stride, packed, group, count, words,
         [&](int64_t row, int i, Ints sums) {
-          const Floats exact = __builtin_convertvector(sums - rows.surplus[token + row], Floats);
+          const Floats exact = __builtin_convertvector(sums - 128 * rows.sums[token + row], Floats);
           Floats result = exact * rows.scales[token + row] * load(scales + output + i);
           if (bias) result += load(bias + output + i);
           store(out + (token + row) * outputs + output + i, result);
@@ -119,10 +128,101 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
   });
 }
 
+// ----------------------------------------------------------------------------------------------------- W4A8
+//
+// A word of the packed weight is eight neighbouring inputs of one output, the first in the lowest four bits. Its even
+// inputs are the lower halves of its bytes, and its odd ones the upper halves: so four of x's even inputs are a word, and
+// the odd ones beside them the next. The exact sum of each group of inputs is multiplied by its scale, in float32, and
+// the groups are added in their order.
+
+struct NibbleProduct {
+  static constexpr int ROW_WORDS = 2;
+  using Total = Ints;
+  INLINE Ints add(Ints total, const uint32_t* row, Words w) {
+    const Words even = w & 0x0f0f0f0f, odd = w >> 4 & 0x0f0f0f0f;
+#if defined(__AVX512VNNI__)
+    total = (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)even, _mm512_set1_epi32(row[0]));
+    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)odd, _mm512_set1_epi32(row[1]));
+#elif defined(__AVX512BW__)  // the 16-bit sums of four products are far from their limits: 4 * 15 * 127
+    const __m512i sums = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)even, _mm512_set1_epi32(row[0])),
+                                          _mm512_maddubs_epi16((__m512i)odd, _mm512_set1_epi32(row[1])));
+    return total + (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i sums = _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)even, _mm256_set1_epi32(row[0])),
+                                          _mm256_maddubs_epi16((__m256i)odd, _mm256_set1_epi32(row[1])));
+    return total + (Ints)_mm256_madd_epi16(sums, _mm256_set1_epi16(1));
+#else
+    for (int byte = 0; byte < 32; byte += 8)
+      total += (Ints)(even >> byte & 15) * int8_t(row[0] >> byte) + (Ints)(odd >> byte & 15) * int8_t(row[1] >> byte);
+    return total;
+#endif
+  }
+
+  // Sorts the bytes of each pair of words into even and odd ones.
+  static void arrange(uint32_t* row, int64_t words) {
+    for (int64_t i = 0; i < words; i += 2) {
+      uint64_t pair, sorted = 0;
+      std::memcpy(&pair, row + i, sizeof pair);
+      for (int shift : {0, 8}) {
+        uint64_t half = pair >> shift & 0x00ff00ff00ff00ff;
+        half = (half | half >> 8) & 0x0000ffff0000ffff;
+        sorted |= (half | half >> 16) << 32 >> (shift ? 0 : 32);
+      }
+      std::memcpy(row + i, &sorted, sizeof sorted);
+    }
+  }
+};
+
+template <class T>
+void linear_w4a8(const T* x, const uint32_t* nibbles, const float* scales, const uint8_t* zeros, const T* bias, T* out,
+                 int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  const int64_t words = inner / 8, words_of_group = words / groups;
+  const Quantized<NibbleProduct> rows(x, tokens, inner, groups, 2 * words, threads);
+  const PackedWeight packed{nibbles, words};
+  threads = threads_for(tokens * inner * outputs / 8, threads);
+  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto pair) {
+    constexpr int VECTORS = pair * PER_GROUP;
+    Floats sums[BLOCK_TOKENS][VECTORS];
+    std::fill_n(sums[0], count * VECTORS, Floats{});
+    for (int64_t part = 0; part < groups; ++part) {
+      const int64_t first = part * words_of_group;
+      Floats scale[VECTORS];
+      Ints zero[VECTORS] = {};
+      for (int v = 0; v < VECTORS; ++v) {
+        const int64_t at = ((group + v / PER_GROUP) * groups + part) * GROUP + v % PER_GROUP * LANES;
+        scale[v] = load(scales + at);
+        if (zeros) zero[v] = load_bytes(zeros + at);
+      }
+      const Part read = packed.read(group, pair, first, words_of_group, nullptr);
+      const int64_t tiles = (count + PACKED_TOKENS - 1) / PACKED_TOKENS;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t begin = tile * count / tiles, here = (tile + 1) * count / tiles - begin;
+        Ints totals[PACKED_TOKENS * 2 * PER_GROUP];
+        packed_tiles<NibbleProduct, pair>(here, &rows.words[(token + begin) * rows.stride + 2 * first], rows.stride,
+                                          read.weight, read.distance, words_of_group, totals, true, tile == 0);
+        for (int64_t row = 0; row < here; ++row) {
+          const int32_t sum = rows.sums[(token + begin + row) * groups + part];
+          for (int v = 0; v < VECTORS; ++v) {
+            const Ints exact = totals[row * 2 * PER_GROUP + v] - (zeros ? zero[v] * sum : Ints{} + 8 * sum);
+            sums[begin + row][v] += __builtin_convertvector(exact, Floats) * scale[v];
+          }
+        }
+      }
+    }
+    for (int64_t row = 0; row < count; ++row)
+      for (int v = 0; v < VECTORS; ++v) {
+        const int64_t output = group * GROUP + v * LANES;
+        Floats result = sums[row][v] * rows.scales[token + row];
+        if (bias) result += load(bias + output);
+        store(out + (token + row) * outputs + output, result);
+      }
+  });
+}
+
 // ----------------------------------------------------------------------------------------------------- W4A16
 //
-// A word of the packed weight is eight neighbouring inputs of one output, the first in the lowest four bits. A part of it
-// at a time becomes what pack_weight() would make of the dequantized matrix; the rest is linear_packed().
+// The same packed weight. A part of it at a time becomes what pack_weight() would make of the dequantized matrix; the rest
+// is linear_packed().
 
 // Words of T: a float, or two bfloat16 of which the first is in the lower half.
 template <class T>
@@ -165,8 +265,8 @@ struct NibbleWeight {
   static constexpr bool UNPACKS = true;
   static constexpr int WORDS = 8 / Rounding<T>::VALUES;  // of T in a word of nibbles
   const uint32_t* nibbles;
-  const T* scales;      // [outputs, groups]
-  const int8_t* zeros;  // the same, or null: 8
+  const T* scales;       // [outputs / GROUP, groups, GROUP]
+  const uint8_t* zeros;  // the same, or null: 8
   int64_t words, groups;
 
   Part read(int64_t group, int64_t count_of_groups, int64_t first, int64_t count, uint32_t* buffer) const {
@@ -185,12 +285,9 @@ struct NibbleWeight {
     const int64_t words_of_group = words / groups;
     for (int64_t word = begin; word < end;) {
       const int64_t group = word / words_of_group, stop = std::min(end, (group + 1) * words_of_group);
-      Floats scale, zero;
-      for (int lane = 0; lane < LANES; ++lane) {
-        const int64_t at = (output + lane) * groups + group;
-        scale[lane] = widen(scales[at]);
-        if (ZEROS) zero[lane] = zeros[at] - 8;
-      }
+      const int64_t at = (output / GROUP * groups + group) * GROUP + output % GROUP;
+      const Floats scale = load(scales + at);
+      const Floats zero = ZEROS ? __builtin_convertvector(load_bytes(zeros + at) - 8, Floats) : Floats{};
       for (; word < stop; ++word) {
         const Words packed = load_words(source + word * GROUP);
         for (int i = 0; i < WORDS; ++i, target += GROUP) {
@@ -207,11 +304,33 @@ struct NibbleWeight {
 };
 
 template <class T>
-void linear_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const int8_t* zeros, const T* bias, T* out,
+void linear_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const uint8_t* zeros, const T* bias, T* out,
                   int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
   const NibbleWeight<T> weight{nibbles, scales, zeros, inner / 8, groups};
   multiply_packed(x, weight, bias, out, tokens, inner, outputs, threads);
 }
 
-EXPORT(linear_w4a16)
-EXPORT(linear_w8a8)
+// ----------------------------------------------------------------------------------------------------- layers
+//
+// The same products as the layers of a decoder call them (cpu_layers.cpp), which know nothing of scales.
+
+// The addresses of a weight's tensors, as native_quantized.py lays them out.
+struct Addresses {
+  const uint32_t* values;
+  const void* scales;
+  const uint8_t* zeros;
+  int64_t groups;
+};
+
+#define LAYER(name, Scale)                                                                                             \
+  template <class T>                                                                                                   \
+  void layer_##name(const T* x, const Addresses* weight, const T* bias, T* out, int64_t tokens, int64_t inner,         \
+                    int64_t outputs, int threads) {                                                                    \
+    linear_##name<T>(x, weight->values, static_cast<const Scale*>(weight->scales), weight->zeros, bias, out, tokens,   \
+                     inner, outputs, weight->groups, threads);                                                         \
+  }                                                                                                                    \
+  EXPORT(linear_##name)                                                                                                \
+  EXPORT(layer_##name)
+LAYER(w4a16, T)
+LAYER(w4a8, float)
+LAYER(w8a8, float)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -17,18 +17,14 @@ from torch import Tensor
 
 from nanovllm.ops import native, reference_quantized
 from nanovllm.ops.native_library import BuildError, load_library
-from nanovllm.ops.reference_quantized import linear_w8a16, quantize_rows
-
-__all__ = ["linear_w4a16", "linear_w8a8", "linear_w8a16", "pack_nibbles", "pack_values", "quantize_rows", "rows"]
+from nanovllm.ops.reference_quantized import linear_w8a16 as linear_w8a16
+from nanovllm.ops.reference_quantized import quantize_rows as quantize_rows
 
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_quantized.cpp",)
 HEADERS = ("cpu_packed.h", "cpu_tiles.h", "cpu_vector.h", "cpu_threads.h")
-_SIGNATURES = {
-    "linear_w4a16": [None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int],
-    "linear_w8a8": [None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 3, ctypes.c_int],
-}
+_SIGNATURE = [None, *[ctypes.c_void_p] * 6, *[ctypes.c_int64] * 4, ctypes.c_int]  # of every product
 
 
 @cache
@@ -42,10 +38,13 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
+def _address(name: str, dtype: torch.dtype) -> int:
+    return ctypes.c_void_p.in_dll(_library(), f"{name}_{native._SUFFIXES[dtype]}").value  # type: ignore[arg-type,return-value]
+
+
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., bool]:
-    address = ctypes.c_void_p.in_dll(_library(), f"{name}_{native._SUFFIXES[dtype]}").value  # type: ignore[arg-type]
-    return ctypes.CFUNCTYPE(*_SIGNATURES[name])(address)  # type: ignore[arg-type]
+    return ctypes.CFUNCTYPE(*_SIGNATURE)(_address(name, dtype))  # type: ignore[arg-type]
 
 
 def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tensor) -> Callable[..., bool] | None:
@@ -53,7 +52,7 @@ def _kernel(name: str, scales: Tensor, values: Tensor, x: Tensor, *others: Tenso
     inputs_of_a_word = 8 if values.dtype is torch.int32 else 4
     fits = values.ndim == 3 and values.shape[1] * inputs_of_a_word == x.shape[1] and x.dtype in native._SUFFIXES
     fits = fits and all(map(Tensor.is_contiguous, (values, scales, x, *others)))
-    fits = fits and all(tensor.dtype in (x.dtype, torch.int8) for tensor in others)
+    fits = fits and all(tensor.dtype in (x.dtype, torch.uint8) for tensor in others)
     fits = fits and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (scales, x, *others)))
     return _function(name, x.dtype) if fits else None
 
@@ -63,10 +62,10 @@ def _packed(words: Tensor) -> Tensor:
     return words.unflatten(0, (-1, native.PACKED_OUTPUTS)).transpose(1, 2).flatten(2).contiguous()
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
+def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
     outputs, words = nibbles.shape
     fits = outputs % native.PACKED_OUTPUTS == 0 and 8 * words % native.PACKED_INPUTS == 0 and _library() is not None
-    return _packed(nibbles) if fits else nibbles
+    return [_packed(tensor) if fits else tensor for tensor in (nibbles, *scales_and_zeros)]
 
 
 def pack_values(values: Tensor) -> Tensor:
@@ -86,28 +85,30 @@ def _unpacked(values: Tensor, rows: Tensor | None = None) -> Tensor:
 
 
 def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    picked = None if zeros is None else zeros[token_ids]
-    return reference_quantized.dequantize(_unpacked(values, token_ids), scales[token_ids], picked, dtype)
+    picked = None if zeros is None else _unpacked(zeros, token_ids)
+    return reference_quantized.dequantize(_unpacked(values, token_ids), _unpacked(scales, token_ids), picked, dtype)
 
 
-def linear_w4a16(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
+    if values.ndim != 3 or dtype not in native._SUFFIXES:
+        return reference_quantized.compiled()
+    addresses = [*map(Tensor.data_ptr, (values, scales, *(zeros or [native._NOTHING])))]
+    return _address(f"layer_{kind}", dtype), torch.tensor([*addresses, scales.shape[1]])
+
+
+def _linear(
+    name: str, dtype: torch.dtype | None, x: Tensor, values: Tensor, scales: Tensor, *optional: Tensor | None
 ) -> Tensor:
-    others = [tensor for tensor in (zeros, bias) if tensor is not None]
-    kernel = _kernel("linear_w4a16", scales, nibbles, x, *others) if scales.dtype is x.dtype else None
-    if kernel is None:
-        return reference_quantized.linear_w4a16(x, _unpacked(nibbles), scales, zeros, bias)
-    out = x.new_empty(len(x), len(scales))
-    optional = (native._NOTHING if tensor is None else tensor for tensor in (zeros, bias))
-    native.call(kernel, (x, nibbles, scales, *optional, out), *x.shape, *scales.shape)
+    """The product by the C function of this name, which takes scales of a dtype (None: x's), or by that of `reference_quantized`."""
+    others = [tensor for tensor in optional if tensor is not None]
+    if scales.dtype is not (dtype or x.dtype) or (kernel := _kernel(name, scales, values, x, *others)) is None:
+        plain = (tensor if tensor is None or tensor.ndim < 2 else _unpacked(tensor) for tensor in (scales, *optional))
+        return getattr(reference_quantized, name)(x, _unpacked(values), *plain)
+    out = x.new_empty(len(x), len(values) * native.PACKED_OUTPUTS)
+    zeros, bias = (native._NOTHING if tensor is None else tensor for tensor in (None, *optional)[-2:])
+    native.call(kernel, (x, values, scales, zeros, bias, out), *x.shape, out.shape[1], scales.shape[1])
     return out
 
 
-def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    others = [] if bias is None else [bias]
-    kernel = _kernel("linear_w8a8", scales, values, x, *others) if scales.dtype is torch.float32 else None
-    if kernel is None:
-        return reference_quantized.linear_w8a8(x, _unpacked(values), scales, bias)
-    out = x.new_empty(len(x), len(scales))
-    native.call(kernel, (x, values, scales, native._NOTHING if bias is None else bias, out), *x.shape, len(scales))
-    return out
+linear_w4a16 = partial(_linear, "linear_w4a16", None)
+linear_w4a8, linear_w8a8 = (partial(_linear, name, torch.float32) for name in ("linear_w4a8", "linear_w8a8"))

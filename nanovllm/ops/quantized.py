@@ -5,7 +5,7 @@
 
 **4-bit weights** are `nibbles`, `[..., out_features, in_features / 8]` int32: word w of a row holds the inputs 8w to 8w+7, the first in
 the lowest four bits. A nibble is q + 8 for q from -8 to 7. `scales` are `[..., out_features, groups]`: each is for a group of in_features / groups
-neighbouring inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups]` int8 from 0 to 15; without, they are 8.
+neighbouring inputs. `zeros`, if there are any, are nibbles, too: `[..., out_features, groups]` uint8 from 0 to 15; without, they are 8.
 The weight is `(nibble - zero) * scale`.
 
 **8-bit weights** are `values`, `[..., out_features, in_features]` int8, with scales `[..., out_features, groups]`.
@@ -40,13 +40,22 @@ def linear_w4a16(
 
     Args:
         x: `[tokens, in_features]`.
-        nibbles, zeros: see the module's docstring; `nibbles` may be what `pack_nibbles` made of them.
-        scales: of x's dtype.
+        nibbles, scales, zeros: see the module's docstring; they may be what `pack_nibbles` made of them. Scales are of x's dtype.
         bias: `[out_features]` or None.
 
     Returns: `[tokens, out_features]`, of x's dtype.
     """
     return _kernels(x.device).linear_w4a16(x, nibbles, scales, zeros, bias)
+
+
+def linear_w4a8(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """As `linear_w4a16` with inputs in 8-bit integers, see `quantize_rows`, and float32 scales. The sums of products within a group
+    are exact integers. In float32, each is multiplied by its scale, they are added in the order of the groups, and the sum is
+    multiplied by the row's scale; then the bias is added, and the result rounded. A row of the result depends on this row of x
+    alone, to the last bit, on every device."""
+    return _kernels(x.device).linear_w4a8(x, nibbles, scales, zeros, bias)
 
 
 def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -89,9 +98,16 @@ def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None
     return _kernels(values.device).rows(token_ids, values, scales, zeros, dtype)
 
 
-def pack_nibbles(nibbles: Tensor) -> Tensor:
-    """`[out_features, in_features / 8]` nibbles in the layout that this machine's `linear_w4a16` reads fastest, or as they are."""
-    return _kernels(nibbles.device).pack_nibbles(nibbles)
+def compiled(kind: str, dtype: torch.dtype, values: Tensor, scales: Tensor, *zeros: Tensor) -> tuple[int, Tensor]:
+    """For `models.fused`: the address of a C function that computes the product of this kind ("w8a8") for inputs of a dtype, and what
+    of the weight it reads: the tensors' addresses, which hold while the tensors live. Without such a function 0 and nothing."""
+    return _kernels(values.device).compiled(kind, dtype, values, scales, *zeros)
+
+
+def pack_nibbles(nibbles: Tensor, *scales_and_zeros: Tensor) -> list[Tensor]:
+    """`[out_features, in_features / 8]` nibbles with their scales, and zeros if there are any, in the layout that this machine's
+    `linear_w4a16` and `linear_w4a8` read fastest, or as they are."""
+    return _kernels(nibbles.device).pack_nibbles(nibbles, *scales_and_zeros)
 
 
 def pack_values(values: Tensor) -> Tensor:

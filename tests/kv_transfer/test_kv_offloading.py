@@ -196,6 +196,8 @@ def test_only_equal_engines_share(tiny_model: pathlib.Path, tmp_path: pathlib.Pa
         (make_checkpoint(tmp_path / "other", seed=1), {}),
         (tiny_model, {"block_size": 2 * BLOCK}),
         (tiny_model, {"dtype": "bfloat16"}),
+        (tiny_model, {"kv_cache_dtype": "int8"}),
+        (tiny_model, {"kv_cache_dtype": "fp8"}),
         (tiny_model, {"tensor_parallel_size": 2}),
         (tiny_model, {"pipeline_parallel_size": 2}),
     ]

@@ -20,16 +20,16 @@ from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import read_model_config
 from nanovllm.kv_transfer.factory import kv_identity
 from nanovllm.lab.course.ranks import run_ranks
-from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
+from nanovllm.layers.quantization import W8A8, W8A16, QuantizedWeight, Scheme
 from nanovllm.models.loader import CheckpointError, load_model
-from nanovllm.ops import quantized
+from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
 from tests.stages import staged  # noqa: F401  (a fixture)
 
 PROMPTS = [[5, 9, 100, 22, 7, 8, 200, 31, 44, 45, 46, 250, 251, 3, 17, 90, 4, 6, 11], [12], [66, 67, 68] * 7]
-WEIGHT_ONLY = [kind for kind in FORMATS if kind != "w8a8"]
+WEIGHT_ONLY = [kind for kind in FORMATS if not kind.startswith(("w8a8", "w4a8"))]
 OTHERS = ["qwen2", "gemma2", "llama-mha-tied", "mixtral", "qwen3-moe", "deepseek-v2", "deepseek-v3-dense"]
 GPTQ, AWQ, ASYMMETRIC = "gptq 4 bits, groups of 16, version 1", "awq", "asymmetric 4 bits, groups of 16"
 # Each of 3 ranks has 16 of 48 inputs, and one of 3 KV heads.
@@ -187,7 +187,7 @@ def test_halves_are_rounded_to_even() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(8, 64), W8A8], ids=str)
+@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(4, 64, quantizes_inputs=True), Scheme(8, 64), W8A8], ids=str)
 def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     weight = QuantizedWeight.empty((192, 576), scheme, torch.device("cpu")).to(dtype)
@@ -201,6 +201,34 @@ def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) 
     if not ops._kernels(x.device).__name__.endswith("native") and not scheme.quantizes_inputs:
         pytest.skip("torch's products choose an order for the whole matrix")
     assert torch.equal(together, alone) and torch.equal(together, few)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [Scheme(4, 64, has_zeros=True), Scheme(8, 64), W8A16, W8A8], ids=str)
+@pytest.mark.parametrize("shape", [(48, 128), (3, 48, 128)])
+def test_a_cpu_without_a_kernel_dequantizes_once(
+    shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_kernels", lambda device: reference_quantized)
+    weight = QuantizedWeight.empty(shape, scheme, torch.device("cpu")).to(dtype)
+    for tensor in weight.parameters():
+        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(0, 16, tensor.shape))
+    x, bias = torch.randn(5, 128).to(dtype), torch.randn(48).to(dtype)
+    whole = weight.dequantize()
+    values, scales = (weight.values, weight.scales) if len(shape) == 2 else (weight.values[0], weight.scales[0])
+    weight.pack()
+    assert (weight.values.dtype == dtype) == (scheme != W8A8), "integers stay where their products are of integers"
+    monkeypatch.setattr(reference_quantized, "dequantize", None)
+    matrix, packed = (whole, weight) if len(shape) == 2 else (whole[0], weight[0])
+    exact = quantized.linear_w8a8(x, values, scales, bias) if scheme == W8A8 else None
+    assert torch.equal(packed(x, bias), ops.linear(x, ops.pack_weight(matrix), bias) if exact is None else exact)
+
+
+def test_weights_on_other_devices_stay_integers() -> None:
+    for scheme in (Scheme(4, 64), Scheme(8, 64)):
+        weight = QuantizedWeight.empty((48, 128), scheme, torch.device("meta"))
+        weight.pack()
+        assert not weight.values.is_floating_point()
 
 
 @pytest.mark.parametrize("kind", [ASYMMETRIC, "w8a8"])
@@ -227,6 +255,45 @@ def test_w8a8_of_an_unquantized_checkpoint_rounds_to_nearest(made: Any) -> None:
     assert weight.scheme == W8A8 and torch.equal(weight.scales, matrices.abs().amax(1, keepdim=True) / 127)
     assert torch.equal(weight.values, (matrices / weight.scales).round().to(torch.int8))
     assert isinstance(model.lm_head.weight, Tensor) and torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+
+
+W4A8 = [kind for kind in FORMATS if kind.startswith("w4a8")]
+FOUR_BITS = [kind for kind in WEIGHT_ONLY if FORMATS[kind][0] == 4]
+
+
+@pytest.mark.parametrize("kind", [*W4A8, *FOUR_BITS])
+def test_4_bit_weights_as_they_are_stored_are_multiplied_by_8_bit_inputs(made: Any, kind: str) -> None:
+    """If the checkpoint says so, or the setting."""
+    folder, plain = made("llama", kind)
+    options: dict[str, Any] = {} if kind in W4A8 else {"quantization": "w4a8"}
+    model = load_model(folder, read_model_config(EngineConfig(str(folder), **options), folder), torch.bfloat16)
+    stored = load_file(plain / "model.safetensors")
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        weight: Any = model.model.layers[1].get_submodule(name).weight
+        assert weight.scheme.kind == "w4a8" and weight.scales.dtype == torch.float32
+        whole = quantized.dequantize(weight.values, weight.scales, weight.zeros, torch.float32)
+        assert torch.equal(whole, stored[f"model.layers.1.{name}.weight"])
+    found = tokens(str(folder), PROMPTS, **options)
+    assert found == [tokens(str(folder), [prompt], **options)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", FOUR_BITS[:1])
+def test_the_same_4_bit_weights_give_the_same_tokens_from_each_format(made: Any, kind: str) -> None:
+    folders = [made("llama", each)[0] for each in ("w4a8", "w4a8 in words", kind)]
+    found = [tokens(str(folder), PROMPTS, quantization="w4a8") for folder in folders]
+    assert found[0] == found[1] == found[2]
+
+
+def test_w4a8_of_an_unquantized_checkpoint_rounds_to_nearest_in_groups_of_64(made: Any) -> None:
+    _, plain = made("llama", GPTQ)
+    config = read_model_config(EngineConfig(str(plain), quantization="w4a8"), plain)
+    weight: Any = load_model(plain, config, torch.bfloat16).model.layers[1].self_attn.o_proj.weight
+    matrix = load_file(plain / "model.safetensors")["model.layers.1.self_attn.o_proj.weight"]
+    grouped = matrix.unflatten(1, (-1, 64))
+    assert weight.scheme == Scheme(4, 64, quantizes_inputs=True)
+    assert torch.equal(weight.scales, grouped.abs().amax(-1) / 7.5)
+    expected = (grouped / weight.scales[..., None]).round().clamp(-8, 7).flatten(1)
+    assert torch.equal(unpack(weight.values) - 8, expected.int())
 
 
 @pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "gemma2"])
@@ -257,13 +324,13 @@ def test_dummy_weights_take_the_checkpoint_s_scheme(made: Any) -> None:
 
 def test_a_quantized_engine_has_kv_of_its_own(made: Any) -> None:
     folder, plain = made("llama", GPTQ)
-    settings: list[Any] = [{}, {"quantization": "w8a8"}, {"quantization": "w4a16"}, {"quantize_head": True}]
+    settings: list[Any] = [{}, *({"quantization": kind} for kind in ("w8a8", "w4a16", "w4a8")), {"quantize_head": True}]
     configs = [EngineConfig(str(plain), **each) for each in settings]
     identities = [kv_identity(config, read_model_config(config, plain), plain)["weights"] for config in configs]
-    for each in ({}, {"quantization": "gptq"}):
+    for each in ({"quantization": "w4a8"}, {}, {"quantization": "gptq"}):
         config = EngineConfig(str(folder), **each)  # type: ignore[arg-type]
         identities.append(kv_identity(config, read_model_config(config, folder), folder)["weights"])
-    assert len(set(identities)) == 5 and identities[-2] == identities[-1]
+    assert len(set(identities)) == 7 and identities[-2] == identities[-1]
 
 
 # ---------------------------------------------------------------- refusals
@@ -300,6 +367,17 @@ GPTQ_SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": Tru
         (with_scheme(num_bits=3), "symmetric 3-bit int weights per group is not supported; use pack-quantized with 4"),
         (with_scheme(num_bits=8, symmetric=False), "asymmetric 8-bit int weights per group is not supported"),
         (with_scheme("int-quantized", num_bits=8), "8-bit int weights per group is not supported"),
+        (with_scheme("int-quantized", symmetric=False), "asymmetric 4-bit int weights per group is not supported"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    str(bits): compressed_tensors("int-quantized", bits, 16 * (bits == 4), False, True)["config_groups"]["group_0"]
+                    for bits in (4, 8)
+                },
+            },
+            "bytes with 4 and with 8 bits, is not supported; use one of them",
+        ),
         (with_scheme(type="float"), "4-bit float weights per group is not supported"),
         (with_scheme(actorder="group"), "actorder: group is not supported; use actorder: weight"),
         (with_scheme(inputs={"num_bits": 8, "type": "int"}), "use int-quantized with dynamic symmetric 8-bit integers"),
@@ -321,6 +399,7 @@ def test_what_cannot_be_is_refused_before_loading(settings: dict[str, Any], mess
             "has 64 inputs, which groups of 128 do not divide: quantize with group_size 64 or 32",
         ),
         (GPTQ, {"quantization": "awq"}, "quantization 'awq' does not fit this checkpoint, which is gptq: leave it out"),
+        ("w8a16", {"quantization": "w4a8"}, "'w4a8' is for 4-bit weights, and this checkpoint has none: leave it out"),
         (GPTQ, {"quantization": "w8a8"}, "is for an unquantized checkpoint, and this one is gptq: leave it out"),
         (
             None,

@@ -4,6 +4,7 @@ changed, runs one by one."""
 from __future__ import annotations
 
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.base import get_forward_context
+from nanovllm.layers import quantization
 from nanovllm.models import llama
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
+from tests.quantized import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="plain torch has no call for several layers")
 
@@ -39,6 +42,50 @@ def test_the_bits_are_those_of_layers_one_by_one(variant: str, dtype: str, tmp_p
     fused, values = generate(folder, dtype)
     assert (one_by_one, fused) == (False, True)
     assert values == expected
+
+
+QUANTIZED = ["w8a8", "w4a16", "w4a8"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("variant", ["llama", "llama-biased", "qwen3"])
+@pytest.mark.parametrize("kind", [*QUANTIZED, "mixed"])
+def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
+    kind: str, variant: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mixed: each matrix of a layer is of another kind, or of none, and those of the next layer are others."""
+    original, kinds = quantization._scheme, iter([*QUANTIZED, None] * 9)
+
+    def next_scheme(config: Any, stored: Any, name: str, shape: Any) -> Any:
+        if any(part in name for part in (".k_proj", ".v_proj", ".up_proj")):  # parts of one matrix
+            return found[-1]
+        chosen = next(kinds)
+        found.append(chosen and original(replace(config, method=chosen), stored, name, shape))
+        return found[-1]
+
+    found: list[Any] = []
+    if kind == "mixed":
+        monkeypatch.setattr(quantization, "_scheme", next_scheme)
+    folder = make_checkpoint(tmp_path, variant)
+    options = {"quantization": "w8a8" if kind == "mixed" else kind, "quantize_head": True}
+    one_by_one, expected = generate(folder, dtype, enforce_eager=True, **options)
+    if kind == "mixed":
+        assert len({scheme and scheme.kind for scheme in found}) == len(QUANTIZED) + 1
+        kinds = iter([*QUANTIZED, None] * 9)
+    fused, values = generate(folder, dtype, **options)
+    assert (one_by_one, fused) == (False, True)
+    assert values == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "fits"), [("asymmetric 4 bits, groups of 16", True), ("w4a8 in words, asymmetric", True), ("w8a16", False)]
+)
+def test_checkpoints_with_zero_points_are_fused_and_those_without_a_kernel_are_not(
+    kind: str, fits: bool, tmp_path: pathlib.Path
+) -> None:
+    folder, _ = quantize_checkpoint(make_checkpoint(tmp_path / "original", "llama"), tmp_path, kind)
+    _, expected = generate(folder, "bfloat16", enforce_eager=True)
+    assert generate(folder, "bfloat16") == (fits, expected)
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "mixtral", "deepseek-v2-dense"])

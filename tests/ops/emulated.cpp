@@ -68,13 +68,16 @@ static void run_attention(int64_t tokens) {
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
 }
 
-// x[tokens, inner], what pack_nibbles and pack_values made of weights, and their scales: W4A16, beside which the dequantized
-// weight[outputs, inner] is multiplied, too, then W8A8 -> two times out[tokens, outputs].
+// x[tokens, inner], the dequantized weight[outputs, inner], what pack_nibbles made of it, with scales for W4A16 and for W4A8,
+// and what pack_values made of another weight: W4A16, beside which the dequantized weight is multiplied, too, W4A8 and W8A8
+// -> three times out[tokens, outputs].
 template <class T>
 static void run_quantized(int64_t tokens, int64_t inner, int64_t outputs, int64_t groups) {
-  const auto x = take<T>(tokens * inner), weight = take<T>(outputs * inner), scales = take<T>(outputs * groups);
+  const auto x = take<T>(tokens * inner), weight = take<T>(outputs * inner);
   const auto nibbles = take<uint32_t>(outputs * inner / 8);
-  const auto zeros = take<int8_t>(outputs * groups);
+  const auto scales = take<T>(outputs * groups);
+  const auto zeros = take<uint8_t>(outputs * groups);
+  const auto wide = take<float>(outputs * groups);
   const auto values = take<uint32_t>(outputs * inner / 4);
   const auto row_scales = take<float>(outputs);
   std::vector<uint32_t> packed(outputs * inner * sizeof(T) / 4);
@@ -85,7 +88,11 @@ static void run_quantized(int64_t tokens, int64_t inner, int64_t outputs, int64_
                   groups, 1);
   same(out.data(), other.data(), tokens * outputs);
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
-  linear_w8a8<T>(x.data(), values.data(), row_scales.data(), nullptr, out.data(), tokens, inner, outputs, 1);
+  linear_w4a8<T>(x.data(), nibbles.data(), wide.data(), zeros.data(), nullptr, out.data(), tokens, inner, outputs,
+                 groups, 1);
+  std::fwrite(out.data(), sizeof(T), out.size(), stdout);
+  linear_w8a8<T>(x.data(), values.data(), row_scales.data(), nullptr, nullptr, out.data(), tokens, inner, outputs,
+                 1, 1);
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
 }
 

@@ -72,15 +72,17 @@ def test_quantized_weights(program, tokens, inner, outputs, groups, dtype, monke
     torch.manual_seed(0)
     x, scales = torch.randn(tokens, inner).to(dtype), (torch.rand(outputs, groups) / 100).to(dtype)
     nibbles = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).int()
-    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8)
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8)
     weight = reference_quantized.dequantize(nibbles, scales, zeros, dtype)
     values, row_scales = torch.randint(-128, 128, (outputs, inner), dtype=torch.int8), torch.rand(outputs, 1)
     arguments = ["quantized", str(dtype).removeprefix("torch."), tokens, inner, outputs, groups]
-    packed = native_quantized.pack_nibbles(nibbles), native_quantized.pack_values(values)
-    out = run(program, arguments, dtype, x, weight, scales, packed[0], zeros, packed[1], row_scales)
-    w4a16, w8a8 = out.view(2, tokens, outputs)
+    packed = native_quantized.pack_nibbles(nibbles, scales, zeros)
+    wide = native_quantized.pack_nibbles(nibbles, scales.float())[1]
+    out = run(program, arguments, dtype, x, weight, *packed, wide, native_quantized.pack_values(values), row_scales)
+    w4a16, w4a8, w8a8 = out.view(3, tokens, outputs)
     expected = x.double() @ weight.double().T
     torch.testing.assert_close(w4a16.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert torch.equal(w4a8, reference_quantized.linear_w4a8(x, nibbles, scales.float(), zeros))
     assert torch.equal(w8a8, reference_quantized.linear_w8a8(x, values, row_scales))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from tests.oracle import greedy
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="no compiled kernels here")
 
-DTYPES = [torch.float32, torch.bfloat16]
+FLOAT = torch.float32
+DTYPES = [FLOAT, torch.bfloat16]
 # (outputs, inputs): a single word, sizes of the course model, inputs that fill no vector, many groups, an odd number of groups.
 SIZES = [(16, 4), (64, 36), (48, 100), (576, 1536), (96, 576), (80, 192)]
 
@@ -81,31 +83,41 @@ def test_w8a8_sums_are_exact_where_they_are_largest() -> None:
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["w8a8", "w4a8"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_w8a8_of_what_is_no_number_is_none(value: float, dtype: torch.dtype) -> None:
-    values, scales = weight_w8a8(32, 100)
-    packed = quantized.pack_values(values)
-    x = activations(3, 100, dtype)
-    for place in (0, 50, 99):
+def test_integer_products_of_what_is_no_number_are_none(value: float, kind: str, dtype: torch.dtype) -> None:
+    values, scales = weight_w8a8(32, 96)
+    weight = (
+        [quantized.pack_values(values), scales] if kind == "w8a8" else packed_w4(*weight_w4(32, 96, 3, FLOAT, True))
+    )
+    product = getattr(quantized, f"linear_{kind}")
+    x = activations(3, 96, dtype)
+    for place in (0, 50, 95):
         broken = x.clone()
         broken[2, place] = value
-        out = quantized.linear_w8a8(broken, packed, scales)
+        out = product(broken, *weight)
         assert out[2].isnan().all()
-        assert torch.equal(out[:2], quantized.linear_w8a8(x[:2], packed, scales))
+        assert torch.equal(out[:2], product(x[:2], *weight))
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_of_w8a8_does_not_depend_on_its_company_or_the_threads(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", ["w8a8", "w4a8"])
+def test_a_row_of_an_integer_product_does_not_depend_on_its_company_or_the_threads(
+    kind: str, dtype: torch.dtype
+) -> None:
     values, scales = weight_w8a8(96, 576)
-    packed, x = quantized.pack_values(values), activations(70, 576, dtype)
-    alone = torch.cat([quantized.linear_w8a8(row, packed, scales) for row in x.split(1)])
+    weight = (
+        [quantized.pack_values(values), scales] if kind == "w8a8" else packed_w4(*weight_w4(96, 576, 9, FLOAT, True))
+    )
+    product, x = getattr(quantized, f"linear_{kind}"), activations(70, 576, dtype)
+    alone = torch.cat([product(row, *weight) for row in x.split(1)])
     threads = torch.get_num_threads()
     try:
         for torch_threads in (1, 3):
             torch.set_num_threads(torch_threads)
             for rows in range(1, 71):
-                assert torch.equal(quantized.linear_w8a8(x[:rows], packed, scales), alone[:rows])
+                assert torch.equal(product(x[:rows], *weight), alone[:rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -118,8 +130,14 @@ SIZES_W4 = [(16, 32, 1), (48, 96, 12), (96, 576, 9), (64, 1536, 48), (80, 960, 1
 
 def weight_w4(outputs: int, inner: int, groups: int, dtype: torch.dtype, has_zeros: bool) -> list[Any]:
     words = torch.randint(-(2**31), 2**31, (outputs, inner // 8)).to(torch.int32)
-    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8) if has_zeros else None
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if has_zeros else None
     return [words, (torch.rand(outputs, groups) / 100).to(dtype), zeros]
+
+
+def packed_w4(nibbles: Tensor, scales: Tensor, zeros: Tensor | None) -> list[Any]:
+    """The same, packed."""
+    packed = quantized.pack_nibbles(nibbles, scales, *([] if zeros is None else [zeros]))
+    return [*packed, *([None] if zeros is None else [])]
 
 
 @pytest.mark.usefixtures("kernels_alone")
@@ -130,45 +148,99 @@ def test_w4a16_is_the_product_with_the_dequantized_weight(
     outputs: int, inner: int, groups: int, has_zeros: bool, dtype: torch.dtype
 ) -> None:
     nibbles, scales, zeros = weight_w4(outputs, inner, groups, dtype, has_zeros)
-    packed = quantized.pack_nibbles(nibbles)
+    packed = packed_w4(nibbles, scales, zeros)
     weight = ops.pack_weight(reference_quantized.dequantize(nibbles, scales, zeros, dtype))
-    assert packed.ndim == 3 and weight.ndim == 4, "the kernels are not used"
+    assert packed[0].ndim == 3 and weight.ndim == 4, "the kernels are not used"
     bias = torch.randn(outputs).to(dtype)
     for tokens in (0, 1, 2, 3, 5, 11, 12, 13, 25, 33, 70, 300):
         x = activations(tokens, inner, dtype) if tokens else torch.empty(0, inner, dtype=dtype)
         for added in (None, bias):
-            product = quantized.linear_w4a16(x, packed, scales, zeros, added)
-            assert torch.equal(product, ops.linear(x, weight, added))
+            assert torch.equal(quantized.linear_w4a16(x, *packed, added), ops.linear(x, weight, added))
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("outputs", "inner", "groups"), SIZES_W4)
+def test_w4a8_is_the_reference(outputs: int, inner: int, groups: int, has_zeros: bool, dtype: torch.dtype) -> None:
+    nibbles, scales, zeros = weight_w4(outputs, inner, groups, torch.float32, has_zeros)
+    packed = packed_w4(nibbles, scales, zeros)
+    assert packed[0].ndim == 3, "the kernel is not used"
+    bias = torch.randn(outputs).to(dtype)
+    for tokens in (0, 1, 2, 3, 5, 11, 12, 13, 25, 33, 70, 300):
+        x = activations(tokens, inner, dtype) if tokens else torch.empty(0, inner, dtype=dtype)
+        for added in (None, bias):
+            expected = reference_quantized.linear_w4a8(x, nibbles, scales, zeros, added)
+            assert torch.equal(quantized.linear_w4a8(x, *packed, added), expected)
+
+
+def test_the_reference_of_w4a8_is_the_product_of_integers() -> None:
+    """By another way, in numpy's integers; and near the product of the floats that they stand for."""
+    nibbles, scales, zeros = weight_w4(48, 96, 3, torch.float32, True)
+    x = activations(7, 96, torch.float32)
+    numbers, row_scales = reference_quantized.quantize_rows(x)
+    weight = reference_quantized.unpack(nibbles).numpy().reshape(48, 3, 32).astype(int) - zeros.numpy()[..., None]
+    sums = np.einsum("tgk,ogk->tog", numbers.numpy().reshape(7, 3, 32).astype(int), weight)
+    exact = (sums * scales.double().numpy()).sum(-1) * row_scales.double().numpy()
+    found = reference_quantized.linear_w4a8(x, nibbles, scales, zeros)
+    np.testing.assert_allclose(found.numpy(), exact, rtol=1e-5, atol=1e-6 * np.abs(exact).max())
+    near = x @ reference_quantized.dequantize(nibbles, scales, zeros, torch.float32).T
+    assert (found - near).norm() < 0.02 * near.norm()
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize("groups", [1, 256])
+def test_w4a8_sums_are_exact_where_they_are_largest(groups: int) -> None:
+    """The largest integers of both signs, in one group more of them than a float32 can add exactly: no step may saturate."""
+    inner = 16384
+    numbers = torch.tensor([0, 15])[torch.randint(0, 2, (32, inner))]
+    numbers[0], numbers[1] = 0, 15
+    x = torch.tensor([-1.0, 1.0])[torch.randint(0, 2, (5, inner))]
+    x[0], x[1] = 1, -1
+    for zero in (None, 0, 15):
+        zeros = None if zero is None else torch.full((32, groups), zero, dtype=torch.uint8)
+        packed = packed_w4(reference_quantized.pack(numbers), torch.full((32, groups), 127.0), zeros)
+        sums = (x.double() * 127) @ (numbers - (8 if zero is None else zero)).double().T
+        assert groups > 1 or zero is None or sums.abs().max() == 15 * 127 * inner > 2**24
+        expected = reference_quantized.linear_w4a8(
+            x, reference_quantized.pack(numbers), torch.full((32, groups), 127.0), zeros
+        )
+        found = quantized.linear_w4a8(x, *packed)
+        assert torch.equal(found, expected)
+        if groups == 1:
+            assert torch.equal(found, sums.float() * 127 * (torch.ones(5, 1) / 127))
 
 
 @pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_w4a16_does_not_depend_on_its_company(dtype: torch.dtype) -> None:
-    nibbles, scales, zeros = weight_w4(96, 576, 9, dtype, True)
-    packed, x = quantized.pack_nibbles(nibbles), activations(70, 576, dtype)
-    alone = torch.cat([quantized.linear_w4a16(row, packed, scales, zeros) for row in x.split(1)])
+    weight, x = weight_w4(96, 576, 9, dtype, True), activations(70, 576, dtype)
+    packed = packed_w4(*weight)
+    alone = torch.cat([quantized.linear_w4a16(row, *packed) for row in x.split(1)])
     for rows in range(1, 71):
-        assert torch.equal(quantized.linear_w4a16(x[:rows], packed, scales, zeros), alone[:rows])
+        assert torch.equal(quantized.linear_w4a16(x[:rows], *packed), alone[:rows])
 
 
 @pytest.mark.parametrize(("outputs", "inner"), [(40, 64), (16, 48)])
 def test_4_bit_weights_that_fill_no_groups_are_left_to_torch(outputs: int, inner: int) -> None:
     nibbles, scales, zeros = weight_w4(outputs, inner, 2, torch.float32, True)
-    assert quantized.pack_nibbles(nibbles) is nibbles
+    assert all(a is b for a, b in zip(packed_w4(nibbles, scales, zeros), (nibbles, scales, zeros), strict=True))
     x = activations(4, inner, torch.float32)
-    expected = reference_quantized.linear_w4a16(x, nibbles, scales, zeros)
-    assert torch.equal(quantized.linear_w4a16(x, nibbles, scales, zeros), expected)
+    for product in ("linear_w4a16", "linear_w4a8"):
+        expected = getattr(reference_quantized, product)(x, nibbles, scales, zeros)
+        assert torch.equal(getattr(quantized, product)(x, nibbles, scales, zeros), expected)
 
 
 def test_inputs_that_no_w4_kernel_takes_are_left_to_torch() -> None:
     nibbles, scales, zeros = weight_w4(48, 64, 2, torch.float32, True)
-    packed, x = quantized.pack_nibbles(nibbles), activations(4, 128, torch.float32)
+    packed, x = packed_w4(nibbles, scales, zeros), activations(4, 128, torch.float32)
     for each in (x[:, :64].double(), x[:, :64].bfloat16(), x[:, :64], x[:, ::2]):
-        expected = reference_quantized.linear_w4a16(each, nibbles, scales, zeros)
-        assert torch.equal(quantized.linear_w4a16(each, packed, scales, zeros), expected)
+        for product in ("linear_w4a16", "linear_w4a8"):
+            expected = getattr(reference_quantized, product)(each, nibbles, scales, zeros)
+            assert torch.equal(getattr(quantized, product)(each, *packed), expected)
     ids = torch.tensor([0, 47, 17, 17])
     expected = reference_quantized.rows(ids, nibbles, scales, zeros, torch.bfloat16)
-    assert torch.equal(quantized.rows(ids, packed, scales, zeros, torch.bfloat16), expected)
+    assert torch.equal(quantized.rows(ids, *packed, torch.bfloat16), expected)
 
 
 # ---------------------------------------------------------------- what no kernel takes
