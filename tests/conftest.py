@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import forking
 from tests.examples import examples
 from tests.server_process import ServerProcess
 
+# 39 grammars for a check of addresses in schemas, which no test needs, would be compiled by each worker: a second each.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+subprocess.Popen = forking.Popen  # type: ignore[misc]
 # On a busy machine an example may take any time.
 settings.register_profile(
     "untimed", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -35,17 +41,17 @@ def server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """The process that all others are forked from runs before a test looks which processes and files it leaves."""
+    """The processes that all others are forked from run before a test looks which processes and files it leaves."""
     from multiprocessing import forkserver
 
     import tests.processes  # noqa: F401 -- says what the server imports
 
     forkserver.ensure_running()
+    forking.start_origin()
 
 
-@pytest.fixture
-def forked(fork_server: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks and engines that this process starts are forked from one that has imported torch."""
-    from tests.processes import StartedOrForked
-
-    monkeypatch.setattr("subprocess.Popen", StartedOrForked)
+@pytest.fixture(autouse=True)
+def started(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of Python that a test with this mark starts are not forked."""
+    if request.node.get_closest_marker("started") is not None:
+        monkeypatch.setattr(forking, "is_on", False)

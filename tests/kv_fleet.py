@@ -9,6 +9,7 @@ import sys
 
 import psutil
 
+from tests.forking import children
 from tests.server_process import ServerProcess, are_gone, wait_until
 
 
@@ -76,7 +77,7 @@ class KVFleet(RouterProcess):
     def processes(self) -> list[psutil.Process]:
         """All that there are, the command's own among them."""
         root = psutil.Process(self.process.pid)
-        return [root, *root.children(recursive=True)]
+        return [root, *children(root, recursive=True)]
 
     def all_blocks_are_back(self) -> bool:
         """Whether no server has a request, or a block for one."""

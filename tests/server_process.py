@@ -18,6 +18,8 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from tests import forking
+
 START_SECONDS = 120
 # Errors come within 5 s; a busy machine may take several times as long.
 SOON = 30.0
@@ -122,8 +124,8 @@ class ServerProcess:
         return found[1] if found else None
 
     def _engine_process(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        (engine,) = [child for child in children if "nanovllm.engine.client" in " ".join(child.cmdline())]
+        found = forking.children(psutil.Process(self.process.pid))
+        (engine,) = [child for child in found if "nanovllm.engine.client" in " ".join(child.cmdline())]
         return engine
 
     def get(self, path: str, **options: Any) -> httpx.Response:

@@ -13,6 +13,8 @@ import pytest
 from tests.run_guard import ROOT
 from tests.server_process import are_gone, wait_until
 
+pytestmark = pytest.mark.started
+
 # A program that runs the command in its arguments as a shell does for `command &`.
 IGNORING = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv(sys.executable, sys.argv[1:])"

@@ -100,7 +100,7 @@ class TritonLatentBackend(TorchLatentBackend):
             "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": 0,
             "q_stride": q.stride(0), "table_stride": block_tables.stride(0), "block_stride": kv_cache.stride(0),
             "NUM_HEADS": num_heads, "GROUP": tiles.rows, "NUM_KV_HEADS": 1, "BLOCK_SIZE": kv_cache.shape[1],
-            "HEAD_DIM": rank, "HEAD_P2": rank_p2, "WINDOWED": False, "CAPPED": False,
+            "HEAD_STRIDE": 0, "HEAD_DIM": rank, "HEAD_P2": rank_p2, "WINDOWED": False, "CAPPED": False, "WIDEN": None,
         }  # fmt: skip
         num_tiles, combine_warps = triton.cdiv(num_heads, tiles.rows), max(4, splits * rank_p2 // 2048)
         attend_decodes(arguments, num_tiles, tiles, splits, width - rank, combine_warps)

@@ -121,7 +121,7 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
 
 def paged_attention(
     q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float, sliding_window: int = 0,
-    soft_cap: float = 0.0, hardware: Hardware | None = None,
+    soft_cap: float = 0.0, hardware: Hardware | None = None, widen: Any = None,
 ) -> Tensor:  # fmt: skip
     """Attention over keys and values that are in the cache already; see `AttentionBackend.forward`.
 
@@ -130,15 +130,15 @@ def paged_attention(
     """
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_seqs, head_dim = len(metadata.seq_lens), kv_cache.shape[4]
+    num_seqs, head_dim = len(metadata.seq_lens), q.shape[2]
     arguments = {
         "q_ptr": q, "cache_ptr": kv_cache, "out_ptr": out,
         "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens, "query_start_ptr": metadata.query_start_loc,
         "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
         "q_stride": q.stride(0), "table_stride": metadata.block_tables.stride(0), "block_stride": kv_cache.stride(0),
         "NUM_HEADS": q.shape[1], "GROUP": q.shape[1] // kv_cache.shape[2], "NUM_KV_HEADS": kv_cache.shape[2],
-        "BLOCK_SIZE": kv_cache.shape[3], "HEAD_DIM": head_dim, "HEAD_P2": triton.next_power_of_2(head_dim),
-        "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0,
+        "BLOCK_SIZE": kv_cache.shape[3], "HEAD_STRIDE": kv_cache.stride(2), "HEAD_DIM": head_dim,
+        "HEAD_P2": triton.next_power_of_2(head_dim), "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0, "WIDEN": widen,
     }  # fmt: skip
     if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
         arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}

@@ -55,23 +55,19 @@ def write_kv_kernel(
 def _load(pointers, exists, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
     """A tile, with zeros for positions that do not exist, and for channels that are not inside. A slot that was never written
     may hold NaN, and 0 * NaN is NaN: it must not be loaded."""
-    if MASKED:
-        tile = tl.load(pointers, mask=exists & inside, other=0.0)
-    elif PADDED:
-        tile = tl.load(pointers, mask=inside, other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    mask = exists & inside if MASKED else inside
+    return tl.load(pointers, mask=mask, other=0.0) if MASKED or PADDED else tl.load(pointers)
 
 
 @triton.jit
 def _attend(
     q, q_rope, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
     value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, TILE_KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
-    of which all rows see all of [begin, whole): whole tiles, which need no mask. With ROPE (latent attention), a row of the
+    of which all rows see all of [begin, whole): whole tiles, which need no mask. WIDEN, if there is one, turns tiles of a
+    quantized cache into keys and values, and reads their scales (`triton_quantized.widen`). With ROPE (latent attention), a row of the
     cache is a value, which is its own key, and then ROPE further channels of the key.
 
     Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights `[rows]`; 0 and -inf
@@ -87,10 +83,7 @@ def _attend(
         for start in range(begin, stop, TILE_KEYS):
             position = start + tl.arange(0, TILE_KEYS)
             exists = position < end
-            if MASKED:
-                block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0)
-            else:
-                block = tl.load(table_ptr + position // BLOCK_SIZE)
+            block = _load(table_ptr + position // BLOCK_SIZE, exists, exists, MASKED, False)
             offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
             keys = cache_ptr + offset[None, :] + channel[:, None]
             values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
@@ -105,7 +98,12 @@ def _attend(
             else:
                 k = _load(keys, exists[None, :], channel[:, None] < HEAD_DIM, MASKED, PADDED)
                 v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                if WIDEN is not None:
+                    page = cache_ptr + (block.to(tl.int64) * block_stride + BLOCK_SIZE * HEAD_DIM)
+                    k, v, k_scale, v_scale = WIDEN(k, v, page, position % BLOCK_SIZE, value_offset, exists, q.dtype)
                 scores = tl.dot(q, k, input_precision="ieee")
+                if WIDEN is not None:
+                    scores *= k_scale[None, :]
             if CAPPED:  # tanh, by way of 2^x
                 scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
             if MASKED:
@@ -120,6 +118,8 @@ def _attend(
             weights = tl.exp2(scores * score_scale - reference[:, None])
             shrink = tl.exp2(peak - reference)
             total = total * shrink + tl.sum(weights, 1)
+            if WIDEN is not None:
+                weights *= v_scale[None, :]
             sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
             peak = new_peak
         begin = stop
@@ -145,9 +145,9 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
 def decode_attention_kernel(
     q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale,
     cap_scale, window, q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_P2: tl.constexpr, ROPE: tl.constexpr, ROPE_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
     is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
@@ -170,21 +170,16 @@ def decode_attention_kernel(
             mine = ours[:, None] & (channel < HEAD_DIM)[None, :]
             queries = q_ptr + row * q_stride + query_head[:, None] * (HEAD_DIM + ROPE)
             q = tl.load(queries + channel[None, :], mask=mine, other=0.0)
+            q_rope = q
             if ROPE:
                 rope_channel = tl.arange(0, ROPE_P2)
                 roped = ours[:, None] & (rope_channel < ROPE)[None, :]
                 q_rope = tl.load(queries + HEAD_DIM + rope_channel[None, :], mask=roped, other=0.0)
-                keys_ptr = cache_ptr
-                value_offset = 0
-            else:
-                q_rope = q
-                keys_ptr = cache_ptr + head * BLOCK_SIZE * HEAD_DIM
-                value_offset = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
             whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
             out, log_weight = _attend(
-                q, q_rope, keys_ptr, table_ptr + seq * table_stride, begin, whole, end,
-                tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride, value_offset,
-                BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
+                q, q_rope, cache_ptr + head * HEAD_STRIDE, table_ptr + seq * table_stride, begin, whole, end,
+                tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride,
+                NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
             cell = query_head[:, None] * HEAD_DIM + channel[None, :]
             if NUM_SPLITS == 1:
                 target = out_ptr + row * NUM_HEADS * HEAD_DIM + cell
@@ -235,9 +230,9 @@ def combine_kernel(
 def mixed_attention_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, seq_len_ptr, query_start_ptr, num_seqs, score_scale, cap_scale, window,
     q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Whole prompts, chunks, the rest of a prompt after a prefix hit, and decodes, in one launch.
 
@@ -276,8 +271,8 @@ def mixed_attention_kernel(
             begin = tl.maximum(position - window + 1, 0) // TILE_KEYS * TILE_KEYS
         whole = (position + 1) // TILE_KEYS * TILE_KEYS
         out, _ = _attend(
-            q, q, cache_ptr + head * BLOCK_SIZE * HEAD_DIM, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
+            q, q, cache_ptr + head * HEAD_STRIDE, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
             whole, end, position + row // GROUP, score_scale, cap_scale, window, block_stride,
-            NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, BLOCK_SIZE, HEAD_DIM, 0, TILE_KEYS, WINDOWED, CAPPED)  # fmt: skip
+            NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, 0, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
         target = out_ptr + packed_row * (NUM_HEADS * HEAD_DIM) + cell
         tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)

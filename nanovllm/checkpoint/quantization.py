@@ -63,7 +63,8 @@ class QuantizationConfig:
             ModelFileError: a field of another type.
         """
         fields = Settings.read(raw["quantization_config"], FILE)
-        method = fields["quant_method"].replace("_", "-")
+        old = "awq" if "w_bit" in fields else "gptq" if "desc_act" in fields else None  # they do not name themselves
+        method = (fields.get("quant_method", old) or fields["quant_method"]).replace("_", "-")
         check_supported("quant_method", method, _READERS)
         return _READERS[method](fields)
 

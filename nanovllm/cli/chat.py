@@ -128,8 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UsageError(f"{idle[0]} has no effect with --url: it is a setting of the server's engine; leave it out")
     if url is not None and not re.fullmatch(URL, url):
         raise UsageError(f"--url must be like http://127.0.0.1:8000, got {url!r}")
-    options: dict[str, Any] = {"temperature": flags.temperature, "max_tokens": flags.max_tokens}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: getattr(flags, name) for name in ("temperature", "max_tokens") if getattr(flags, name) is not None}
     start = [{"role": "system", "content": prompt}] if prompt else []
     # The event loop runs only during an answer: Ctrl-C then cancels this answer, and nothing else.
     with asyncio.Runner() as runner:

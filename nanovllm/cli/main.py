@@ -20,6 +20,7 @@ COMMANDS = {
     "trace": ("sum up a recorded trace, or convert it", "nanovllm.cli.trace"),
     "replay": ("show a recorded trace in the browser, to all who can reach the port", "nanovllm.cli.replay"),
     "fetch": ("download a model", "nanovllm.cli.fetch"),
+    "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
     "bench": ("measure speed", "nanovllm.lab.bench"),
     "kernels": ("show what the compiler makes of the GPU kernels", "nanovllm.lab.kernels"),
 }

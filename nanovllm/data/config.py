@@ -40,6 +40,8 @@ class EngineConfig(Flags):
             activations): quantize an unquantized checkpoint while it is loaded, to the nearest values; w4a8 also serves a
             checkpoint with 4-bit weights with 8-bit activations
         quantize_head: also quantize the output head to 8 bits, and the embedding if it is the same matrix
+        kv_cache_dtype: how keys and values are stored (auto: in the weights' data type). int8, fp8 (e4m3): in 8 bits, with a scale per
+            token and head, so that the same memory holds nearly twice the tokens
         load_format: dummy: random weights, to measure speed without a checkpoint
         generation_config: sampling parameters of requests that set none. auto: those that the model's generation_config.json
             recommends; vllm: vLLM's own
@@ -99,6 +101,8 @@ class EngineConfig(Flags):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     quantization: Literal["auto", "gptq", "awq", "compressed-tensors", "w8a8", "w4a8", "w4a16"] = "auto"
     quantize_head: bool = False
+    # vLLM appends how many numbers share a scale, which is always a token's of one head here.
+    kv_cache_dtype: Literal["auto", "int8", "int8_per_token_head", "fp8", "fp8_e4m3", "fp8_per_token_head"] = "auto"
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     generation_config: Literal["auto", "vllm"] = "auto"
     seed: int = 0

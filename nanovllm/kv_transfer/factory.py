@@ -119,6 +119,7 @@ def kv_identity(config: EngineConfig, model_config: ModelConfig, folder: pathlib
         "vocab_size": model_config.vocab_size,
         "weights": f"{weights} {model_config.quantization or ''}".strip(),
         "dtype": str(choose_dtype(config.dtype, choose_device(config.device))).removeprefix("torch."),
+        "kv_cache_dtype": config.kv_cache_dtype.partition("_")[0],
         "block_size": config.block_size,
         "num_layers": model_config.num_layers,
         "num_kv_heads": 0 if latent else model_config.num_kv_heads,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 _MAX_SIZE = 1 << 20  # of any dimension that a peer may claim, except the number of blocks
 
 
@@ -18,7 +18,7 @@ class KVLayout:
     Attributes:
         num_layers, num_kv_heads: of the model. 0 KV heads means latent attention: every rank has all of the latent.
         block_size: tokens per block.
-        width: numbers per token and head (`head_dim`), or per token (latent attention).
+        width: numbers per token and head (`head_dim`, and 4 bytes of scale if the cache is quantized), or per token (latent attention).
         dtype: torch's name, such as "bfloat16".
         num_blocks: blocks in this rank's cache.
         first_layer, end_layer: the layers of this rank, without `end_layer` (pipeline parallelism).

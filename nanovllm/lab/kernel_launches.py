@@ -16,8 +16,11 @@ from nanovllm.attention.base import AttentionMetadata, Rotary, kv_cache_shape
 from nanovllm.attention.latent import latent_cache_shape
 from nanovllm.attention.latent_kernels import TritonLatentBackend
 from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.attention.triton_quantized import QuantizedTritonBackend
 from nanovllm.lab.kernel_compiler import TARGETS, Launch, Target, record_launches, specialise
 from nanovllm.ops import triton as ops
+from nanovllm.ops import triton_quantized as quantized
+from nanovllm.ops.quantized_cache import LARGEST
 
 GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -64,6 +67,7 @@ class Case(NamedTuple):
     sliding_window: int = 0
     soft_cap: float = 0.0
     batches: tuple[Batch, ...] = FEW_BATCHES
+    kv_dtype: torch.dtype | None = None  # of a quantized cache
 
 
 def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
@@ -80,24 +84,30 @@ def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
             yield from (case._replace(sliding_window=window, soft_cap=cap) for window, cap in VARIANTS)
         elif dtype != "float16" or head_dim == 128 or "bfloat16" not in dtypes:
             yield case
+        if dtype == "bfloat16":
+            yield from (case._replace(kv_dtype=kv_dtype) for kv_dtype in LARGEST)
 
 
 def launch_attention(case: Case, target: Target) -> None:
     """Run the Triton backend as a model would on the target."""
-    backend = TritonBackend(_hardware(target))
+    backend, options = TritonBackend(_hardware(target)), (0.1, case.sliding_window, case.soft_cap)
+    if case.kv_dtype is not None:
+        backend = QuantizedTritonBackend(backend, case.kv_dtype)
     dtype, num_heads = getattr(torch, case.dtype), case.group * NUM_KV_HEADS
     with torch.device("meta"):
         # Over 2^31 bytes, as on a real GPU: on AMD, Triton addresses smaller tensors differently.
         num_blocks = 2**32 // (NUM_KV_HEADS * case.block_size * case.head_dim)
-        shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, case.block_size, case.head_dim)
-        kv_cache = torch.empty(shape, dtype=dtype)
+        width = case.head_dim + getattr(backend, "scale_bytes", 0)
+        shape = kv_cache_shape(num_blocks, NUM_KV_HEADS, case.block_size, width)
+        kv_cache = torch.empty(shape, dtype=case.kv_dtype or dtype)
         cos_sin = torch.empty(131072, case.head_dim, dtype=torch.float32)
         for batch in case.batches:
             heads = torch.empty(batch.num_tokens, num_heads + 2 * NUM_KV_HEADS, case.head_dim, dtype=dtype)
             q, k, v = heads.split([num_heads, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
             rotary = Rotary(torch.empty(batch.num_tokens, dtype=torch.int64), cos_sin)
             metadata = _metadata(batch, case.block_size)
-            backend.forward(q, k, v, kv_cache, metadata, 0.1, case.sliding_window, case.soft_cap, rotary)
+            rotation = [rotary] if backend.fuses_rotary else []
+            backend.forward(q, k, v, kv_cache, metadata, *options, *rotation)
 
 
 def launch_latent_attention(dtype_name: str, target: Target) -> None:
@@ -131,7 +141,7 @@ def _metadata(batch: Batch, block_size: int) -> AttentionMetadata:
 
 
 def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
-    """Run the small operators and the grouped matrix product."""
+    """Run the small operators, the grouped matrix product, and the products with quantized weights."""
     dtype = getattr(torch, dtype_name)
     with torch.device("meta"):
         for hidden in HIDDEN_SIZES:
@@ -140,6 +150,16 @@ def launch_operators(dtype_name: str, head_dims: Sequence[int]) -> None:
             ops.add_rms_norm(x, torch.empty_like(x), x[0], 1e-5)
         for size in INTERMEDIATE_SIZES:
             ops.silu_and_mul(torch.empty(64, 2 * size, dtype=dtype))
+            quantized.quantize_rows(torch.empty(64, size, dtype=dtype))
+        # Each tile, with few programs and with many.
+        for tokens, outputs in itertools.product((1, 64, 1000), (1024, 65536)):
+            x, scales = torch.empty(tokens, 4096, dtype=dtype), torch.empty(outputs, 32, dtype=dtype)
+            values = torch.empty(outputs, 4096, dtype=torch.int8)
+            [nibbles] = quantized.pack_nibbles(torch.empty(outputs, 512, dtype=torch.int32))
+            for zeros in (None, values[:, :32].contiguous()):
+                quantized.linear_w4a16(x, nibbles, scales, zeros)
+            quantized.linear_w8a16(x, values, scales)
+            quantized.linear_w8a8(x, values, torch.empty(outputs, 1))
         for (num_experts, hidden, size), rows in itertools.product(EXPERTS, ROWS_PER_EXPERT):
             counts = torch.empty(num_experts, dtype=torch.int64)
             for inputs, outputs in ((hidden, 2 * size), (size, hidden)):

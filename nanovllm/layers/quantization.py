@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanovllm.checkpoint.files import ModelFileError, UnsupportedModelError
 from nanovllm.checkpoint.quantization import ONLINE, QuantizationConfig
 from nanovllm.layers.basic import Layer, Place
-from nanovllm.ops import quantized
+from nanovllm.ops import linear, pack_weight, quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -119,11 +119,15 @@ class QuantizedWeight(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `ops.linear`."""
+        if self.values.is_floating_point():  # dequantized
+            return linear(x, self.values, bias)
         zeros = [self.zeros] if self.scheme.bits == 4 else []
         return getattr(quantized, f"linear_{self.scheme.kind}")(x, self.values, self.scales, *zeros, bias)
 
     def compiled(self) -> tuple[int, int]:
         """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
+        if self.values.is_floating_point():
+            return 0, self.values.data_ptr() * (self.values.ndim == 4)
         function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
         return function, self.addresses.data_ptr()
 
@@ -144,12 +148,16 @@ class QuantizedWeight(nn.Module):
             self.scales.copy_(scales)
 
     def pack(self) -> None:
-        """See `Layer.pack`; a kernel may want another layout."""
+        """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
+        step: it takes the memory of an unquantized one, and multiplies as fast."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
+        values = flat[0]
         if self.scheme.bits == 4:
             flat = quantized.pack_nibbles(*flat)
         elif self.scheme.quantizes_inputs:
-            flat[0] = quantized.pack_values(flat[0])
+            flat[0] = quantized.pack_values(values)
+        if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
+            flat[0] = pack_weight(self.dequantize().flatten(0, -2))
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
             setattr(self, name, nn.Parameter(packed, requires_grad=False))

@@ -106,14 +106,16 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | pathlib.Path) -> ModelConfig:
-        """Read config.json and generation_config.json.
+        """Read config.json and generation_config.json; and quantize_config.json or quant_config.json, unless config.json says how the weights are quantized.
 
         Raises:
             UnsupportedModelError: an architecture, activation or rotary scaling that is not supported.
             ModelFileError: a field that is missing, of another type or out of its range.
         """
-        folder = pathlib.Path(folder)
-        return cls.from_dict(read_json(folder / "config.json"), read_json(folder / "generation_config.json"))
+        names = ("config", "generation_config", "quantize_config", "quant_config")
+        raw, generation, of_gptq, of_awq = (read_json(pathlib.Path(folder, f"{name}.json")) for name in names)
+        # Old AutoGPTQ and AutoAWQ wrote the settings of the quantization into files of their own.
+        return cls.from_dict({"quantization_config": of_gptq or of_awq or None} | raw, generation)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -199,9 +201,8 @@ def _rotary(raw: dict[str, Any], supported: tuple[str, ...]) -> tuple[float, dic
 def _windows(raw: dict[str, Any], num_layers: int, traits: dict[str, Any]) -> list[int]:
     """Sliding window of each layer. Mistral has one for all layers, Gemma 2 for every second layer from the first, and Qwen
     for those that `layer_types` or `max_window_layers` names."""
-    window = raw.get("sliding_window") or 0
-    if not traits.get("sliding_window") or not raw.get("use_sliding_window", True):
-        window = 0
+    has_window = traits.get("sliding_window") and raw.get("use_sliding_window", True)
+    window = raw.get("sliding_window", 0) if has_window else 0
     kinds = raw.get("layer_types")
     if kinds is not None:
         return [window if kind == "sliding_attention" else 0 for kind in kinds]

@@ -5,6 +5,8 @@ Built by notebooks/14_prefill_and_decode.ipynb: edit it there, then run `python 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def attend_dense(
 
 def paged_attention(
     q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, query_start_loc: Tensor,
-    scale: float, sliding_window: int = 0, soft_cap: float = 0.0,
+    scale: float, sliding_window: int = 0, soft_cap: float = 0.0, gather: Callable[..., tuple[Tensor, Tensor]] = gather_kv,
 ) -> Tensor:  # fmt: skip
     """Attention of a packed batch: gather each sequence's pages and attend densely.
 
@@ -89,6 +91,7 @@ def paged_attention(
         kv_cache: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; the keys and values of all rows are in it already.
         block_tables, seq_lens, query_start_loc: as in `AttentionMetadata`.
         scale, sliding_window, soft_cap: see `attend_dense`. Pages that the window hides from all rows are not read.
+        gather: reads a sequence's keys and values, as `gather_kv` does.
 
     Returns:
         `[num_tokens, num_heads, head_dim]` in q's dtype; padding rows may be anything.
@@ -99,6 +102,6 @@ def paged_attention(
         rows = slice(starts[s], starts[s + 1])
         if rows.start < rows.stop:
             first = max(0, seq_len - len(q[rows]) - sliding_window + 1) if sliding_window else 0
-            keys, values = gather_kv(kv_cache, block_tables[s], seq_len, first)
+            keys, values = gather(kv_cache, block_tables[s], seq_len, first)
             out[rows] = attend_dense(q[rows], keys, values, scale, sliding_window, soft_cap)
     return out

@@ -29,13 +29,13 @@ INLINE void for_blocks(int rows, const Body& body, int row = 0) {
 
 // Asks memory for the keys or values of a step, of several heads, some lines at a time and in their order in memory: block
 // after block, and in a block head after head. That is the order in which memory is fastest, whatever the order of use.
-template <class T>
+template <class C>
 class Fetcher {
  public:
-  Fetcher(const Rows<T>& rows, const Pages<T>& pages, int64_t offset, int heads)
+  Fetcher(const Rows<C>& rows, const Pages<C>& pages, int64_t offset, int heads)
       : rows(rows), offset(offset), head_stride(pages.head_stride()), heads(heads),
         run(KEYS % pages.block_size == 0 ? pages.block_size : pages.block_size % KEYS == 0 ? KEYS : 1),
-        run_bytes(run * pages.head_dim * int{sizeof(T)}), key(heads > 0 ? 0 : KEYS) {
+        run_bytes(run == pages.block_size ? pages.head_stride() * sizeof(C) : run * pages.head_dim * sizeof(C)), key(heads > 0 ? 0 : KEYS) {
     start_run();
   }
   void fetch(int lines) {
@@ -56,9 +56,9 @@ class Fetcher {
     end = next + run_bytes;
   }
 
-  const Rows<T>& rows;
+  const Rows<C>& rows;
   const int64_t offset, head_stride;
-  const int heads, run, run_bytes;  // a run: the keys of one head that stand one behind the other
+  const int heads, run, run_bytes;  // a run: the keys of one head that stand one behind the other, perhaps with scales
   int key, head = 0;
   const char *next = nullptr, *end = nullptr;
 };
@@ -108,9 +108,9 @@ struct Columns<bfloat16> {
 #endif
 
 // scores[ROWS][64] of one head's keys, which stand at an offset from those in `now`.
-template <class T, int ROWS>
+template <class T, int ROWS, class C>
 static void score_block(const uint32_t* queries, int stride, const Rows<T>& now, int64_t offset, int head_dim,
-                        float* scores, Fetcher<T>& ahead) {
+                        float* scores, Fetcher<C>& ahead) {
   constexpr int PER_WORD = sizeof(uint32_t) / sizeof(T), TOGETHER = 2;  // vectors of keys
   for (int key = 0; key < now.count; key += TOGETHER * LANES) {
     Floats totals[ROWS][TOGETHER] = {};
@@ -130,9 +130,9 @@ static void score_block(const uint32_t* queries, int stride, const Rows<T>& now,
 }
 
 // out[ROWS, IN_PLACE_COLUMNS] = rescale[row] * out + probabilities[ROWS, 64] x values.
-template <class T, int ROWS>
+template <class T, int ROWS, class C>
 static void value_block(const uint32_t* probabilities, const Rows<T>& now, int64_t offset, float* out, int stride,
-                        const float* rescale, Fetcher<T>& ahead) {
+                        const float* rescale, Fetcher<C>& ahead) {
   constexpr int PAIR = Dot<T>::STEP / LANES;
   Floats totals[ROWS][4];
   for (int row = 0; row < ROWS; ++row) {
@@ -152,28 +152,27 @@ static void value_block(const uint32_t* probabilities, const Rows<T>& now, int64
 }
 
 // The scores of a step for `heads` KV heads with `rows` rows each, while what comes next is fetched.
-template <class T>
-INLINE void score_in_place(int rows, int heads, const Rows<T>& now, Fetcher<T> ahead, const Pages<T>& pages,
+template <class T, class C>
+INLINE void score_in_place(int rows, int heads, const View<T>& keys, Fetcher<C> ahead, int head_dim,
                            const Scratch& scratch) {
   for (int head = 0; head < heads; ++head)
     for_blocks(rows, [&](int block, auto count) {
       const int row = head * rows + block;
-      score_block<T, count>(scratch.queries + row * scratch.words, scratch.words, now, head * pages.head_stride(),
-                            pages.head_dim, scratch.scores + row * KEYS, ahead);
+      score_block<T, count>(scratch.queries + row * scratch.words, scratch.words, keys.rows,
+                            keys.offset + head * keys.head_stride, head_dim, scratch.scores + row * KEYS, ahead);
     });
   ahead.fetch_all();
 }
 
-template <class T>
-INLINE void add_values_in_place(int rows, int heads, const Rows<T>& now, Fetcher<T> ahead, const Pages<T>& pages,
+template <class T, class C>
+INLINE void add_values_in_place(int rows, int heads, const View<T>& values, Fetcher<C> ahead, int head_dim,
                                 const Scratch& scratch) {
   for (int head = 0; head < heads; ++head)
-    for (int column = 0; column < pages.head_dim; column += IN_PLACE_COLUMNS)
+    for (int column = 0; column < head_dim; column += IN_PLACE_COLUMNS)
       for_blocks(rows, [&](int block, auto count) {
         const int row = head * rows + block;
-        value_block<T, count>(scratch.probabilities + row * KEYS, now,
-                              pages.value_offset + head * pages.head_stride() + column,
-                              scratch.out + row * scratch.columns + column, scratch.columns, scratch.rescale + row, ahead);
+        value_block<T, count>(scratch.probabilities + row * KEYS, values.rows,
+                              values.offset + head * values.head_stride + column, scratch.out + row * scratch.columns + column, scratch.columns, scratch.rescale + row, ahead);
       });
   ahead.fetch_all();
 }

@@ -19,20 +19,25 @@ constexpr int BLOCK_ROWS = 6;  // rows whose accumulators, 4 vectors each, stay 
 constexpr int BLOCK_ROWS = 1;
 #endif
 
+// Of a key or value in a cache of type C: a cache of bytes has a float for each.
+template <class C>
+constexpr int SCALE_BYTES = sizeof(C) == 1 ? sizeof(float) : 0;
+
 // The working memory of one tile of query rows. Strides are in words or floats, padded to whole vectors or products.
 struct Scratch {
   int words, columns;
   std::unique_ptr<uint32_t[]> memory;
-  uint32_t *queries, *keys, *values, *probabilities;
+  uint32_t *queries, *keys, *values, *probabilities, *more;
   float *scores, *out, *totals, *maxima, *rescale, *merged;  // a total is a vector of sums
 
   static int columns_of(int head_dim) { return (head_dim + KEYS - 1) / KEYS * KEYS; }
 
-  Scratch(int rows, int head_dim, int values_per_word) {
+  Scratch(int rows, int head_dim, int values_per_word, int more_words) {
     words = (head_dim / values_per_word + LANES - 1) / LANES * LANES;
     columns = columns_of(head_dim);
     const int padded_rows = (rows + LANES - 1) / LANES * LANES;
-    const int size = padded_rows * (words + 2 * KEYS + 2 * columns + LANES + 4) + KEYS * (words + columns) + LANES;
+    const int size = padded_rows * (words + 2 * KEYS + 2 * columns + LANES + 4) + KEYS * (words + columns) + LANES +
+                     more_words;
     memory.reset(new uint32_t[size]);  // a vector would be cleared first
     uint32_t* next = memory.get() + (-(reinterpret_cast<uintptr_t>(memory.get()) / 4) & (LANES - 1));
     auto take = [&next](int size) { return std::exchange(next, next + size); };
@@ -40,6 +45,7 @@ struct Scratch {
     keys = take(KEYS * words);
     values = take(KEYS * columns);
     probabilities = take(padded_rows * KEYS);
+    more = take(more_words);
     scores = reinterpret_cast<float*>(take(padded_rows * KEYS));
     out = reinterpret_cast<float*>(take(padded_rows * columns));
     totals = reinterpret_cast<float*>(take(padded_rows * LANES));
@@ -49,36 +55,58 @@ struct Scratch {
   }
 };
 
-// One KV head's keys of one sequence; a value stands `value_offset` behind its key.
-template <class T>
+// One KV head's keys of one sequence; a value stands `value_offset` behind its key. In each block, the scales of a head's
+// keys, if there are any, follow its keys.
+template <class C>
 struct Pages {
-  const T* keys;         // of the cache's first block
+  const C* keys;         // of the cache's first block
   const int32_t* table;  // of the sequence
   int64_t block_stride, value_offset;
   int block_size, head_dim;
 
-  int64_t head_stride() const { return int64_t{block_size} * head_dim; }
+  int64_t head_stride() const { return int64_t{block_size} * (head_dim + SCALE_BYTES<C>); }
 };
 
 // Where the keys of one step stand: `begin` and those after it, from `lowest` on and before `end`. The first and the
 // last of them are repeated, so that all 64 can be read: what an unwritten slot holds may be NaN, which a probability
 // of 0 would not silence.
-template <class T>
+template <class C>
 struct Rows {
-  const T* row[KEYS];
+  static constexpr bool SCALED = SCALE_BYTES<C> > 0;
+  const C* row[KEYS];
+  const C* scale[SCALED ? KEYS : 1];
   int count;
 
-  Rows(const Pages<T>& pages, int begin, int lowest, int end) : count(std::min(KEYS, end - begin)) {
+  Rows() = default;
+  Rows(const Pages<C>& pages, int begin, int lowest, int end) : count(std::min(KEYS, end - begin)) {
     const int first = std::max(0, lowest - begin);
     int i = first, block = (begin + i) / pages.block_size, offset = (begin + i) % pages.block_size;
     for (; i < count; ++block, offset = 0) {
-      const T* source = pages.keys + pages.table[block] * pages.block_stride + int64_t{offset} * pages.head_dim;
+      const C* source = pages.keys + pages.table[block] * pages.block_stride;
+      const C* scales = source + pages.block_size * pages.head_dim + offset * SCALE_BYTES<C>;
+      source += int64_t{offset} * pages.head_dim;
       const int stop = std::min(count, i + pages.block_size - offset);
-      for (; i < stop; ++i, source += pages.head_dim) row[i] = source;
+      for (; i < stop; ++i, source += pages.head_dim, scales += SCALE_BYTES<C>) {
+        row[i] = source;
+        if constexpr (SCALED) scale[i] = scales;
+      }
     }
-    std::fill(row, row + first, row[first]);
-    std::fill(row + count, row + KEYS, row[count - 1]);
+    repeat(row, first);
+    if constexpr (SCALED) repeat(scale, first);
   }
+
+ private:
+  void repeat(const C** each, int first) {
+    std::fill(each, each + first, each[first]);
+    std::fill(each + count, each + KEYS, each[count - 1]);
+  }
+};
+
+// The keys or values of a step for the products: those of KV head h stand `offset + h * head_stride` behind the rows.
+template <class T>
+struct View {
+  const Rows<T>& rows;
+  int64_t offset, head_stride;
 };
 
 // What probabilities are stored as when the values they meet are packed.
@@ -93,14 +121,14 @@ INLINE void copy_words(const T* source, int head_dim, uint32_t* target) {
 }
 
 // Asks for a row's keys, or at an offset its values, to be brought from memory.
-template <class T>
-INLINE void fetch_row(const T* row, int head_dim) {
-  for (int i = 0; i < head_dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i, 0, 2);
+template <class C>
+INLINE void fetch_row(const C* row, int head_dim) {
+  for (int i = 0; i < head_dim; i += 64 / sizeof(C)) __builtin_prefetch(row + i, 0, 2);
 }
 
 // keys[word][key], while the next step's keys are fetched: a step's time is what memory needs to bring 64 of them.
-template <class T>
-INLINE void pack_keys(const Rows<T>& now, const Rows<T>& next, int head_dim, const Scratch& scratch) {
+template <class T, class C>
+INLINE void pack_keys(const Rows<T>& now, const Rows<C>& next, int head_dim, const Scratch& scratch) {
   for (int first = 0; first < KEYS; first += LANES) {
     for (int key = 0; key < LANES; ++key) fetch_row(next.row[first + key], head_dim);
     for (int i = 0, word = 0; i < head_dim; i += Dot<T>::STEP, word += LANES) {
@@ -112,19 +140,19 @@ INLINE void pack_keys(const Rows<T>& now, const Rows<T>& next, int head_dim, con
 }
 
 // values[key][column], or pairs of keys in one word, while the next step's values are fetched.
-template <class T>
-INLINE void pack_values(const Rows<T>& now, const Rows<T>& next, int64_t value_offset, int head_dim,
+template <class T, class C>
+INLINE void pack_values(const View<T>& values, const Rows<C>& next, int64_t next_offset, int head_dim,
                         const Scratch& scratch) {
   constexpr int PAIR = Dot<T>::STEP / LANES;
   for (int key = 0; key < KEYS; key += PAIR) {
     uint32_t* target = scratch.values + key / PAIR * scratch.columns;
     for (int i = 0; i < head_dim; i += LANES) {
-      Words words = (Words)load(now.row[key] + value_offset + i, head_dim - i);
+      Words words = (Words)load(values.rows.row[key] + values.offset + i, head_dim - i);
       if (PAIR == 2)  // a bfloat16 is the upper half of a float
-        words = words >> 16 | (Words)load(now.row[key + 1] + value_offset + i, head_dim - i);
+        words = words >> 16 | (Words)load(values.rows.row[key + 1] + values.offset + i, head_dim - i);
       store_words(target + i, words);
     }
-    for (int k = key; k < key + PAIR; ++k) fetch_row(next.row[k] + value_offset, head_dim);
+    for (int k = key; k < key + PAIR; ++k) fetch_row(next.row[k] + next_offset, head_dim);
   }
 }
 
@@ -215,16 +243,16 @@ static void multiply(int rows, const uint32_t* a, int a_stride, const uint32_t* 
   multiply_vectors<T>(rows, a, a_stride, b, b_stride, depth, out, out_stride, rescale);
 }
 
-template <class T>
-INLINE void score_packed(int rows, const Rows<T>& now, const Rows<T>& next, int head_dim, const Scratch& scratch) {
-  pack_keys(now, next, head_dim, scratch);
+template <class T, class C>
+INLINE void score_packed(int rows, const View<T>& keys, const Rows<C>& next, int head_dim, const Scratch& scratch) {
+  pack_keys(keys.rows, next, head_dim, scratch);
   multiply<T>(rows, scratch.queries, scratch.words, scratch.keys, KEYS, scratch.words, scratch.scores, KEYS, nullptr);
 }
 
-template <class T>
-INLINE void add_packed_values(int rows, const Rows<T>& now, const Rows<T>& next, int64_t value_offset, int head_dim,
+template <class T, class C>
+INLINE void add_packed_values(int rows, const View<T>& values, const Rows<C>& next, int64_t next_offset, int head_dim,
                               const Scratch& scratch) {
-  pack_values(now, next, value_offset, head_dim, scratch);
+  pack_values(values, next, next_offset, head_dim, scratch);
   for (int column = 0; column < head_dim; column += KEYS)
     multiply<T>(rows, scratch.probabilities, KEYS, scratch.values + column, scratch.columns,
                 KEYS * LANES / Dot<T>::STEP, scratch.out + column, scratch.columns, scratch.rescale);

@@ -56,6 +56,9 @@ class ModelRunner:
         self.dtype = choose_dtype(config.dtype, self.device)
         head_dim, latent = model_config.head_dim, model_config.kv_lora_rank > 0
         self.backend: Any = get_backend(config.attention_backend, self.device, head_dim, latent)
+        if config.kv_cache_dtype != "auto":
+            self.backend = load("nanovllm.attention.quantized:create", "kv_cache_dtype")(self.backend, config, latent)
+        self.kv_dtype = getattr(self.backend, "kv_dtype", self.dtype)
         max_positions = config.max_model_len or model_config.max_position_embeddings
         with out_of_memory("the weights", "use --dtype auto (16 bits a weight), a smaller model or --device cpu"):
             self.model = load_model(
@@ -93,7 +96,7 @@ class ModelRunner:
     def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
         """One tensor per layer of this rank; none if `num_blocks` is 0."""
         shape = self._cache_shape(num_blocks)
-        return [make_cache(shape, self.dtype, device) for _ in self.layers if num_blocks]
+        return [make_cache(shape, self.kv_dtype, device) for _ in self.layers if num_blocks]
 
     @property
     def layers(self) -> range:
@@ -106,8 +109,10 @@ class ModelRunner:
         if model.kv_lora_rank:
             shape = load("nanovllm.attention.latent:latent_cache_shape", f"{model.architecture} (latent attention)")
             return shape(num_blocks, self.config.block_size, model.latent_width)
-        num_kv_heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
-        return kv_cache_shape(num_blocks, num_kv_heads, self.config.block_size, model.head_dim)
+        heads, width = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size), model.head_dim
+        return kv_cache_shape(
+            num_blocks, heads, self.config.block_size, width + getattr(self.backend, "scale_bytes", 0)
+        )
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
@@ -324,7 +329,7 @@ class ModelRunner:
     @property
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
-        return len(self.layers) * math.prod(self._cache_shape(1)) * self.dtype.itemsize
+        return len(self.layers) * math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize
 
     # ---------------------------------------------------------------- parts, each made when it is first needed
 

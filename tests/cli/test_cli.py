@@ -51,6 +51,7 @@ def one_line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     return lines[0]
 
 
+@pytest.mark.started
 def test_help_needs_no_heavy_import() -> None:
     script = "import sys; from nanovllm.cli.main import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\n"
     script += "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'tokenizers'} & set(sys.modules)\n"
@@ -149,6 +150,7 @@ def without_torch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=lambda value: " ".join(value),
 )
+@pytest.mark.started
 def test_settings_that_cannot_be_are_refused_without_torch(
     words: list[str], messages: list[str], tiny_model: pathlib.Path, without_torch: None
 ) -> None:
@@ -209,6 +211,7 @@ def test_the_port_that_is_named_is_not_the_next_one_if_that_is_taken() -> None:
     pytest.fail("no two ports in a row are free")
 
 
+@pytest.mark.started
 def test_fetch_prints_where_the_model_is() -> None:
     result = run("fetch")
     assert result.returncode == 0, result.stderr

@@ -397,6 +397,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.started
 async def test_the_front_end_never_imports_torch(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(NO_TORCH)

@@ -45,6 +45,7 @@ from nanovllm.trace.trace import Trace
 from tests import rank_faults
 from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
+from tests.forking import children
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.server_process import ServerProcess, wait_until
 
@@ -685,7 +686,7 @@ def test_http(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
         text = server.post("/detokenize", {"tokens": expected}).json()["prompt"]
         assert answer["choices"][0]["text"] == text
         wait_until(server.is_idle)
-        ranks = [p for p in server.engine.children() if "nanovllm.engine.client" in " ".join(p.cmdline())]
+        ranks = [p for p in children(server.engine) if "nanovllm.engine.client" in " ".join(p.cmdline())]
         assert len(ranks) == 2
         failures: list[Any] = []
 

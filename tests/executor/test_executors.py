@@ -29,7 +29,6 @@ from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
 from tests.server_process import SOON, are_gone, wait_for_shared_memory_to_go, wait_until
 
-pytestmark = pytest.mark.usefixtures("forked")
 OPTIONS: dict[str, Any] = {"attention_backend": "torch", "dtype": "float32", "distributed_executor_backend": "mp"}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests import rank_faults
+from tests.forking import children
 from tests.oracle import make_checkpoint, make_tokenizer, reference_tokens
 from tests.server_process import SOON, ServerProcess, are_gone, wait_for_shared_memory_to_go, wait_until
 
@@ -65,7 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def descendant(process: psutil.Process, path: tuple[int, ...]) -> psutil.Process:
     """(1, 0) is the first child of the second child."""
-    return descendant(process.children()[path[0]], path[1:]) if path else process
+    return descendant(children(process)[path[0]], path[1:]) if path else process
 
 
 LOCK_STEP = "--enable-expert-parallel"
@@ -108,7 +109,7 @@ def test_every_request_gets_an_error_and_nothing_is_left(
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
     with ServerProcess(model, tmp_path, *grid.split(), "--num-kv-blocks", "64") as server:
-        processes = [server.engine, *server.engine.children(recursive=True)]
+        processes = [server.engine, *children(server.engine, recursive=True)]
         assert len(processes) == (7 if "-dp 2 -tp 2" in grid else 3)
         text = make_tokenizer().decode(reference_tokens(str(model), PROMPT, 20))
         assert server.complete(prompt=PROMPT, max_tokens=20, ignore_eos=True)["choices"][0]["text"] == text
@@ -132,7 +133,7 @@ def test_every_request_gets_an_error_and_nothing_is_left(
 
 def test_a_rank_is_missed_while_nobody_asks(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     with ServerProcess(tiny_model, tmp_path, "-tp", "2", "--num-kv-blocks", "64") as server:
-        server.engine.children()[1].kill()
+        children(server.engine)[1].kill()
         wait_until(lambda: server.get("/health").status_code == 503, SOON, "the server is unhealthy")
         assert "rank 1" in server.text
 
@@ -142,7 +143,7 @@ def test_the_ranks_end_with_the_server_however_it_dies(
     tiny_model: pathlib.Path, tmp_path: pathlib.Path, grid: str
 ) -> None:
     with ServerProcess(tiny_model, tmp_path, grid, "2", "--num-kv-blocks", "64") as server:
-        processes = psutil.Process(server.process.pid).children(recursive=True)
+        processes = children(psutil.Process(server.process.pid), recursive=True)
         assert len(processes) >= 3
         loads = [Load(server, stream=True) for _ in range(2)]
         wait_until(lambda: server.metrics()["num_requests_running"] > 1)

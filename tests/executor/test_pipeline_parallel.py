@@ -35,7 +35,6 @@ from nanovllm.scheduler.scheduler import Scheduler
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.stages import as_stage, staged  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("forked")
 PROMPTS = [[3 + (7 * i + j) % 300 for j in range(n)] for i, n in enumerate((5, 40, 18, 33, 2))]
 PROMPTS.append(PROMPTS[1][:30] + [9] * 10)
 

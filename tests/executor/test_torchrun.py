@@ -24,6 +24,7 @@ import pytest
 from nanovllm.executor.reception import Reception, connect, use_network_of
 from nanovllm.executor.torchrun import Launch
 from tests import rank_faults
+from tests.forking import children
 from tests.machines import ADDRESSES, Machines
 from tests.oracle import make_tokenizer, reference_tokens
 from tests.server_process import SOON, START_SECONDS, are_gone, wait_until
@@ -163,9 +164,9 @@ class Job:
         wait_until(lambda: self._url or self.process.poll() is not None, START_SECONDS, "the server is ready")
         assert self._url is not None, self.text
         self.client = httpx.Client(base_url=self._url, timeout=60)
-        self.processes = psutil.Process(self.process.pid).children(recursive=True)
+        self.processes = children(psutil.Process(self.process.pid), recursive=True)
         self.ranks = [self._rank(number) for number in "01"]
-        self.engine = next(p for p in self.ranks[0].children() if "nanovllm.engine.client" in " ".join(words_of(p)))
+        self.engine = next(p for p in children(self.ranks[0]) if "nanovllm.engine.client" in " ".join(words_of(p)))
         return self
 
     @property

@@ -13,8 +13,6 @@ from nanovllm.engine.core import EngineCore
 from tests.kv_engines import Fleet, ask, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 SEPARATOR = 2  # "</s>" of the tiny tokenizer
 
 

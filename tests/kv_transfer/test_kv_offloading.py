@@ -26,8 +26,6 @@ from tests.kv_servers import mooncake_master, on_own_loopback, redis_server
 from tests.oracle import greedy, make_checkpoint
 from tests.server_process import ServerProcess, wait_until
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 GIB = 1 << 30
 BLOCK = 4  # tokens
 ENTRY = 3 * 2 * 2 * BLOCK * 16 * 4  # bytes of a block of the tiny model: layers, K and V, heads, tokens, width, float32
@@ -198,6 +196,8 @@ def test_only_equal_engines_share(tiny_model: pathlib.Path, tmp_path: pathlib.Pa
         (make_checkpoint(tmp_path / "other", seed=1), {}),
         (tiny_model, {"block_size": 2 * BLOCK}),
         (tiny_model, {"dtype": "bfloat16"}),
+        (tiny_model, {"kv_cache_dtype": "int8"}),
+        (tiny_model, {"kv_cache_dtype": "fp8"}),
         (tiny_model, {"tensor_parallel_size": 2}),
         (tiny_model, {"pipeline_parallel_size": 2}),
     ]

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.forking import children
 from tests.kv_fleet import KVFleet
 from tests.server_process import ServerProcess, wait_until
 from tests.soak import MemorySamples, rounds, short_and_nightly
@@ -66,7 +67,7 @@ def kill_one(fleet: KVFleet, rng: random.Random) -> None:
     for name in rng.sample(fleet.names, len(fleet.names)):
         with contextlib.suppress(psutil.NoSuchProcess):  # killed before, and not started again yet
             server = fleet.server(name)
-            rng.choice([server, *server.children()]).kill()
+            rng.choice([server, *children(server)]).kill()
             return
 
 

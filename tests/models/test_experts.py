@@ -776,7 +776,6 @@ def test_random_weights_are_the_same_on_every_grid(
     assert len(matrices.unique()) > 0.99 * len(matrices), "numbers come again and again"
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_random_weights_say_the_same_on_every_grid(grid: dict[str, int], tmp_path: pathlib.Path) -> None:
     folder = str(make_checkpoint(tmp_path, "mixtral"))

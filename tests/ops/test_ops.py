@@ -497,6 +497,7 @@ print(differences, os.waitstatus_to_exitcode(status))
 
 @needs_native
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.started
 def test_loops_of_several_threads_and_of_a_forked_child():
     result = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120)
     assert result.stdout == "[] 0\n", result

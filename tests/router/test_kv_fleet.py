@@ -17,6 +17,7 @@ import pytest
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.router.fleet import divide_gpus, server_config, visible_gpus
+from tests.forking import children
 from tests.kv_fleet import KVFleet, RouterProcess
 from tests.server_process import ServerProcess, wait_until
 
@@ -162,7 +163,7 @@ def test_what_is_said_of_kv_has_to_fit(fleet: KVFleet, server: ServerProcess) ->
 
 def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
     for name in ("decode 1", "prefill 0"):
-        url, engine = fleet.server_url(name), fleet.server(name).children()
+        url, engine = fleet.server_url(name), children(fleet.server(name))
         fleet.kill(name)
         for prompt in PROMPTS:
             assert fleet.complete(prompt=prompt, max_tokens=12)["usage"]["completion_tokens"], "someone is left"
@@ -181,7 +182,7 @@ def test_a_server_that_dies_is_started_again(fleet: KVFleet) -> None:
 )
 def test_a_process_that_is_stopped_is_replaced(fleet: KVFleet, name: str, is_engine: bool) -> None:
     server = fleet.server(name)
-    (engine,) = [child for child in server.children() if "nanovllm.engine.client" in " ".join(child.cmdline())]
+    (engine,) = [child for child in children(server) if "nanovllm.engine.client" in " ".join(child.cmdline())]
     served = f"[{name}] tiny is served at"
     times = fleet.text.count(served)
     with ThreadPoolExecutor(4) as pool:

@@ -226,7 +226,6 @@ def test_no_option_changes_a_token(name: str, tiny_model: pathlib.Path) -> None:
     assert rows.matchers.keys() <= rows.row_of.keys(), "a matcher is forgotten with its request"
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     "grid", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
 )

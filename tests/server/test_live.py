@@ -587,6 +587,7 @@ def test_replay_shows_the_page_without_a_model(recorded: pathlib.Path, tmp_path:
         process.kill()
 
 
+@pytest.mark.started
 def test_looking_at_traces_imports_neither_torch_nor_matplotlib() -> None:
     code = (
         "import sys, nanovllm.cli.trace, nanovllm.server.page, nanovllm.trace.perfetto; "

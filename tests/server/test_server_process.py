@@ -143,6 +143,7 @@ def _ignore_cut(server: ServerProcess) -> None:
         server.post("/v1/completions", VERY_LONG)
 
 
+@pytest.mark.started
 def test_a_signal_lets_running_requests_end(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     trace = tmp_path / "run.jsonl"
     with ServerProcess(tiny_model, tmp_path, "--trace", str(trace)) as server:

@@ -458,7 +458,6 @@ def expected_answers(tiny_model: pathlib.Path) -> list[str]:
     return answers
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_no_option_changes_a_call(name: str, tiny_model: pathlib.Path, expected_answers: list[str]) -> None:
     answers, num_preemptions = answers_with_calls(tiny_model, **COMBINATIONS[name])

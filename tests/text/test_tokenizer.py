@@ -133,6 +133,7 @@ def test_bad_input_is_a_value_error(course_tokenizer: Tokenizer) -> None:
     assert course_tokenizer.decode([49152, 4093]) == "user"
 
 
+@pytest.mark.started
 def test_neither_torch_nor_transformers_is_imported(course_folder: Path) -> None:
     program = (
         "import sys; from nanovllm.text.tokenizer import Tokenizer; from nanovllm.text.detokenizer import StopChecker\n"

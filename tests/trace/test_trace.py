@@ -35,8 +35,6 @@ from tests.examples import examples
 from tests.oracle import make_checkpoint
 from tests.stages import StagedExecutor
 
-pytestmark = pytest.mark.usefixtures("forked")
-
 IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
 COUNTS = st.integers(0, 10**6)
 BLOCKS = st.lists(st.integers(0, 63), max_size=4)

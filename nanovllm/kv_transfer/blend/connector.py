@@ -80,8 +80,8 @@ class BlendScheduler(KVConnectorScheduler):
         super().__init__(config, identity, ranks)
         if config.pipeline_parallel_size > 1:
             raise ValueError("use pipeline_parallel_size 1: kv_connector blend needs all layers on each rank")
-        if identity["num_kv_heads"] == 0:
-            raise ValueError("use another connector for this model: kv_connector blend cannot rotate latent keys")
+        if identity["num_kv_heads"] == 0 or identity["kv_cache_dtype"] != "auto":
+            raise ValueError("use another connector: kv_connector blend cannot rotate latent or quantized keys")
         separator, ratio, check, min_tokens, gib = self.kv_transfer.extras(**_DEFAULTS).values()
         if not 0 <= ratio <= 1 or not 0 <= check < int(identity["num_layers"]):
             mistake = "blend_recompute_ratio is a share from 0 to 1, and blend_check_layer one of the model's"

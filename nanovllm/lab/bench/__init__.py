@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.flags import UsageError
+from nanovllm.data.parts import load
 from nanovllm.lab.bench.engines import ENGINES, PEERS, EngineFailed, EngineSettings, llama_server
 from nanovllm.lab.bench.machine import measure_limits, usable_cores
 from nanovllm.lab.bench.parts import PARTS, Runner, Setting
@@ -43,6 +44,7 @@ BENCHMARKS = {
     "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
     "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
     "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
+    "quality": ("what quantized weights, or a setting, cost in quality", "baseline samples"),
 }
 
 
@@ -102,6 +104,8 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
         "figure": {"metavar": "FILE", "type": _file, "help": "draw the runs under the machine's roof (.svg or .png)"},
         "part": _names(" (default: all)", PARTS.get(benchmark, ())),
         "dry-run": {"action": "store_true", "help": "run the same code with tiny sizes, on the CPU; nothing is measured"},
+        "baseline": {"metavar": "MODEL", "help": "unquantized model (default: that which `nanovllm quantize` has noted, else the same model)"},
+        "samples": {"type": _at_least_1, "default": 8, "help": "texts of each kind, of 512 tokens (default: 8)"},
         "minutes": {"type": _above_0, "default": 9.0, "help": "how long it may take (default: 9)"},
     }  # fmt: skip
 
@@ -109,7 +113,7 @@ def _options(benchmark: str) -> dict[str, dict[str, Any]]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the benchmarks, each with its own flags."""
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    measure = {"gpu": _measure_gpu} | dict.fromkeys(PARTS, _measure_parts)
+    measure = {"gpu": _measure_gpu, "quality": _measure_quality} | dict.fromkeys(PARTS, _measure_parts)
     for name, (what, options) in BENCHMARKS.items():
         command = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
         command.set_defaults(measure=measure.get(name, _measure_suite))
@@ -124,6 +128,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument("--dtype", default="auto", choices=EngineConfig.choices()["dtype"], help="data type")
             command.add_argument("--seed", type=int, default=0, help="seeds requests and dummy weights (default: 0)")
         elif name != "gpu":
+            if name == "quality":
+                command.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
             EngineConfig.add_arguments(command.add_argument_group("engine"))
 
 
@@ -172,6 +178,26 @@ def _measure_parts(arguments: argparse.Namespace) -> int:
         rows = runner.run([part for name, part in parts.items() if name in (arguments.part or parts)])
     facts = conditions(f"{model}, {arguments.dtype}", arguments.threads, time.perf_counter() - start)
     return Report(_command_line(), facts, rows, dry_run).finish(arguments)
+
+
+def _measure_quality(arguments: argparse.Namespace) -> int:
+    from nanovllm.checkpoint.files import read_json
+    from nanovllm.checkpoint.hub import resolve_model
+
+    options, start = engine_options(arguments), time.perf_counter()
+    if options.keys() & {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}:
+        raise UsageError("quality is compared in one process, and ranks do not change it: leave -tp, -pp and -dp out")
+    origin = read_json(resolve_model(arguments.model, arguments.revision) / "config.json").get("quantized_from", {})
+    baseline = arguments.baseline or origin.get("model", arguments.model)
+    common = {"dtype": arguments.dtype, "device": "cpu", "kv_cache_memory": options["kv_cache_memory"]}
+    settings = options | common | {"model": arguments.model, "revision": arguments.revision}
+    compared = common | {"model": baseline, "revision": arguments.revision if baseline == arguments.model else None}
+    try:
+        rows = load("nanovllm.lab.bench.quality:quality", "bench quality")(settings, compared, arguments.samples)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    facts = conditions(f"{arguments.model}, against {baseline}", _NUM_CORES, time.perf_counter() - start)
+    return Report(_command_line(), facts, rows).finish(arguments)
 
 
 def _measure_gpu(arguments: argparse.Namespace) -> int:

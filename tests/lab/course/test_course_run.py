@@ -111,6 +111,7 @@ def test_the_engine_does_not_import_the_course() -> None:
         ), path
 
 
+@pytest.mark.started
 def test_building_does_not_load_the_notebook_machinery() -> None:
     code = "import sys, nanovllm.lab.course.__main__; print({'nbclient', 'nbformat', 'jupytext'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

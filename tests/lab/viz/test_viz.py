@@ -462,6 +462,7 @@ def test_engine_does_not_import_viz():
             assert not any(name.startswith("nanovllm.lab.viz") for name in names), path
 
 
+@pytest.mark.started
 def test_simulation_needs_no_torch():
     code = "import sys, nanovllm.lab.viz; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

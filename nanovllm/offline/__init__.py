@@ -1,0 +1,1 @@
+"""Work done before serving: makes quantized checkpoints (lecture 41)."""

@@ -1,0 +1,78 @@
+"""`nanovllm quantize`: make a quantized checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nanovllm.data.checks import Positive
+from nanovllm.data.config import COURSE_MODEL
+from nanovllm.data.flags import Flags, UsageError
+from nanovllm.data.parts import load
+
+
+@dataclass
+class Recipe(Flags):
+    """How to quantize a checkpoint.
+
+    Attributes:
+        scheme: w4a16: 4-bit weights in groups; w8a8: 8-bit weights, and inputs that each layer rounds to 8 bits
+        method: how integers are chosen. rtn: the nearest; gptq: input by input, and later inputs make up for the errors; awq: the nearest, for
+            weights that are scaled by the size of their inputs (auto: gptq for w4a16, rtn for w8a8)
+        group_size: neighbouring weights of a row that have one scale, with w4a16; -1: whole rows (default: 64)
+        asymmetric: give each group a zero point of its own, with w4a16
+        quantize_head: also quantize the output head, to 8 bits. If it is the same matrix as the embedding, the file then has both
+        calibration: text file to calibrate on (default: chats that the model writes itself)
+        num_samples: pieces of text to calibrate on
+        sample_length: tokens of each
+        seed: of the chats
+
+    Raises:
+        ValueError: a value that is not allowed, alone or with another; the message names the fix.
+    """
+
+    scheme: Literal["w4a16", "w8a8"] = "w4a16"
+    method: Literal["auto", "rtn", "gptq", "awq"] = "auto"
+    group_size: int | None = None
+    asymmetric: bool = False
+    quantize_head: bool = False
+    calibration: str | None = None
+    num_samples: Positive = 16
+    sample_length: Positive = 512
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        eight, file = self.scheme == "w8a8", self.calibration
+        self.method = ("rtn" if eight else "gptq") if self.method == "auto" else self.method
+        for wrong, what in (
+            (eight and self.method == "awq", "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq"),
+            (eight and (self.group_size or self.asymmetric), "group_size and asymmetric are for scheme 'w4a16': leave them out"),
+            (file and self.method == "rtn", "calibration has no effect with method 'rtn': leave it out, or use gptq or awq"),
+            (file and not (Path(file).is_file() and Path(file).stat().st_size), f"there is no text in {file!r} to calibrate on: name a text file"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(what)
+        self.group_size = self.group_size or (-1 if eight else 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("model", nargs="?", default=COURSE_MODEL, help="as for serve (default: %(default)s)")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="new folder for the quantized checkpoint")
+    Recipe.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Quantize, and print the new folder.
+
+    Raises:
+        UsageError: a model, a folder or flags that do not fit; the message says what would.
+    """
+    recipe = Recipe.from_arguments(arguments)
+    try:
+        print(load("nanovllm.offline.quantize:quantize", "quantize")(arguments.model, arguments.out, recipe))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
