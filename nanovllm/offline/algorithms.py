@@ -8,6 +8,8 @@ layer's inputs are `[tokens, in_features]`, and the product is `inputs @ weight.
   yet so that the layer's output errs least.
 - AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of large inputs by a factor, by which the
   layer before divides them, and cuts off outliers.
+
+Built by notebooks/41_quantization.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -95,9 +97,6 @@ def rtn(weight: Tensor, form: Format) -> Quantized:
     return Quantized(grid.round(weight.float()), grid)
 
 
-# ---------------------------------------------------------------- what the inputs say
-
-
 def hessian_of(inputs: Tensor) -> Tensor:
     """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of an output's squared error, mean
     over the tokens, by this output's weights. It is the same for all outputs."""
@@ -108,9 +107,6 @@ def hessian_of(inputs: Tensor) -> Tensor:
 def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
     """The squared error of each output, mean over the tokens, `[out_features]`, if the weight is wrong by `difference`: `d H dᵀ / 2`."""
     return ((difference @ hessian) * difference).sum(1) / 2
-
-
-# ---------------------------------------------------------------- GPTQ
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
@@ -124,6 +120,25 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True)
+
+
+def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Round the columns of one block.
+
+    Args:
+        weight: `[out_features, columns]`.
+        factor: the block's part of `inverse_factor`.
+        grid: of each column.
+
+    Returns: (integers, errors), both `[out_features, columns]`. An error is divided by the factor's diagonal.
+    """
+    left, q, errors = weight.clone(), torch.empty_like(weight), torch.empty_like(weight)
+    for i in range(weight.shape[1]):
+        here, column = grid.columns(torch.tensor([i])), left[:, i : i + 1]
+        q[:, i : i + 1] = here.round(column)
+        errors[:, i : i + 1] = (column - here.dequantize(q[:, i : i + 1])) / factor[i, i]
+        left[:, i:] -= torch.outer(errors[:, i], factor[i, i:])
+    return q, errors
 
 
 def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05) -> Quantized:
@@ -151,28 +166,6 @@ def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, 
         q[:, block], errors = gptq_block(left[:, block], factor[block, block], grid.columns(order[block] // size))
         left[:, block.stop :] -= errors @ factor[block, block.stop :]
     return Quantized(q[:, order.argsort()], grid)
-
-
-def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Round the columns of one block.
-
-    Args:
-        weight: `[out_features, columns]`.
-        factor: the block's part of `inverse_factor`.
-        grid: of each column.
-
-    Returns: (integers, errors), both `[out_features, columns]`. An error is divided by the factor's diagonal.
-    """
-    left, q, errors = weight.clone(), torch.empty_like(weight), torch.empty_like(weight)
-    for i in range(weight.shape[1]):
-        here, column = grid.columns(torch.tensor([i])), left[:, i : i + 1]
-        q[:, i : i + 1] = here.round(column)
-        errors[:, i : i + 1] = (column - here.dequantize(q[:, i : i + 1])) / factor[i, i]
-        left[:, i:] -= torch.outer(errors[:, i], factor[i, i:])
-    return q, errors
-
-
-# ---------------------------------------------------------------- AWQ
 
 
 def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Format) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.lab.cases import TOLERANCES, attention_case, cos_sin_table, latent_case, relative_error, rotated
+from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.support import why_no_triton
 from tests.gpu.setting import DEVICE, DRY_RUN
 
@@ -164,8 +166,93 @@ def test_apply_rope(name: str) -> None:
         assert relative_error(found, rows) <= TOLERANCES[DTYPES[name]]
 
 
+# ---------------------------------------------------------------- quantized weights
+
+# (tokens, outputs, inputs, groups): each tile, sums that programs share and sums that they do not, edges, small and large groups.
+PRODUCTS = {
+    "small, whole rows": (3, 80, 192, 1),
+    "decode, groups of 128": (1, 4096, 4096, 32),
+    "16 tokens, groups of 32": (16, 28672, 4096, 128),
+    "37 tokens, groups of 64": (37, 1552, 1600, 25),
+    "64 tokens, many outputs": (64, 32000, 2048, 16),
+    "1000 tokens, few outputs": (1000, 144, 576, 9),
+    "1000 tokens, many outputs": (1000, 9216, 2304, 18),
+}
+_QUANTIZED = {
+    "w4a16": (4, False, False),
+    "w4a16 with zeros": (4, True, False),
+    "w8a16": (8, False, False),
+    "w8a8": (8, False, True),
+}
+
+
+def quantized_case(name: str, kind: str, dtype: torch.dtype) -> tuple[Tensor, Any, list[Any], Tensor | None]:
+    """Activations, the product and the tensors of its weight (packed), and the dequantized weight (W8A8: none)."""
+    tokens, outputs, inputs, groups = PRODUCTS[name]
+    bits, has_zeros, integers = _QUANTIZED[kind]
+    torch.manual_seed(0)
+    x, scales = draw(tokens, inputs, dtype=dtype), torch.rand(outputs, groups, device=DEVICE) / 50
+    if integers:
+        values = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device=DEVICE)
+        return x, quantized.linear_w8a8, [values, scales[:, :1].contiguous()], None
+    if bits == 8:
+        values = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, device=DEVICE)
+        tensors = [values, scales.to(dtype)]
+        return x, quantized.linear_w8a16, tensors, quantized.dequantize(*tensors, None, dtype)
+    nibbles = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), device=DEVICE).to(torch.int32)
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8, device=DEVICE) if has_zeros else None
+    weight = quantized.dequantize(nibbles, scales.to(dtype), zeros, dtype)
+    return x, quantized.linear_w4a16, [quantized.pack_nibbles(nibbles), scales.to(dtype), zeros], weight
+
+
+@pytest.fixture
+def quantized_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run interprets them, too; and nothing is left to plain torch."""
+    from nanovllm.ops import reference_quantized, triton_quantized
+
+    if DRY_RUN:
+        monkeypatch.setattr(quantized, "_kernels", lambda device: triton_quantized)
+    alone = SimpleNamespace(pack=reference_quantized.pack)
+    monkeypatch.setattr(triton_quantized, "reference", alone)
+
+
+def quantized_parameters(dtypes: Any) -> Any:
+    names = list(PRODUCTS)[: 1 if DRY_RUN else None]
+    cases = [(n, kind, dtype) for n in names for kind in _QUANTIZED for dtype in dtypes]
+    return pytest.mark.parametrize(("name", "kind", "dtype"), cases[:: 5 if DRY_RUN else 1])
+
+
+@pytest.mark.usefixtures("quantized_kernels")
+@quantized_parameters(DTYPES)
+def test_quantized_product(name: str, kind: str, dtype: str) -> None:
+    x, product, tensors, weight = quantized_case(name, kind, DTYPES[dtype])
+    bias = draw(PRODUCTS[name][1], dtype=DTYPES[dtype])
+    out = product(x, *tensors, bias)
+    if weight is not None:
+        exact = x.double() @ weight.double().T + bias.double()
+        assert relative_error(out, exact) <= TOLERANCES[DTYPES[dtype]]
+        return
+    values, scales = (tensor.cpu() for tensor in tensors)
+    # On the CPU, since a GPU's division by a number is a product with its rounded reciprocal.
+    assert torch.equal(out.cpu(), reference_quantized.linear_w8a8(x.cpu(), values, scales, bias.cpu()))
+
+
+@pytest.mark.usefixtures("quantized_kernels")
+@pytest.mark.parametrize("kind", _QUANTIZED)
+@pytest.mark.parametrize("dtype", ["bf16"] if DRY_RUN else DTYPES)
+def test_a_row_of_a_quantized_product_does_not_depend_on_its_batch(kind: str, dtype: str) -> None:
+    """To the last bit: with every tile, and where programs share a sum or not."""
+    x, product, tensors, _ = quantized_case(
+        "small, whole rows" if DRY_RUN else "1000 tokens, many outputs", kind, DTYPES[dtype]
+    )
+    alone = torch.cat([product(row, *tensors) for row in x[:3].split(1)])
+    for tokens in (2, 3) if DRY_RUN else (3, 16, 17, 64, 65, 200, 1000):
+        assert torch.equal(product(x[:tokens], *tensors)[:3], alone[:tokens]), f"{tokens} tokens"
+
+
 @pytest.mark.skipif(DRY_RUN, reason="a dry run")
 def test_the_engine_uses_these_operators() -> None:
     from nanovllm.ops import triton as operators
+    from nanovllm.ops import triton_quantized
 
-    assert ops._kernels(DEVICE) is operators
+    assert ops._kernels(DEVICE) is operators and quantized._kernels(DEVICE) is triton_quantized

@@ -81,6 +81,15 @@ def test_tokens_are_those_of_torch_on_the_cpu(model: str, variant: str) -> None:
     assert tokens_of(folder, requests, **options, **VARIANTS[variant]) == expected
 
 
+@pytest.mark.parametrize("quantization", ["w4a16", "w8a8"])
+def test_tokens_of_quantized_weights_are_those_of_the_cpu(quantization: str) -> None:
+    folder, requests, options, _ = expected_of("tiny model")
+    quantized: dict[str, Any] = options | {"quantization": quantization, "quantize_head": True}
+    expected = tokens_of(folder, requests, **quantized, **REFERENCE)
+    for variant in list(VARIANTS.values())[-1:] if DRY_RUN else VARIANTS.values():
+        assert tokens_of(folder, requests, **quantized, **variant) == expected
+
+
 @pytest.mark.skipif(DRY_RUN, reason="a dry run")
 def test_launching_a_step_waits_for_nothing() -> None:
     """Torch raises an error if launching a step, with any sampling, waits for the GPU."""

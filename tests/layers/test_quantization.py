@@ -20,9 +20,9 @@ from nanovllm.distributed.groups import Grid
 from nanovllm.executor.base import read_model_config
 from nanovllm.kv_transfer.factory import kv_identity
 from nanovllm.lab.course.ranks import run_ranks
-from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
+from nanovllm.layers.quantization import W8A8, W8A16, QuantizedWeight, Scheme
 from nanovllm.models.loader import CheckpointError, load_model
-from nanovllm.ops import quantized
+from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
 from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
@@ -201,6 +201,34 @@ def test_a_row_does_not_depend_on_its_batch(scheme: Scheme, dtype: torch.dtype) 
     if not ops._kernels(x.device).__name__.endswith("native") and not scheme.quantizes_inputs:
         pytest.skip("torch's products choose an order for the whole matrix")
     assert torch.equal(together, alone) and torch.equal(together, few)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", [Scheme(4, 64, has_zeros=True), Scheme(8, 64), W8A16, W8A8], ids=str)
+@pytest.mark.parametrize("shape", [(48, 128), (3, 48, 128)])
+def test_a_cpu_without_a_kernel_dequantizes_once(
+    shape: tuple[int, ...], scheme: Scheme, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "_kernels", lambda device: reference_quantized)
+    weight = QuantizedWeight.empty(shape, scheme, torch.device("cpu")).to(dtype)
+    for tensor in weight.parameters():
+        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(0, 16, tensor.shape))
+    x, bias = torch.randn(5, 128).to(dtype), torch.randn(48).to(dtype)
+    whole = weight.dequantize()
+    values, scales = (weight.values, weight.scales) if len(shape) == 2 else (weight.values[0], weight.scales[0])
+    weight.pack()
+    assert (weight.values.dtype == dtype) == (scheme != W8A8), "integers stay where their products are of integers"
+    monkeypatch.setattr(reference_quantized, "dequantize", None)
+    matrix, packed = (whole, weight) if len(shape) == 2 else (whole[0], weight[0])
+    exact = quantized.linear_w8a8(x, values, scales, bias) if scheme == W8A8 else None
+    assert torch.equal(packed(x, bias), ops.linear(x, ops.pack_weight(matrix), bias) if exact is None else exact)
+
+
+def test_weights_on_other_devices_stay_integers() -> None:
+    for scheme in (Scheme(4, 64), Scheme(8, 64)):
+        weight = QuantizedWeight.empty((48, 128), scheme, torch.device("meta"))
+        weight.pack()
+        assert not weight.values.is_floating_point()
 
 
 @pytest.mark.parametrize("kind", [ASYMMETRIC, "w8a8"])

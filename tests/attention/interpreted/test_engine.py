@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import types
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from nanovllm import LLM, SamplingParams, ops
 from nanovllm.attention import triton as attention
 from nanovllm.attention.triton import Hardware, TritonBackend
+from nanovllm.layers.quantization import QuantizedWeight
+from nanovllm.ops import quantized, reference_quantized, triton_quantized
 from nanovllm.ops import triton as operators
-from tests.oracle import make_checkpoint, reference_tokens
+from tests.oracle import greedy, make_checkpoint, reference_tokens
+from tests.quantized import quantize_checkpoint
 
 OUTPUT_LEN = 4
 
@@ -32,14 +36,14 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14, 30)] + [shared, shared[:33]]
 
 
-def generate(checkpoint, **options) -> list[list[int]]:
+def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
     llm = LLM(
         model=str(checkpoint), device="cpu", dtype="float32", attention_backend="triton", check_invariants=True,
         **({"num_kv_blocks": 64} | options),
     )  # fmt: skip
     assert isinstance(llm.engine.core.runner.backend, TritonBackend)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
-    batch = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    batch = [{"prompt_token_ids": prompt} for prompt in prompts()[:num_prompts]]
     tokens = [output.outputs[0].token_ids for output in llm.generate(batch, params, use_tqdm=False)]
     assert (llm.engine.core.stats.num_preemptions > 0) == ("preemption_mode" in options)
     return tokens
@@ -87,3 +91,29 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(tmp_path) -> None:
     exact = prompt_logprobs("torch", "float32")
     errors = [(prompt_logprobs(backend, "bfloat16") - exact).norm() for backend in ("triton", "torch")]
     assert 0 < errors[0] < 1.5 * errors[1]
+
+
+@pytest.mark.parametrize(
+    "kind", ["w4a16", "w8a8", "asymmetric 4 bits, groups of 0", "gptq 8 bits, groups of 0, version 2"]
+)
+def test_quantized_weights_give_the_tokens_of_plain_torch(kind, tmp_path, triton_operators, monkeypatch) -> None:
+    """The kernels alone, in each layer, and in the head where it is quantized, too."""
+    checkpoint, options = make_checkpoint(tmp_path / "original"), {"quantization": kind, "quantize_head": True}
+    if " " in kind:
+        checkpoint, options = quantize_checkpoint(checkpoint, tmp_path, kind)[0], {}
+    with monkeypatch.context() as patch:
+        patch.setattr(quantized, "_kernels", lambda device: reference_quantized)
+        llm = LLM(
+            str(checkpoint), device="cpu", dtype="float32", attention_backend="torch", num_kv_blocks=64, **options
+        )
+        expected = greedy(llm, prompts()[:2], OUTPUT_LEN)
+    numbers = types.SimpleNamespace(pack=reference_quantized.pack, rows=reference_quantized.rows)
+    monkeypatch.setattr(triton_quantized, "reference", numbers)
+    monkeypatch.setattr(quantized, "_kernels", lambda device: triton_quantized)
+    if "8 bits" in kind:  # a CPU would dequantize them
+        monkeypatch.setattr(QuantizedWeight, "pack", lambda self: None)
+    calls = []
+    multiply = triton_quantized._multiply
+    monkeypatch.setattr(triton_quantized, "_multiply", lambda *tensors: calls.append(kind) or multiply(*tensors))
+    assert generate(checkpoint, num_prompts=2, **options) == expected
+    assert len(calls) >= OUTPUT_LEN * (2 * 4 + bool(options))  # two layers of four matrices
