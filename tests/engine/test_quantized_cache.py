@@ -77,7 +77,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 NAMES = {"int8": "int8_per_token_head", "fp8": "fp8_e4m3"}  # vLLM's
 
 
-@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_tokens(engine: str, kind: str, tiny_model: pathlib.Path, expected: dict[str, list[list[int]]]) -> None:
