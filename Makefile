@@ -72,21 +72,24 @@ export PYTHONDONTWRITEBYTECODE :=
 # Four workers for two cores, as tests wait for processes a third of their time; one thread each. Without nbval a run, and each run that
 # a test starts, begins two seconds sooner.
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
+# All workers need them at once: else each compiles its own.
+KERNELS := $(BIN)/python -c "from nanovllm.ops import native; native.is_available()"
 QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 
 # Two lectures at a time, the long ones first: times are compared within a lecture, and what must hold holds on a busy machine, too.
 # Threads that wait for one another sleep: two lectures whose threads spin take each other's processors, and half as long again.
-LECTURES_TEST := PYTHONHASHSEED=0 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --nbval --nbval-current-env --nbval-cell-timeout 300 \
-	--nbval-sanitize-with nanovllm/lab/course/sanitize.cfg
+LECTURES_TEST := PYTHONHASHSEED=0 OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest --nbval --nbval-current-env \
+	--nbval-cell-timeout 300 -p tests.forked_kernels --nbval-sanitize-with nanovllm/lab/course/sanitize.cfg
 
 # Older CPUs than this one: what the compiler uses for our kernels, then what torch and its libraries use.
 NO_AMX := -mno-amx-tile -mno-amx-bf16
 AS_AVX512 := CXXFLAGS="-mno-avx512bf16 $(NO_AMX)" ONEDNN_MAX_CPU_ISA=AVX512_CORE
 AS_AVX2 := CXXFLAGS="-mno-avx512f $(NO_AMX)" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 AS_PLAIN := NANOVLLM_NATIVE=0 ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-NUMERICS := -m "not slow and not nightly" -k "not building" \
+# Without tests that choose the instructions themselves. These wait for no processes, and each worker imports torch first: two of them.
+NUMERICS := -n 2 -m "not slow and not nightly" -k "not building and not older_machines and not test_emulated" \
 	$(addprefix tests/,ops models/test_against_transformers.py kv_transfer/test_blend.py runner/test_runner.py engine/test_engine.py engine/test_batch_invariance.py)
 
 quick: install  ## tests without processes, servers and browser
@@ -94,7 +97,9 @@ quick: install  ## tests without processes, servers and browser
 
 test: browser servers  ## everything: lint, tests, GPU kernels, lectures
 	$(MAKE) -j 2 --output-sync=target lint compiled
+	$(KERNELS)
 	$(TESTS) tests
+	$(AS_AVX2) $(KERNELS)
 	$(AS_AVX2) $(TESTS) $(NUMERICS)
 	$(AS_PLAIN) $(TESTS) $(NUMERICS)
 	$(MAKE) lectures

@@ -16,7 +16,7 @@ from nanovllm.lab.viz.style import BACKGROUND, FAINT, INK, MUTED, PALETTE, ink_o
 # From the top to the ground: an import goes down or to the left, never up.
 FLOORS = """
     lab cli
-    server router
+    server router offline
     trace engine
     runner executor
     kv kv_transfer scheduler
@@ -47,6 +47,7 @@ engine.process EngineLoop.run
                     distributed.stage_link? StageLink.receive
                     models.llama LlamaForCausalLM.forward
                         layers.tensor_parallel RowParallelLinear.forward
+                            ops.reference_quantized? linear_w8a8
                             distributed.process_groups ProcessGroupCoordinator.all_reduce
                         attention.torch? TorchBackend.forward
                         attention.latent? TorchLatentBackend.forward

@@ -42,7 +42,7 @@ LIBRARIES = (
 )
 # Environment variables that the interpreter and these libraries read once, hence a program with other ones is really started.
 READ_ONCE = "ATEN_ CUDA_ DNNL_ GOMP_ HF_ HOME KMP_ LANG LC_ LD_ MALLOC_ MKL_ NCCL_ OMP_ ONEDNN_ OPENBLAS_ PYTHON TORCH_ TRANSFORMERS_ XDG_"
-READ_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+READ_LATE = ("OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
 ROOT = pathlib.Path(__file__).parents[1]
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
 MAX_BYTES, MAX_FILES = 150_000, 64  # of an order
@@ -77,6 +77,8 @@ class Origin:
             return int(self.channel.recv(20))
 
 
+threads = {"OMP_NUM_THREADS": "1"}  # what programs must have in common with the origin
+libraries = LIBRARIES.split()
 is_on = sys.platform == "linux" and platform.machine() == "x86_64"
 _origin: Origin | None = None
 
@@ -87,10 +89,10 @@ def start_origin() -> None:
     if not is_on or _origin is not None:
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    environment = os.environ | threads
     with theirs:
-        code = f"from tests.forking import main; main({theirs.fileno()})"
-        subprocess.Popen(
+        code = f"from tests.forking import main; main({theirs.fileno()}, {libraries})"
+        Started(
             [sys.executable, "-c", code, " " * ROOM],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -103,13 +105,18 @@ def start_origin() -> None:
     _origin = Origin(ours.detach(), environment)
 
 
-class Popen(subprocess.Popen):  # type: ignore[type-arg]
+Started = subprocess.Popen
+
+
+class Popen(Started):  # type: ignore[type-arg]
     """`subprocess.Popen`, but programs of Python are forked."""
 
     def _execute_child(self, *given: Any) -> None:
         command, executable, preexec, _, pass_fds, folder, environment, _, _, shell, *pipes = given[:16]
         new_session, group = given[-2:]
         words = [os.fsdecode(word) for word in command] if isinstance(command, (list, tuple)) else []
+        if words[1:2] == ["-Xfrozen_modules=off"]:  # how Jupyter starts a kernel, for its debugger
+            del words[1]
         variables = os.environ if environment is None else environment
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
         ignored = [number for number in CAUGHT if signal.getsignal(number) is signal.SIG_IGN]
@@ -148,11 +155,11 @@ def is_program(words: Sequence[str]) -> bool:
     return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1][:1] != "-")
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, libraries: list[str]) -> None:
     """The origin, which ends when the process ends that gives it orders, and each program that is forked from it."""
     given = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     installed = [path for path in sys.path[1:] if path not in given]
-    for library in LIBRARIES.split():
+    for library in libraries:
         with contextlib.suppress(ImportError):
             importlib.import_module(library)
     gc.collect()
@@ -181,6 +188,7 @@ def keep_files(files: Sequence[int], numbers: Sequence[int]) -> None:
     """Close all files but these, which get these numbers; the three of the standard streams, if not among them, become empty."""
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, HIGH) for file in files]
     os.closerange(0, HIGH)
+    os.closerange(2 * HIGH, 2 * HIGH + 1)  # of the program that this process was
     for _ in {0, 1, 2} - set(numbers):
         os.open(os.devnull, os.O_RDWR)
     for copy, number in zip(copies, numbers, strict=True):
@@ -228,8 +236,9 @@ def end(code: int) -> NoReturn:
     """End this process with this exit code as an interpreter does, but free no objects: that takes longer than the fork."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
     os._exit(code)
 
 

@@ -55,7 +55,12 @@ WANTED: dict[str, list[object]] = {
     "compiled operators": [],  # plain torch replaces them
     "layers in one call": [],  # they run one by one
     "GGUF files": [["fetch"], {"model": "smollm2-135m"}],
-    "quantization": [{"quantization": "w8a8"}, {"quantize_head": True}, ["quantize", "--out", "new"]],
+    "quantization": [
+        {"quantization": "w8a8"},
+        {"quantize_head": True},
+        {"kv_cache_dtype": "int8"},
+        ["quantize", "--out", "new"],
+    ],
     "structured output": [("regex", "a+")],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
     "chat in the terminal": [["chat"]],

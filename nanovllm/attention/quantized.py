@@ -27,12 +27,12 @@ class QuantizedBackend(TorchBackend):
     scale_bytes = quantized_cache.SCALE_BYTES
 
     def __init__(self, backend: AttentionBackend, kv_dtype: torch.dtype) -> None:
-        # Not the backend's own name: layers in one call (models/fused.py) cannot read this cache.
         self.name, self.kv_dtype, self.operators = f"{backend.name}, quantized", kv_dtype, quantized_cache
         if backend.name == "cpu":
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.ops.native:is_available", "compiled operators")
                 self.operators = importlib.import_module("nanovllm.ops.native_quantized_cache")
+                self.compiled = self.operators.compiled(kv_dtype)
 
 
 def create(backend: Any, config: EngineConfig, latent: bool) -> AttentionBackend:

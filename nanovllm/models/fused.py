@@ -55,18 +55,20 @@ class FusedLayers:
             row = [found.get(f"{name}.weight", 0) for name in NORMS]
             for name in MATRICES:
                 row += [*_weight(layer.get_submodule(name).weight), found.get(f"{name}.bias", 0)]
-            # The address of the cache is known when there is one.
-            rows.append([*row, 0, layer.self_attn.options["sliding_window"]])
+            # The addresses of the cache and of its functions are known when there is one.
+            rows.append([*row, 0, 0, 0, layer.self_attn.options["sliding_window"]])
         self.addresses = torch.tensor(rows)
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         context, attention = get_forward_context(), self.layers[0].self_attn
         caches, batch = [context.kv_caches[layer.self_attn.layer] for layer in self.layers], context.metadata
-        if context.backend.name != "cpu" or context.connector is not None or any(self.hooks):
+        backend = context.backend
+        functions = (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
+        if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
             return x, residual
-        self.addresses[:, -2] = torch.tensor([cache.data_ptr() for cache in caches])
+        self.addresses[:, -4:-1] = torch.tensor([[*functions, cache.data_ptr()] for cache in caches])
         x = x.clone()  # a pipeline's buffer, perhaps
         tables, lengths = batch.block_tables, batch.seq_lens
         tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)

@@ -8,6 +8,8 @@ layer's inputs are `[tokens, in_features]`, and the product is `inputs @ weight.
   yet so that the layer's output errs least.
 - AWQ (Lin et al. 2023, arXiv 2306.00978) rounds to the nearest, but first multiplies the columns of large inputs by a factor, by which the
   layer before divides them, and cuts off outliers.
+
+Built by notebooks/41_quantization.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -95,12 +97,9 @@ def rtn(weight: Tensor, form: Format) -> Quantized:
     return Quantized(grid.round(weight.float()), grid)
 
 
-# ---------------------------------------------------------------- what the inputs say
-
-
 def hessian_of(inputs: Tensor) -> Tensor:
-    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of the output's squared error, mean over
-    the tokens, by the weights of one output. It is the same for all outputs."""
+    """`2 / tokens * inputs.T @ inputs`, `[in_features, in_features]` float32: the second derivative of an output's squared error, mean
+    over the tokens, by this output's weights. It is the same for all outputs."""
     x = inputs.float()
     return x.T @ x * (2 / len(x))
 
@@ -110,10 +109,7 @@ def output_error(difference: Tensor, hessian: Tensor) -> Tensor:
     return ((difference @ hessian) * difference).sum(1) / 2
 
 
-# ---------------------------------------------------------------- GPTQ
-
-
-def inverse_factor(hessian: Tensor, damping: float = 0.01) -> Tensor:
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """The upper triangular U with `UᵀU = H⁻¹`. Row i says how the columns from i on are best changed when column i is wrong: by
     `-error * U[i, i:] / U[i, i]`. It is the first row of the inverse Hessian of these columns alone, up to a factor.
 
@@ -124,32 +120,6 @@ def inverse_factor(hessian: Tensor, damping: float = 0.01) -> Tensor:
     damped = hessian + damping * hessian.diagonal().mean() * torch.eye(len(hessian))
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
     return torch.linalg.cholesky(inverse, upper=True)
-
-
-def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = False, damping: float = 0.01) -> Quantized:
-    """Round column after column, and have the columns that follow make up for the error.
-
-    The columns of a block change each other at once (`gptq_block`), and all later ones together when the block is done: the same sums
-    in one product of matrices.
-
-    Args:
-        hessian: see `hessian_of`.
-        act_order: begin with the largest inputs, while many columns are left to make up for their errors. The grids are then those of the
-            original weights ("static groups"), so that groups stay together. Otherwise a group's grid is chosen when its first column is
-            reached, for weights that have been changed.
-    """
-    weight, size = weight.float(), form.group_size or weight.shape[1]
-    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
-    factor, grid = inverse_factor(hessian[order][:, order], damping), form.grid(weight)
-    left, q = weight[:, order], torch.empty_like(weight)
-    for start in range(0, len(order), form.group_size or BLOCK_SIZE):
-        block = slice(start, start + (form.group_size or BLOCK_SIZE))
-        if not act_order and start % size == 0:
-            here = form.grid(left[:, start : start + size])
-            grid.scales[:, start // size], grid.zeros[:, start // size] = here.scales[:, 0], here.zeros[:, 0]
-        q[:, block], errors = gptq_block(left[:, block], factor[block, block], grid.columns(order[block] // size))
-        left[:, block.stop :] -= errors @ factor[block, block.stop :]
-    return Quantized(q[:, order.argsort()], grid)
 
 
 def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -171,7 +141,31 @@ def gptq_block(weight: Tensor, factor: Tensor, grid: Grid) -> tuple[Tensor, Tens
     return q, errors
 
 
-# ---------------------------------------------------------------- AWQ
+def gptq(weight: Tensor, hessian: Tensor, form: Format, act_order: bool = True, damping: float = 0.05) -> Quantized:
+    """Round column after column, and have the columns that follow make up for the error.
+
+    The columns of a block change each other at once (`gptq_block`), and all later ones together when the block is done: the same sums
+    in one product of matrices.
+
+    Args:
+        hessian: see `hessian_of`.
+        act_order: begin with the largest inputs, while many columns are left to make up for their errors. The grids are then those of
+            the original weights ("static groups"), so that groups stay together. Otherwise a group's grid is chosen when its first
+            column is reached, for weights that have been changed.
+        damping: see `inverse_factor`.
+    """
+    weight, size = weight.float(), form.group_size or weight.shape[1]
+    order = hessian.diagonal().argsort(descending=True) if act_order else torch.arange(len(hessian))
+    factor, grid = inverse_factor(hessian[order][:, order], damping), form.grid(weight)
+    left, q = weight[:, order], torch.empty_like(weight)
+    for start in range(0, len(order), form.group_size or BLOCK_SIZE):
+        block = slice(start, start + (form.group_size or BLOCK_SIZE))
+        if not act_order and start % size == 0:
+            here = form.grid(left[:, start : start + size])
+            grid.scales[:, start // size], grid.zeros[:, start // size] = here.scales[:, 0], here.zeros[:, 0]
+        q[:, block], errors = gptq_block(left[:, block], factor[block, block], grid.columns(order[block] // size))
+        left[:, block.stop :] -= errors @ factor[block, block.stop :]
+    return Quantized(q[:, order.argsort()], grid)
 
 
 def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Format) -> Tensor:
@@ -194,8 +188,8 @@ def awq_factors(weight: Tensor, hessian: Tensor, magnitudes: Tensor, form: Forma
 
 
 def clip_outliers(weight: Tensor, hessian: Tensor, form: Format) -> Tensor:
-    """The weight with the largest numbers of each group cut off where the group's share of the output then errs least: at one of ten limits, from the
-    largest absolute value down to just above half of it. What the cut numbers lose, all others gain by finer steps."""
+    """The weight with the largest numbers of each group cut off where the group's share of the output then errs least: at one of ten limits,
+    from the largest absolute value down to just above half of it. What the cut numbers lose, all others gain by finer steps."""
     size = form.group_size or weight.shape[1]
     grouped = weight.unflatten(1, (-1, size))
     own = torch.stack([hessian[i : i + size, i : i + size] for i in range(0, len(hessian), size)])

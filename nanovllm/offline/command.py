@@ -51,7 +51,7 @@ class Recipe(Flags):
             (eight and self.method == "awq", "method 'awq' is for scheme 'w4a16': with 'w8a8' use rtn or gptq"),
             (eight and (self.group_size or self.asymmetric), "group_size and asymmetric are for scheme 'w4a16': leave them out"),
             (file and self.method == "rtn", "calibration has no effect with method 'rtn': leave it out, or use gptq or awq"),
-            (file and not Path(file).is_file(), f"there is no file {file!r} to calibrate on: name a text file"),
+            (file and not (Path(file).is_file() and Path(file).stat().st_size), f"there is no text in {file!r} to calibrate on: name a text file"),
         ):  # fmt: skip
             if wrong:
                 raise ValueError(what)

@@ -55,7 +55,8 @@ def quantize(name_or_folder: str, out: str | Path, recipe: Recipe) -> Path:
     form = W8 if recipe.scheme == "w8a8" else Format(4, max(0, recipe.group_size or 0), not recipe.asymmetric, dtype)
     calibrator = Calibrator(model, recipe.method, form)
     if recipe.method != "rtn":
-        calibrator = calibrate(folder, config, torch.tensor(samples(folder, recipe)), recipe.method, form)
+        token_ids = torch.tensor(samples(folder, recipe, config.max_position_embeddings))
+        calibrator = calibrate(folder, config, token_ids, recipe.method, form)
     tensors: dict[str, Tensor] = {}
     if recipe.quantize_head:
         tied = config.tie_word_embeddings

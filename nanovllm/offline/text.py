@@ -26,7 +26,7 @@ def own_chats(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
         tokenizer.apply_chat_template([{"role": "user", "content": PLACEHOLDER}]) if tokenizer.chat_templates else ""
     )
     prompt = tokenizer.encode(opening.partition(PLACEHOLDER)[0], add_special_tokens=not opening) or [0]
-    common = partial(SamplingParams, temperature=0.8, top_p=0.95, max_tokens=length - len(prompt), ignore_eos=True)
+    common = partial(SamplingParams, temperature=1, max_tokens=length - len(prompt), ignore_eos=True)
     answers = llm.generate([{"prompt_token_ids": prompt}] * count, [common(seed=seed + i) for i in range(count)])
     return [prompt + list(answer.outputs[0].token_ids) for answer in answers]
 
@@ -39,9 +39,9 @@ def pieces(text: str, tokenizer: Tokenizer, count: int, length: int) -> list[lis
     return [token_ids[i * step : i * step + length] for i in range(count)]
 
 
-def samples(folder: Path, recipe: Recipe) -> list[list[int]]:
-    """Token ids to calibrate on, as many in each sample."""
-    count, length = recipe.num_samples, recipe.sample_length
+def samples(folder: Path, recipe: Recipe, longest: int) -> list[list[int]]:
+    """Token ids to calibrate on, as many in each sample, and at most `longest`."""
+    count, length = recipe.num_samples, min(recipe.sample_length, longest)
     if recipe.calibration is not None:
         text = Path(recipe.calibration).read_text(encoding="utf-8", errors="replace")
         return pieces(text, Tokenizer.from_pretrained(folder), count, length)

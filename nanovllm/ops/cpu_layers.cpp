@@ -21,12 +21,36 @@ struct Matrix {
   }
 };
 
+// A layer's KV cache, and the functions that write to it and attend over it: those of parts 1 and 2 if these are null, or
+// others, which alone know what is in it.
+template <class T>
+struct Cache {
+  bool (*writing)(const T* k, const T* v, void* kv_cache, const int64_t* slots, int64_t tokens, int64_t num_kv_heads,
+                  int64_t head_dim, int64_t num_blocks, int64_t block_size, int64_t k_stride, int64_t v_stride,
+                  int64_t block_stride, int threads);
+  bool (*attending)(const T* q, const void* kv_cache, T* out, const int32_t* block_tables, const int32_t* seq_lens,
+                    const int32_t* query_start_loc, int64_t sequences, int64_t num_heads, int64_t num_kv_heads,
+                    int64_t head_dim, int64_t block_size, int64_t q_stride, int64_t num_blocks, int64_t block_stride,
+                    int64_t table_width, int64_t table_stride, float scale, int64_t window, float soft_cap,
+                    int threads);
+  void* blocks;
+
+  template <class... Rest>
+  bool write(const T* k, const T* v, Rest... rest) const {
+    return writing ? writing(k, v, blocks, rest...) : write_kv_cache(k, v, static_cast<T*>(blocks), rest...);
+  }
+  template <class... Rest>
+  bool attend(const T* q, Rest... rest) const {
+    return attending ? attending(q, blocks, rest...) : paged_attention(q, static_cast<const T*>(blocks), rest...);
+  }
+};
+
 // The addresses of a layer's tensors, as models/fused.py lays them out. What a layer lacks is null.
 template <class T>
 struct Layer {
   const T *input_norm, *q_norm, *k_norm, *mlp_norm;
   Matrix<T> qkv, o, gate_up, down;
-  T* kv_cache;
+  Cache<T> kv_cache;
   int64_t window;
 };
 
@@ -56,11 +80,11 @@ static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int6
     }
     if (!apply_rope(q, k, positions, cos_sin, tokens, num_heads, num_kv_heads, head_dim, q_stride, k_stride,
                     num_positions, threads) ||
-        !write_kv_cache(k, v, layer->kv_cache, slots, tokens, num_kv_heads, head_dim, num_blocks, block_size, k_stride,
-                        qkv_width, block_stride, threads) ||
-        !paged_attention(q, layer->kv_cache, attended.get(), block_tables, seq_lens, query_start_loc, sequences,
-                         num_heads, num_kv_heads, head_dim, block_size, q_stride, num_blocks, block_stride,
-                         table_width, table_stride, scale, layer->window, soft_cap, threads))
+        !layer->kv_cache.write(k, v, slots, tokens, num_kv_heads, head_dim, num_blocks, block_size, k_stride, qkv_width,
+                               block_stride, threads) ||
+        !layer->kv_cache.attend(q, attended.get(), block_tables, seq_lens, query_start_loc, sequences, num_heads,
+                                num_kv_heads, head_dim, block_size, q_stride, num_blocks, block_stride, table_width,
+                                table_stride, scale, layer->window, soft_cap, threads))
       return false;
     layer->o.multiply(attended.get(), x, tokens, q_width, hidden, threads);
     add_rms_norm(x, residual, layer->mlp_norm, normed.get(), tokens, hidden, eps, threads);

@@ -44,15 +44,26 @@ INLINE Floats load(const e4m3* source) {
 // Two vectors of numbers, as T.
 template <class T, class C>
 INLINE void widen_two(const C* source, T* target) {
-#ifdef __AVX512BF16__
-  if constexpr (std::is_same<T, bfloat16>::value) {
-    const __m512 low = (__m512)load(source), high = (__m512)load(source + LANES);
-    _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    return;
-  }
-#endif
   for (int i = 0; i < 2 * LANES; i += LANES) store(target + i, load(source + i));
 }
+#ifdef __AVX512BF16__
+INLINE void widen_two(const int8* source, bfloat16* target) {
+  const __m512 low = (__m512)load(source), high = (__m512)load(source + LANES);
+  _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+INLINE void widen_two(const e4m3* source, bfloat16* target) {
+  // As above, in 16 bits; the eight numbers below the normal ones are looked up.
+  const __m512i below = _mm512_castsi128_si512(
+      _mm_set_epi16(0x3c60, 0x3c40, 0x3c20, 0x3c00, 0x3bc0, 0x3b80, 0x3b00, 0));
+  const __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(source)));
+  const __m512i magnitude = _mm512_and_si512(bytes, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __mmask32 is_below = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_below, magnitude, below);
+  const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(bytes, _mm512_set1_epi16(0x80)), 8);
+  _mm512_storeu_si512(target, _mm512_or_si512(value, sign));
+}
+#endif
 
 template <class T, class C>
 INLINE void widen(const C* source, int count, T* target) {
@@ -77,11 +88,17 @@ class WideningReader {
     for (int key = 0; key < KEYS; ++key) rows.row[key] = wide + key * head_dim;
   }
   View<T> keys(const Rows<C>& now, const Pages<C>& pages, int) {
+    float* target = scales;
     for (int head = 0; head < heads; ++head)
       for (int value = 0; value < 2; ++value)
-        for (int key = 0; key < KEYS; ++key)
-          std::memcpy(scales + (head * 2 + value) * KEYS + key,
-                      now.scale[key] + head * pages.head_stride() + value * pages.value_offset, sizeof(float));
+        for (int key = 0; key < KEYS; key += LANES, target += LANES) {
+          const int64_t offset = head * pages.head_stride() + value * pages.value_offset;
+          constexpr int LAST = LANES - 1;
+          if (pages.block_size % LANES == 0 && now.scale[key + LAST] == now.scale[key] + LAST * sizeof(float))
+            std::memcpy(target, now.scale[key] + offset, LANES * sizeof(float));
+          else
+            for (int i = 0; i < LANES; ++i) std::memcpy(target + i, now.scale[key + i] + offset, sizeof(float));
+        }
     return read(now, pages, 0);
   }
   View<T> values(const Rows<C>& now, const Pages<C>& pages, int) { return read(now, pages, pages.value_offset); }
@@ -173,12 +190,12 @@ static bool write_kv_cache(const T* k, const T* v, C* kv_cache, const int64_t* s
   return true;
 }
 
-#define EXPORT_FOR(name, T, suffix)                              \
-  extern "C" {                                                   \
-  auto* name##_int8_##suffix = &name<T, int8>;                   \
-  auto* name##_float8_e4m3fn_##suffix = &name<T, e4m3>;          \
+#define EXPORT_FOR(T, suffix)                                              \
+  extern "C" {                                                             \
+  auto* write_kv_cache_int8_##suffix = &write_kv_cache<T, int8>;           \
+  auto* write_kv_cache_float8_e4m3fn_##suffix = &write_kv_cache<T, e4m3>;  \
+  auto* paged_attention_int8_##suffix = &attend_paged<T, int8>;            \
+  auto* paged_attention_float8_e4m3fn_##suffix = &attend_paged<T, e4m3>;   \
   }
-EXPORT_FOR(write_kv_cache, float, f32)
-EXPORT_FOR(write_kv_cache, bfloat16, bf16)
-EXPORT_FOR(attend_paged, float, f32)
-EXPORT_FOR(attend_paged, bfloat16, bf16)
+EXPORT_FOR(float, f32)
+EXPORT_FOR(bfloat16, bf16)

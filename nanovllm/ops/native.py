@@ -30,10 +30,7 @@ from nanovllm.ops.native_library import BuildError, load_library
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp", "cpu_layers.cpp")
-HEADERS = [
-    f"cpu_{name}.h"
-    for name in ["vector", "tiles", "packed", "products", "operators", "threads", "in_place", "attention"]
-]
+HEADERS = sorted(path.name for path in Path(__file__).parent.glob("cpu_*.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 
 LINEAR_ALIGNMENT = 32

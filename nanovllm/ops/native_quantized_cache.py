@@ -20,13 +20,12 @@ from nanovllm.ops.native_library import BuildError, load_library
 logger = logging.getLogger(__name__)
 
 SOURCES = ("cpu_quantized_cache.cpp",)
-HEADERS = ("cpu_attention.h", *native.HEADERS)
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
     folder = Path(__file__).parent
-    sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
+    sources, headers = [folder / name for name in SOURCES], [folder / name for name in native.HEADERS]
     try:
         return load_library(sources, headers, native.FLAGS, "kernels for a quantized KV cache")
     except (BuildError, OSError) as error:
@@ -34,19 +33,29 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
+def _address(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> int:
+    symbol = f"{name}_{str(kv_dtype).removeprefix('torch.')}_{native._SUFFIXES[dtype]}"
+    return ctypes.c_void_p.in_dll(_library(), symbol).value  # type: ignore[arg-type, return-value]
+
+
 @cache
-def _kernel(name: str, signature: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> Callable[..., bool] | None:
+def _kernel(name: str, kv_dtype: torch.dtype, dtype: torch.dtype) -> Callable[..., bool] | None:
     """The C function for a cache and queries of these dtypes; None where there is none."""
     if dtype not in native._SUFFIXES or _library() is None:
         return None
-    symbol = f"{name}_{str(kv_dtype).removeprefix('torch.')}_{native._SUFFIXES[dtype]}"
-    address = ctypes.c_void_p.in_dll(_library(), symbol).value  # type: ignore[arg-type]
-    return ctypes.CFUNCTYPE(*native._SIGNATURES[signature])(address)  # type: ignore[arg-type]
+    return ctypes.CFUNCTYPE(*native._SIGNATURES[name])(_address(name, kv_dtype, dtype))
+
+
+def compiled(kv_dtype: torch.dtype) -> dict[torch.dtype, tuple[int, int]]:
+    """The addresses of the functions that write and attend, by the dtype of queries, for layers in one call (models/fused.py)."""
+    names = "write_kv_cache", "paged_attention"
+    dtypes = native._SUFFIXES if _library() is not None else ()
+    return {dtype: tuple(_address(name, kv_dtype, dtype) for name in names) for dtype in dtypes}  # type: ignore[misc]
 
 
 def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
-    kernel = _kernel("write_kv_cache", "write_kv_cache", kv_cache.dtype, k.dtype)
+    kernel = _kernel("write_kv_cache", kv_cache.dtype, k.dtype)
     fits = native._heads_are_dense(k) and native._heads_are_dense(v) and native._blocks_are_dense(kv_cache)
     if kernel is None or not fits:
         return quantized_cache.write_kv_cache(k, v, kv_cache, slot_mapping)
@@ -62,7 +71,7 @@ def paged_attention(
     _, num_heads, head_dim = q.shape
     num_blocks, _, num_kv_heads, block_size, _ = kv_cache.shape
     batch, options = (block_tables, seq_lens, query_start_loc), (scale, sliding_window, soft_cap)
-    kernel = _kernel("attend_paged", "paged_attention", kv_cache.dtype, q.dtype)
+    kernel = _kernel("paged_attention", kv_cache.dtype, q.dtype)
     fits = native._heads_are_dense(q) and native._blocks_are_dense(kv_cache) and block_tables.stride(1) == 1
     if kernel is None or not fits or head_dim % native.HEAD_ALIGNMENT:
         return quantized_cache.paged_attention(q, kv_cache, *batch, *options)

@@ -1,4 +1,7 @@
-"""Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the oracle for those kernels."""
+"""Every operator of `quantized` in plain torch: the fallback where no faster kernel fits, and the oracle for those kernels.
+
+Built by notebooks/41_quantization.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
-
-# A float32 holds a sum of so many products of 8-bit integers exactly, whatever the order: 1024 * 128 * 127 < 2**24.
-EXACT_PRODUCTS = 1024
 
 
 def unpack(words: Tensor, bits: int = 4) -> Tensor:
@@ -21,68 +21,6 @@ def pack(values: Tensor, bits: int = 4) -> Tensor:
     """Unsigned integers as int32 words: undoes `unpack`."""
     shifts = torch.arange(0, 32, bits, device=values.device)
     return (values.long().unflatten(-1, (-1, 32 // bits)) << shifts).sum(-1).to(torch.int32)
-
-
-def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    whole = values if values.dtype == torch.int8 else unpack(values) - (8 if zeros is None else 0)
-    groups = whole.unflatten(-1, (scales.shape[-1], -1)) - (0 if zeros is None else zeros[..., None])
-    wide = torch.promote_types(scales.dtype, torch.float32)
-    return (groups.to(wide) * scales[..., None].to(wide)).flatten(-2).to(dtype)
-
-
-def linear_w4a16(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    return ops.linear(x, dequantize(nibbles, scales, zeros, x.dtype), bias)
-
-
-def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    return ops.linear(x, dequantize(values, scales, None, x.dtype), bias)
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    wide = x.float()
-    largest = wide.abs().amax(-1, keepdim=True)
-    inverse = torch.full_like(largest, 127) / largest  # a number / a tensor would be a reciprocal, and rounded twice
-    return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
-
-
-def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    quantized, row_scales = quantize_rows(x)
-    steps = zip(quantized.split(EXACT_PRODUCTS, -1), values.split(EXACT_PRODUCTS, -1), strict=True)
-    sums = torch.stack([(a.float() @ b.float().T).to(torch.int32) for a, b in steps]).sum(0, dtype=torch.int32)
-    out = sums.float() * row_scales * scales.T
-    return (out if bias is None else out + bias.float()).to(x.dtype)
-
-
-def linear_w4a8(
-    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    quantized, row_scales = quantize_rows(x)
-    sizes = scales.shape[1], -1
-    exact = torch.float32 if x.shape[1] <= 8 * EXACT_PRODUCTS * scales.shape[1] else torch.float64
-    integers = dequantize(nibbles, torch.ones_like(scales), zeros, exact).unflatten(1, sizes).unbind(1)
-    out = torch.zeros(len(x), len(scales), device=x.device)
-    for a, b, scale in zip(quantized.to(exact).unflatten(1, sizes).unbind(1), integers, scales.T, strict=True):
-        out += (a @ b.T).float() * scale
-    out *= row_scales
-    return (out if bias is None else out + bias.float()).to(x.dtype)
-
-
-def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return dequantize(values[token_ids], scales[token_ids], None if zeros is None else zeros[token_ids], dtype)
-
-
-def pack_nibbles(*tensors: Tensor) -> list[Tensor]:
-    return [*tensors]
-
-
-def pack_values(values: Tensor) -> Tensor:
-    return values
-
-
-def compiled(*_: object) -> tuple[int, Tensor]:
-    return 0, torch.empty(0)
 
 
 def round_to_nearest(
@@ -115,3 +53,69 @@ def round_to_nearest(
         return rounded.clamp(-127, 127).flatten(1).to(torch.int8), scales, None
     nibbles = (rounded + (8 if zeros is None else zeros)).clamp(0, 15).flatten(1)
     return pack(nibbles), scales, None if zeros is None else zeros.squeeze(-1).to(torch.uint8)
+
+
+def dequantize(values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    whole = values if values.dtype == torch.int8 else unpack(values) - (8 if zeros is None else 0)
+    groups = whole.unflatten(-1, (scales.shape[-1], -1)) - (0 if zeros is None else zeros[..., None])
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    return (groups.to(wide) * scales[..., None].to(wide)).flatten(-2).to(dtype)
+
+
+def linear_w4a16(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    return ops.linear(x, dequantize(nibbles, scales, zeros, x.dtype), bias)
+
+
+def linear_w8a16(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    return ops.linear(x, dequantize(values, scales, None, x.dtype), bias)
+
+
+def rows(token_ids: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return dequantize(values[token_ids], scales[token_ids], None if zeros is None else zeros[token_ids], dtype)
+
+
+def pack_nibbles(*tensors: Tensor) -> list[Tensor]:
+    return [*tensors]
+
+
+def pack_values(values: Tensor) -> Tensor:
+    return values
+
+
+def compiled(*_: object) -> tuple[int, Tensor]:
+    return 0, torch.empty(0)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    largest = wide.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(largest, 127) / largest  # a number / a tensor would be a reciprocal, and rounded twice
+    return (wide * inverse.masked_fill(largest == 0, 0)).round().to(torch.int8), largest / 127
+
+
+# A float32 holds a sum of so many products of 8-bit integers exactly, whatever the order: 1024 * 128 * 127 < 2**24.
+EXACT_PRODUCTS = 1024
+
+
+def linear_w8a8(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    quantized, row_scales = quantize_rows(x)
+    steps = zip(quantized.split(EXACT_PRODUCTS, -1), values.split(EXACT_PRODUCTS, -1), strict=True)
+    sums = torch.stack([(a.float() @ b.float().T).to(torch.int32) for a, b in steps]).sum(0, dtype=torch.int32)
+    out = sums.float() * row_scales * scales.T
+    return (out if bias is None else out + bias.float()).to(x.dtype)
+
+
+def linear_w4a8(
+    x: Tensor, nibbles: Tensor, scales: Tensor, zeros: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    quantized, row_scales = quantize_rows(x)
+    sizes = scales.shape[1], -1
+    exact = torch.float32 if x.shape[1] <= 8 * EXACT_PRODUCTS * scales.shape[1] else torch.float64
+    integers = dequantize(nibbles, torch.ones_like(scales), zeros, exact).unflatten(1, sizes).unbind(1)
+    out = torch.zeros(len(x), len(scales), device=x.device)
+    for a, b, scale in zip(quantized.to(exact).unflatten(1, sizes).unbind(1), integers, scales.T, strict=True):
+        out += (a @ b.T).float() * scale
+    out *= row_scales
+    return (out if bias is None else out + bias.float()).to(x.dtype)

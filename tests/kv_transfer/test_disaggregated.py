@@ -18,7 +18,7 @@ from nanovllm.lab.viz.data import pool_states
 from nanovllm.trace.format import TraceDecoder, TraceEncoder
 from nanovllm.trace.trace import StepRecord, Trace
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
-from tests.oracle import make_checkpoint, reference_tokens
+from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.pairwise import covering_sets, possible_pairs
 
 OUTPUT_LEN = 14
@@ -276,6 +276,20 @@ def test_16_bits(checkpoint: str, fleets: list[Fleet]) -> None:
         assert run(fleet, way, [prompt], name=way) == [expected]
         fleet.engines[1].reset_prefix_cache()
     assert fleet.engines[1].stats.num_external_hit_tokens == 3 * 69
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_8_bits(kind: str, way: str, checkpoint: str, fleets: list[Fleet]) -> None:
+    """Blocks of a quantized cache, scales and all, are the bytes that the consumer would have written itself."""
+    alone = LLM(checkpoint, dtype="float32", kv_cache_dtype=kind, block_size=BLOCK_SIZE, num_kv_blocks=256)
+    expected = greedy(alone, prompts(), OUTPUT_LEN)
+    fleets.append(fleet := Fleet([]))
+    for role, options in (("kv_producer", {}), ("kv_consumer", {"pool": 256})):
+        fleet.engines.append(engine(checkpoint, {"kv_cache_dtype": kind} | options, role, {}))
+    assert run(fleet, way, prompts()) == expected
+    stats = fleet.engines[1].stats
+    assert stats.num_external_hit_tokens == stats.num_external_queried_tokens - len(prompts())
 
 
 def test_several_of_each(checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:

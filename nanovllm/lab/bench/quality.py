@@ -1,7 +1,7 @@
 """`nanovllm bench quality`: what quantized weights, or a setting of the engine, cost in quality, beside the unquantized model.
 
-Two engines compute the same texts as prompts, step by step as they serve. The logits of all tokens follow from the hidden states of these steps:
-`prompt_logprobs` would give those of the best few.
+Two engines compute the same texts as prompts, in the steps in which they serve. The logits of all tokens follow from the hidden states of
+these steps; `prompt_logprobs` would give those of a few.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nanovllm.engine.llm import LLM
 from nanovllm.lab.bench.report import Row
 from nanovllm.offline.text import own_chats, pieces
 
-LENGTH = 512  # tokens of a text
-SEED = 1_000_000  # of the chats: far from the seeds of those on which a model was calibrated
+# Tokens of a text; and the seed of the chats, far from the seeds of those on which a model was calibrated.
+LENGTH, SEED = 512, 1_000_000
 
 
 def documentation() -> str:
@@ -39,17 +39,17 @@ def logprobs(llm: LLM, token_ids: list[int]) -> Tensor:
 
 
 def compare(title: str, engine: LLM, baseline: LLM, texts: list[list[int]]) -> Row:
-    """The row of one kind of text. KL is the divergence of the engine's distribution from the baseline's, in nats, mean over the tokens."""
+    """The row of one kind of text. KL is the divergence of the engine's distribution from the baseline's, in nats per token."""
     sums, count = torch.zeros(4, dtype=torch.float64), sum(map(len, texts)) - len(texts)
     for text in texts:
         ours, theirs, targets = logprobs(engine, text), logprobs(baseline, text), torch.tensor(text[1:])[:, None]
-        losses = [-each.gather(1, targets).sum() for each in (ours, theirs)]
         divergence, is_same = theirs.exp() * (theirs - ours), ours.argmax(-1) == theirs.argmax(-1)
-        sums += torch.stack([*losses, divergence.sum(), is_same.sum()])
+        found = -ours.gather(1, targets), -theirs.gather(1, targets), divergence, is_same
+        sums += torch.stack([each.sum() for each in found])
     loss, baseline_loss, divergence, same = (sums / count).tolist()
-    found = {"tokens": count, "perplexity": exp(loss), "of the baseline": exp(baseline_loss)}
-    found |= {"increase %": 100 * (exp(loss - baseline_loss) - 1), "mean KL": divergence, "same top-1 %": 100 * same}
-    return {"table": "Quality", "text": title} | found
+    row = {"table": "Quality", "text": title, "tokens": count, "perplexity": exp(loss), "baseline": exp(baseline_loss)}
+    difference = 100 * (exp(loss - baseline_loss) - 1)
+    return row | {"difference %": difference, "mean KL": divergence, "same top-1 %": 100 * same}
 
 
 def quality(options: dict[str, Any], baseline_options: dict[str, Any], samples: int) -> list[Row]:
@@ -58,7 +58,7 @@ def quality(options: dict[str, Any], baseline_options: dict[str, Any], samples: 
     Args:
         samples: texts of each kind.
     """
-    engine, baseline = (LLM(**each, enable_prefix_caching=False) for each in (options, baseline_options))
+    engine, baseline = (LLM(**each | {"enable_prefix_caching": False}) for each in (options, baseline_options))
     length = min(LENGTH, baseline.engine.core.limits.max_request_tokens - 1)
     texts = {"Python's documentation": pieces(documentation(), baseline.get_tokenizer(), samples, length)}
     texts["chats"] = own_chats(baseline, samples, length, SEED)
