@@ -42,7 +42,14 @@ LIBRARIES = (
 )
 # Environment variables that the interpreter and these libraries read once, hence a program with other ones is really started.
 READ_ONCE = "ATEN_ CUDA_ DNNL_ GOMP_ HF_ HOME KMP_ LANG LC_ LD_ MALLOC_ MKL_ NCCL_ OMP_ ONEDNN_ OPENBLAS_ PYTHON TORCH_ TRANSFORMERS_ XDG_"
-READ_LATE = ("OMP_WAIT_POLICY", "PYTHONPATH", "PYTHONUNBUFFERED", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+READ_LATE = (
+    "OMP_WAIT_POLICY",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "CUDA_VISIBLE_DEVICES",
+    "HF_HUB_OFFLINE",
+)
 ROOT = pathlib.Path(__file__).parents[1]
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
 MAX_BYTES, MAX_FILES = 150_000, 64  # of an order

@@ -17,6 +17,8 @@ from contextlib import suppress
 
 import psutil
 
+from tests import forking
+
 # A variable in the environment of all processes that a run starts, directly or not: its value names the run.
 VARIABLE = "NANOVLLM_TEST_RUN"
 GRACE_SECONDS = 3.0
@@ -37,7 +39,7 @@ def pytest_configure() -> None:
     # has a session of its own, which the terminal's Ctrl-C does not reach, and no mark: another run may have started this one.
     command = [sys.executable, "-m", "tests.run_guard", mark]
     unmarked = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    _reapers.append(subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=unmarked, start_new_session=True))
+    _reapers.append(forking.Started(command, stdin=subprocess.PIPE, cwd=ROOT, env=unmarked, start_new_session=True))
     os.environ[VARIABLE] = mark
 
 

@@ -151,13 +151,14 @@ class QuantizedWeight(nn.Module):
         """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
         step: it takes the memory of an unquantized one, and multiplies as fast."""
         flat = [tensor.flatten(0, -2) for tensor in self.parameters()]
-        values = flat[0]
-        if self.scheme.bits == 4:
+        values, fits = flat[0], self.shape[-2] % 16 == 0  # layouts have groups of 16 outputs, of one expert
+        if fits and self.scheme.bits == 4:
             flat = quantized.pack_nibbles(*flat)
-        elif self.scheme.quantizes_inputs:
+        elif fits and self.scheme.quantizes_inputs:
             flat[0] = quantized.pack_values(values)
         if flat[0] is values and values.device.type == "cpu" and not self.scheme.quantizes_inputs:
-            flat[0] = pack_weight(self.dequantize().flatten(0, -2))
+            matrix = self.dequantize().flatten(0, -2)
+            flat[0] = pack_weight(matrix) if fits else matrix
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
             setattr(self, name, nn.Parameter(packed, requires_grad=False))

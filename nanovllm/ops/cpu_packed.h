@@ -1,7 +1,7 @@
 // Products with a weight in groups of 16 outputs, of which a word holds neighbouring inputs of one output: [group][word][output].
 //
 // All tokens of any batch take one path, which adds the words of an output in their order, so no result depends on its
-// company. What a word is, a `Product` says: a float, two bfloat16, or four 8-bit integers.
+// company. What a word is, a `Product` says: a float, two bfloat16, four 8-bit integers, or eight of 4 bits.
 #pragma once
 
 #include <memory>
@@ -10,6 +10,8 @@
 #include "cpu_threads.h"
 #include "cpu_tiles.h"
 #include "cpu_vector.h"
+
+#define UNROLL _Pragma("GCC unroll 16")  // before GCC decides where to keep an array: in registers, if no index is left
 
 constexpr int GROUP = 16;  // outputs
 constexpr int64_t BLOCK_TOKENS = 256;  // of a task: their inputs stay in the second-level cache
@@ -27,11 +29,13 @@ INLINE void widen_all(const bfloat16* source, float* target, int64_t count) {
   return wide;
 }
 
-// Words of floats, or of two bfloat16.
+// Words of floats, or of two bfloat16. A word of the weight is multiplied in PARTS, one after the other.
 template <class T>
 struct FloatProduct {
-  static constexpr int ROW_WORDS = WIDENS<T> ? 2 : 1;  // words of x to one of the weight
+  static constexpr int PARTS = 1, ROW_WORDS = WIDENS<T> ? 2 : 1;  // words of x to one part
   using Total = Floats;
+  // Part `i` of the words in vector `v` of the one or two groups.
+  INLINE Words read(Words w, int /*v*/, int /*i*/) { return w; }
   INLINE Floats add(Floats total, const uint32_t* row, Words w) {
     return add_word<T>(total, row, 0, w);
   }
@@ -49,35 +53,52 @@ constexpr int64_t PART_WORDS = 64;  // of the weight at a time, which stay in th
 constexpr int64_t WORDS_AHEAD = 64;  // fetched: without it, 8 tokens read at three quarters of the speed
 constexpr int PER_GROUP = GROUP / LANES;  // vectors
 
-// sums[TOKENS][2 * PER_GROUP] += x times `words` words of one or two groups, `distance` words apart; `begin` sets them.
-template <class Product, int TOKENS, int GROUPS>
-static void packed_tile(const uint32_t* x, int64_t stride, const uint32_t* weight, int64_t distance, int64_t words,
-                        typename Product::Total* sums, bool begin, bool fetch) {
-  constexpr int VECTORS = GROUPS * PER_GROUP;
+// What a tile's totals begin with, and what becomes of them: sums [token][2 * PER_GROUP], to which each part of a row adds.
+template <class Total>
+struct Sums {
+  Total* sums;
+  bool begins;  // the first part of the row
+
+  Total start(int token, int v) const { return begins ? Total{} : sums[token * 2 * PER_GROUP + v]; }
+  void finish(int token, int v, Total total) const { sums[token * 2 * PER_GROUP + v] = total; }
+};
+
+// The products of TOKENS rows of x and `words` words of one or two groups, `distance` words apart.
+template <int TOKENS, int GROUPS, class Product, class Target>
+static void packed_tile(const Product& product, const uint32_t* x, int64_t stride, const uint32_t* weight,
+                        int64_t distance, int64_t words, const Target& target, bool fetch) {
+  constexpr int VECTORS = GROUPS * PER_GROUP, PAIR = VECTORS > 1 ? 2 : 1;  // read at once: more would leave no registers
   typename Product::Total totals[TOKENS][VECTORS];
-  for (int token = 0; token < TOKENS; ++token)
-    for (int v = 0; v < VECTORS; ++v)
-      totals[token][v] = begin ? typename Product::Total{} : sums[token * 2 * PER_GROUP + v];
+  UNROLL for (int token = 0; token < TOKENS; ++token)
+    UNROLL for (int v = 0; v < VECTORS; ++v) totals[token][v] = target.start(token, v);
   for (int64_t word = 0; word < words; ++word, weight += GROUP) {
     if (fetch)
       for (int group = 0; group < GROUPS; ++group)
         __builtin_prefetch(weight + group * distance + WORDS_AHEAD * GROUP, 0, 2);
-    for (int v = 0; v < VECTORS; ++v) {
-      const Words w = load_words(weight + v / PER_GROUP * distance + v % PER_GROUP * LANES);
-      for (int token = 0; token < TOKENS; ++token)
-        totals[token][v] = Product::add(totals[token][v], x + token * stride + word * Product::ROW_WORDS, w);
+    UNROLL for (int first = 0; first < VECTORS; first += PAIR) {
+      UNROLL for (int i = 0; i < Product::PARTS; ++i) {
+        Words w[PAIR];
+        UNROLL for (int v = 0; v < PAIR; ++v) {
+          const uint32_t* source = weight + (first + v) / PER_GROUP * distance + (first + v) % PER_GROUP * LANES;
+          w[v] = product.read(load_words(source), first + v, i);
+        }
+        const uint32_t* row = x + (word * Product::PARTS + i) * Product::ROW_WORDS;
+        UNROLL for (int token = 0; token < TOKENS; ++token)
+          UNROLL for (int v = 0; v < PAIR; ++v)
+            totals[token][first + v] = Product::add(totals[token][first + v], row + token * stride, w[v]);
+      }
     }
   }
-  for (int token = 0; token < TOKENS; ++token)
-    for (int v = 0; v < VECTORS; ++v) sums[token * 2 * PER_GROUP + v] = totals[token][v];
+  UNROLL for (int token = 0; token < TOKENS; ++token)
+    UNROLL for (int v = 0; v < VECTORS; ++v) target.finish(token, v, totals[token][v]);
 }
 
 // The same for 1 to TOKENS tokens.
-template <class Product, int GROUPS, int TOKENS = PACKED_TOKENS, class... Arguments>
-INLINE void packed_tiles(int64_t tokens, Arguments... arguments) {
+template <int GROUPS, int TOKENS = PACKED_TOKENS, class... Arguments>
+INLINE void packed_tiles(int64_t tokens, const Arguments&... arguments) {
   if constexpr (TOKENS > 1)
-    if (tokens < TOKENS) return packed_tiles<Product, GROUPS, TOKENS - 1>(tokens, arguments...);
-  packed_tile<Product, TOKENS, GROUPS>(arguments...);
+    if (tokens < TOKENS) return packed_tiles<GROUPS, TOKENS - 1>(tokens, arguments...);
+  packed_tile<TOKENS, GROUPS>(arguments...);
 }
 
 // Words of one group; those of the next are `distance` further.
@@ -111,9 +132,9 @@ INLINE void packed_block(const uint32_t* x, int64_t stride, const Weight& weight
     const Part part = weight.read(group, GROUPS, first, here, buffer);
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t token = tile * tokens / tiles, count = (tile + 1) * tokens / tiles - token;
-      packed_tiles<Product, GROUPS>(count, x + token * stride + first * Product::ROW_WORDS, stride, part.weight,
-                                    part.distance, here, sums + token * 2 * PER_GROUP, first == 0,
-                                    tile == 0 && !Weight::UNPACKS);
+      const Sums<typename Product::Total> target{sums + token * 2 * PER_GROUP, first == 0};
+      packed_tiles<GROUPS>(count, Product(), x + token * stride + first * Product::ROW_WORDS, stride, part.weight,
+                           part.distance, here, target, tile == 0 && !Weight::UNPACKS);
     }
   }
   for (int64_t token = 0; token < tokens; ++token)

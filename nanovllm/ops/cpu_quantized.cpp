@@ -35,8 +35,9 @@ INLINE Ints load_bytes(const uint8_t* source) {
 }
 
 struct ByteProduct {
-  static constexpr int ROW_WORDS = MULTIPLIES_BYTES ? 1 : 2;  // words of x to one of the weight
+  static constexpr int PARTS = 1, ROW_WORDS = MULTIPLIES_BYTES ? 1 : 2;
   using Total = Ints;
+  INLINE Words read(Words w, int /*v*/, int /*i*/) { return w; }
   INLINE Ints add(Ints total, const uint32_t* row, Words w) {
 #if defined(__AVX512VNNI__)
     return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, _mm512_set1_epi32(row[0]));
@@ -57,7 +58,7 @@ struct ByteProduct {
   }
 };
 
-// Rows of x as integers: the words that a Product reads, a scale per row, and the sum of each of its groups.
+// Rows of x as integers: the words that a Product reads, a scale per row, and the sum of each of its groups, `factor` times.
 template <class Product>
 struct Quantized {
   int64_t stride, groups;
@@ -66,7 +67,7 @@ struct Quantized {
   std::unique_ptr<int32_t[]> sums;
 
   template <class T>
-  Quantized(const T* x, int64_t tokens, int64_t inner, int64_t groups, int64_t row_words, int threads)
+  Quantized(const T* x, int64_t tokens, int64_t inner, int64_t groups, int32_t factor, int64_t row_words, int threads)
       : stride(row_words),
         groups(groups),
         words(new uint32_t[tokens * stride]),
@@ -80,7 +81,7 @@ struct Quantized {
       for (int64_t group = 0; group < groups; ++group) {
         int32_t sum = 0;
         for (int64_t i = group * size; i < (group + 1) * size; ++i) sum += bytes[i];
-        sums[row * groups + group] = sum;
+        sums[row * groups + group] = factor * sum;
       }
       Product::arrange(target, inner / 4);
     });
@@ -112,7 +113,7 @@ template <class T>
 void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const uint8_t* /*zeros*/, const T* bias, T* out,
                  int64_t tokens, int64_t inner, int64_t outputs, int64_t /*groups*/, int threads) {
   const int64_t words = inner / 4;
-  const Quantized<ByteProduct> rows(x, tokens, inner, 1, words * ByteProduct::ROW_WORDS, threads);
+  const Quantized<ByteProduct> rows(x, tokens, inner, 1, -128, words * ByteProduct::ROW_WORDS, threads);
   const PackedWeight packed{weight, words};
   threads = threads_for(tokens * inner * outputs / 8, threads);
   for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
@@ -120,7 +121,7 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
     packed_block<ByteProduct, groups>(
         &rows.words[token * rows.stride], rows.stride, packed, group, count, words,
         [&](int64_t row, int i, Ints sums) {
-          const Floats exact = __builtin_convertvector(sums - 128 * rows.sums[token + row], Floats);
+          const Floats exact = __builtin_convertvector(sums + rows.sums[token + row], Floats);
           Floats result = exact * rows.scales[token + row] * load(scales + output + i);
           if (bias) result += load(bias + output + i);
           store(out + (token + row) * outputs + output + i, result);
@@ -135,15 +136,26 @@ void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const 
 // the odd ones beside them the next. The exact sum of each group of inputs is multiplied by its scale, in float32, and
 // the groups are added in their order.
 
+// Of vector `v` from this group of outputs on, for a group of inputs: the place of scales or zeros, [outputs / GROUP, groups,
+// GROUP].
+INLINE int64_t place_of_scale(int64_t group, int v, int64_t groups, int64_t part) {
+  return ((group + v / PER_GROUP) * groups + part) * GROUP + v % PER_GROUP * LANES;
+}
+
 struct NibbleProduct {
-  static constexpr int ROW_WORDS = 2;
   using Total = Ints;
+#if defined(__AVX512VNNI__)
+  static constexpr int PARTS = 2, ROW_WORDS = 1;
+  INLINE Words read(Words w, int /*v*/, int i) { return w >> 4 * i & 0x0f0f0f0f; }
+  INLINE Ints add(Ints total, const uint32_t* row, Words w) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)w, _mm512_set1_epi32(row[0]));
+  }
+#else
+  static constexpr int PARTS = 1, ROW_WORDS = 2;
+  INLINE Words read(Words w, int /*v*/, int /*i*/) { return w; }
   INLINE Ints add(Ints total, const uint32_t* row, Words w) {
     const Words even = w & 0x0f0f0f0f, odd = w >> 4 & 0x0f0f0f0f;
-#if defined(__AVX512VNNI__)
-    total = (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)even, _mm512_set1_epi32(row[0]));
-    return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)odd, _mm512_set1_epi32(row[1]));
-#elif defined(__AVX512BW__)  // the 16-bit sums of four products are far from their limits: 4 * 15 * 127
+#if defined(__AVX512BW__)  // the 16-bit sums of four products are far from their limits: 4 * 15 * 127
     const __m512i sums = _mm512_add_epi16(_mm512_maddubs_epi16((__m512i)even, _mm512_set1_epi32(row[0])),
                                           _mm512_maddubs_epi16((__m512i)odd, _mm512_set1_epi32(row[1])));
     return total + (Ints)_mm512_madd_epi16(sums, _mm512_set1_epi16(1));
@@ -157,6 +169,7 @@ struct NibbleProduct {
     return total;
 #endif
   }
+#endif
 
   // Sorts the bytes of each pair of words into even and odd ones.
   static void arrange(uint32_t* row, int64_t words) {
@@ -173,50 +186,70 @@ struct NibbleProduct {
   }
 };
 
-template <class T>
-void linear_w4a8(const T* x, const uint32_t* nibbles, const float* scales, const uint8_t* zeros, const T* bias, T* out,
-                 int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
-  const int64_t words = inner / 8, words_of_group = words / groups;
-  const Quantized<NibbleProduct> rows(x, tokens, inner, groups, 2 * words, threads);
+// For the tiles of one group of inputs: to the floats `sums`, [token][2 * PER_GROUP], the exact sums times their scales are
+// added. `surplus`, [token][groups], is what x's nibbles have too much: -8 times the sum of x, or with ZEROS -1 times it.
+template <bool ZEROS>
+struct ScaledSums {
+  Floats* sums;
+  const int32_t* surplus;
+  int64_t groups;
+  Floats scale[2 * PER_GROUP];
+  Ints zero[2 * PER_GROUP];
+
+  Ints start(int token, int v) const {
+    const int32_t here = surplus[token * groups];
+    return ZEROS ? zero[v] * here : Ints{} + here;
+  }
+  void finish(int token, int v, Ints total) const {
+    sums[token * 2 * PER_GROUP + v] += __builtin_convertvector(total, Floats) * scale[v];
+  }
+};
+
+template <bool ZEROS, class T>
+static void multiply_w4a8(const T* x, const uint32_t* nibbles, const float* scales, const uint8_t* zeros, const T* bias,
+                          T* out, int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  const int64_t words = inner / 8, part_words = words / groups;
+  const Quantized<NibbleProduct> rows(x, tokens, inner, groups, ZEROS ? -1 : -8, 2 * words, threads);
   const PackedWeight packed{nibbles, words};
   threads = threads_for(tokens * inner * outputs / 8, threads);
   for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto pair) {
     constexpr int VECTORS = pair * PER_GROUP;
-    Floats sums[BLOCK_TOKENS][VECTORS];
-    std::fill_n(sums[0], count * VECTORS, Floats{});
+    const int64_t tiles = (count + PACKED_TOKENS - 1) / PACKED_TOKENS;
+    Floats sums[BLOCK_TOKENS * 2 * PER_GROUP];
+    std::fill_n(sums, count * 2 * PER_GROUP, Floats{});
     for (int64_t part = 0; part < groups; ++part) {
-      const int64_t first = part * words_of_group;
-      Floats scale[VECTORS];
-      Ints zero[VECTORS] = {};
+      const int64_t first = part * part_words;
+      const Part read = packed.read(group, pair, first, part_words, nullptr);
+      ScaledSums<ZEROS> target{};
+      target.groups = groups;
       for (int v = 0; v < VECTORS; ++v) {
-        const int64_t at = ((group + v / PER_GROUP) * groups + part) * GROUP + v % PER_GROUP * LANES;
-        scale[v] = load(scales + at);
-        if (zeros) zero[v] = load_bytes(zeros + at);
+        const int64_t at = place_of_scale(group, v, groups, part);
+        target.scale[v] = load(scales + at);
+        if (ZEROS) target.zero[v] = load_bytes(zeros + at);
       }
-      const Part read = packed.read(group, pair, first, words_of_group, nullptr);
-      const int64_t tiles = (count + PACKED_TOKENS - 1) / PACKED_TOKENS;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t begin = tile * count / tiles, here = (tile + 1) * count / tiles - begin;
-        Ints totals[PACKED_TOKENS * 2 * PER_GROUP];
-        packed_tiles<NibbleProduct, pair>(here, &rows.words[(token + begin) * rows.stride + 2 * first], rows.stride,
-                                          read.weight, read.distance, words_of_group, totals, true, tile == 0);
-        for (int64_t row = 0; row < here; ++row) {
-          const int32_t sum = rows.sums[(token + begin + row) * groups + part];
-          for (int v = 0; v < VECTORS; ++v) {
-            const Ints exact = totals[row * 2 * PER_GROUP + v] - (zeros ? zero[v] * sum : Ints{} + 8 * sum);
-            sums[begin + row][v] += __builtin_convertvector(exact, Floats) * scale[v];
-          }
-        }
+        target.sums = sums + begin * 2 * PER_GROUP;
+        target.surplus = &rows.sums[(token + begin) * groups + part];
+        packed_tiles<pair>(here, NibbleProduct(), &rows.words[(token + begin) * rows.stride + 2 * first], rows.stride,
+                           read.weight, read.distance, part_words, target, tile == 0);
       }
     }
-    for (int64_t row = 0; row < count; ++row)
+    for (int64_t row = token; row < token + count; ++row)
       for (int v = 0; v < VECTORS; ++v) {
         const int64_t output = group * GROUP + v * LANES;
-        Floats result = sums[row][v] * rows.scales[token + row];
+        Floats result = sums[(row - token) * 2 * PER_GROUP + v] * rows.scales[row];
         if (bias) result += load(bias + output);
-        store(out + (token + row) * outputs + output, result);
+        store(out + row * outputs + output, result);
       }
   });
+}
+
+template <class T>
+void linear_w4a8(const T* x, const uint32_t* nibbles, const float* scales, const uint8_t* zeros, const T* bias, T* out,
+                 int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  (zeros ? multiply_w4a8<true, T> : multiply_w4a8<false, T>)(x, nibbles, scales, zeros, bias, out, tokens, inner,
+                                                             outputs, groups, threads);
 }
 
 // ----------------------------------------------------------------------------------------------------- W4A16
@@ -260,54 +293,106 @@ INLINE Floats nibbles_less_8(Words words) {
 #endif
 }
 
-template <class T>
+// Of a word of nibbles PARTS words of T: the product of floats with the dequantized weight, for one group of inputs.
+template <class T, bool ZEROS>
+struct DequantizingProduct : FloatProduct<T> {
+  static constexpr int VALUES = Rounding<T>::VALUES, PARTS = 8 / VALUES;
+  Floats scale[2 * PER_GROUP], zero[2 * PER_GROUP];
+
+  // For `vectors` vectors from this group of outputs on.
+  DequantizingProduct(const T* scales, const uint8_t* zeros, int64_t group, int vectors, int64_t groups, int64_t part) {
+    for (int v = 0; v < vectors; ++v) {
+      const int64_t at = place_of_scale(group, v, groups, part);
+      scale[v] = load(scales + at);
+      if (ZEROS) zero[v] = __builtin_convertvector(load_bytes(zeros + at) - 8, Floats);
+    }
+  }
+
+  __attribute__((always_inline)) Words read(Words packed, int v, int i) const {
+    Floats values[VALUES];
+    for (int k = 0; k < VALUES; ++k) {
+      values[k] = nibbles_less_8(packed >> 4 * (i * VALUES + k));
+      values[k] = (ZEROS ? values[k] - zero[v] : values[k]) * scale[v];
+    }
+    return Rounding<T>::word(values);
+  }
+};
+
+// For many tokens: a part of the weight is dequantized at a time.
+template <class T, bool ZEROS>
 struct NibbleWeight {
   static constexpr bool UNPACKS = true;
-  static constexpr int WORDS = 8 / Rounding<T>::VALUES;  // of T in a word of nibbles
+  static constexpr int WORDS = DequantizingProduct<T, ZEROS>::PARTS;
   const uint32_t* nibbles;
-  const T* scales;       // [outputs / GROUP, groups, GROUP]
-  const uint8_t* zeros;  // the same, or null: 8
+  const T* scales;
+  const uint8_t* zeros;
   int64_t words, groups;
 
   Part read(int64_t group, int64_t count_of_groups, int64_t first, int64_t count, uint32_t* buffer) const {
     for (int64_t i = 0; i < count_of_groups; ++i)
-      for (int v = 0; v < GROUP; v += LANES)
-        (this->*(zeros ? &NibbleWeight::unpack<true> : &NibbleWeight::unpack<false>))(
-            (group + i) * GROUP + v, first / WORDS, (first + count) / WORDS, buffer + i * count * GROUP + v);
+      unpack(group + i, first / WORDS, (first + count) / WORDS, buffer + i * count * GROUP);
     return {buffer, count * GROUP};
   }
 
  private:
-  // The words of nibbles from `begin` to `end` of LANES outputs.
-  template <bool ZEROS>
-  void unpack(int64_t output, int64_t begin, int64_t end, uint32_t* target) const {
-    const uint32_t* source = nibbles + output / GROUP * words * GROUP + output % GROUP;
-    const int64_t words_of_group = words / groups;
+  // The words of nibbles from `begin` to `end` of a group of outputs.
+  void unpack(int64_t group, int64_t begin, int64_t end, uint32_t* target) const {
+    const int64_t part_words = words / groups;
     for (int64_t word = begin; word < end;) {
-      const int64_t group = word / words_of_group, stop = std::min(end, (group + 1) * words_of_group);
-      const int64_t at = (output / GROUP * groups + group) * GROUP + output % GROUP;
-      const Floats scale = load(scales + at);
-      const Floats zero = ZEROS ? __builtin_convertvector(load_bytes(zeros + at) - 8, Floats) : Floats{};
-      for (; word < stop; ++word) {
-        const Words packed = load_words(source + word * GROUP);
-        for (int i = 0; i < WORDS; ++i, target += GROUP) {
-          Floats values[Rounding<T>::VALUES];
-          for (int k = 0; k < Rounding<T>::VALUES; ++k) {
-            values[k] = nibbles_less_8(packed >> 4 * (i * Rounding<T>::VALUES + k));
-            values[k] = (ZEROS ? values[k] - zero : values[k]) * scale;
-          }
-          store_words(target, Rounding<T>::word(values));
+      const int64_t part = word / part_words, stop = std::min(end, (part + 1) * part_words);
+      const DequantizingProduct<T, ZEROS> product(scales, zeros, group, PER_GROUP, groups, part);
+      for (; word < stop; ++word, target += WORDS * GROUP)
+        for (int v = 0; v < PER_GROUP; ++v) {
+          const Words packed = load_words(nibbles + (group * words + word) * GROUP + v * LANES);
+          for (int i = 0; i < WORDS; ++i) store_words(target + i * GROUP + v * LANES, product.read(packed, v, i));
         }
-      }
     }
   }
 };
 
+// For the tokens of one tile: words are dequantized in registers, while those before them are multiplied.
+template <bool ZEROS, class T>
+static void multiply_few(const T* x, const uint32_t* nibbles, const T* scales, const uint8_t* zeros, const T* bias,
+                         T* out, int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  using Product = DequantizingProduct<T, ZEROS>;
+  constexpr int ROW_WORDS = Product::PARTS * Product::ROW_WORDS;
+  const int64_t words = inner / 8, part_words = words / groups, stride = words * ROW_WORDS;
+  std::unique_ptr<float[]> wide;
+  if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
+  const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
+  const PackedWeight packed{nibbles, words};
+  threads = threads_for(tokens * inner * outputs / 8, threads);
+  for_each_block(tokens, outputs, threads, [&](int64_t, int64_t, int64_t group, auto pair) {
+    constexpr int VECTORS = pair * PER_GROUP;
+    Floats sums[PACKED_TOKENS * 2 * PER_GROUP];
+    for (int64_t part = 0; part < groups; ++part) {
+      const Product product(scales, zeros, group, VECTORS, groups, part);
+      const Part read = packed.read(group, pair, part * part_words, part_words, nullptr);
+      packed_tiles<pair>(tokens, product, rows + part * part_words * ROW_WORDS, stride, read.weight, read.distance,
+                         part_words, Sums<Floats>{sums, part == 0}, true);
+    }
+    for (int64_t row = 0; row < tokens; ++row)
+      for (int v = 0; v < VECTORS; ++v) {
+        const int64_t output = group * GROUP + v * LANES;
+        store(out + row * outputs + output, sums[row * 2 * PER_GROUP + v] + (bias ? load(bias + output) : Floats{}));
+      }
+  });
+}
+
+template <bool ZEROS, class T>
+static void multiply_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const uint8_t* zeros, const T* bias,
+                           T* out, int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
+  if (tokens <= PACKED_TOKENS && !uses_tiles<T>())
+    return multiply_few<ZEROS>(x, nibbles, scales, zeros, bias, out, tokens, inner, outputs, groups, threads);
+  const NibbleWeight<T, ZEROS> weight{nibbles, scales, zeros, inner / 8, groups};
+  multiply_packed(x, weight, bias, out, tokens, inner, outputs, threads);
+}
+
 template <class T>
 void linear_w4a16(const T* x, const uint32_t* nibbles, const T* scales, const uint8_t* zeros, const T* bias, T* out,
                   int64_t tokens, int64_t inner, int64_t outputs, int64_t groups, int threads) {
-  const NibbleWeight<T> weight{nibbles, scales, zeros, inner / 8, groups};
-  multiply_packed(x, weight, bias, out, tokens, inner, outputs, threads);
+  (zeros ? multiply_w4a16<true, T> : multiply_w4a16<false, T>)(x, nibbles, scales, zeros, bias, out, tokens, inner,
+                                                               outputs, groups, threads);
 }
 
 // ----------------------------------------------------------------------------------------------------- layers

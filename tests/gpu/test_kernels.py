@@ -200,9 +200,9 @@ def quantized_case(name: str, kind: str, dtype: torch.dtype) -> tuple[Tensor, An
         tensors = [values, scales.to(dtype)]
         return x, quantized.linear_w8a16, tensors, quantized.dequantize(*tensors, None, dtype)
     nibbles = torch.randint(-(2**31), 2**31, (outputs, inputs // 8), device=DEVICE).to(torch.int32)
-    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8, device=DEVICE) if has_zeros else None
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8, device=DEVICE) if has_zeros else None
     weight = quantized.dequantize(nibbles, scales.to(dtype), zeros, dtype)
-    return x, quantized.linear_w4a16, [quantized.pack_nibbles(nibbles), scales.to(dtype), zeros], weight
+    return x, quantized.linear_w4a16, [quantized.pack_nibbles(nibbles)[0], scales.to(dtype), zeros], weight
 
 
 @pytest.fixture

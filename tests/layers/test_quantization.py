@@ -224,6 +224,17 @@ def test_a_cpu_without_a_kernel_dequantizes_once(
     assert torch.equal(packed(x, bias), ops.linear(x, ops.pack_weight(matrix), bias) if exact is None else exact)
 
 
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), W8A16, W8A8], ids=str)
+def test_experts_that_share_a_group_of_outputs_are_not_packed(scheme: Scheme) -> None:
+    weight = QuantizedWeight.empty((2, 24, 64), scheme, torch.device("cpu"))
+    for tensor in weight.parameters():
+        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else torch.randint(0, 16, tensor.shape))
+    whole, x = weight.dequantize(), torch.randint(-127, 128, (3, 64)).float()
+    x[:, 0] = 127  # so that integers are not rounded
+    weight.pack()
+    torch.testing.assert_close(weight[1](x), x @ whole[1].T, rtol=1e-5, atol=1e-3)
+
+
 def test_weights_on_other_devices_stay_integers() -> None:
     for scheme in (Scheme(4, 64), Scheme(8, 64)):
         weight = QuantizedWeight.empty((48, 128), scheme, torch.device("meta"))

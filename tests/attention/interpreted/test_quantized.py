@@ -33,7 +33,7 @@ def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def weight_w4(outputs: int, inputs: int, groups: int, dtype: torch.dtype, has_zeros: bool) -> list[Any]:
     words = torch.randint(-(2**31), 2**31, (outputs, inputs // 8)).to(torch.int32)
-    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.int8) if has_zeros else None
+    zeros = torch.randint(0, 16, (outputs, groups), dtype=torch.uint8) if has_zeros else None
     return [words, (torch.rand(outputs, groups) / 100).to(dtype), zeros]
 
 
@@ -62,7 +62,7 @@ def assert_near(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 @pytest.mark.parametrize(("outputs", "inputs", "groups"), SIZES)
 def test_w4a16(outputs: int, inputs: int, groups: int, has_zeros: bool, dtype: torch.dtype) -> None:
     nibbles, scales, zeros = weight_w4(outputs, inputs, groups, dtype, has_zeros)
-    weight, packed = reference_quantized.dequantize(nibbles, scales, zeros, dtype), ours.pack_nibbles(nibbles)
+    weight, packed = reference_quantized.dequantize(nibbles, scales, zeros, dtype), ours.pack_nibbles(nibbles)[0]
     bias = torch.randn(outputs).to(dtype)
     for tokens, added in zip(TOKENS, (None, bias, bias, None), strict=True):
         x = activations(tokens, inputs, dtype)
@@ -90,7 +90,7 @@ def test_weights_are_the_dequantized_ones_to_the_last_bit(bits: int, dtype: torc
     scales, x = scales.to(dtype), torch.eye(128, dtype=dtype)
     if bits == 4:
         nibbles, _, zeros = weight_w4(16, 128, 4, dtype, True)
-        out = ours.linear_w4a16(x, ours.pack_nibbles(nibbles), scales, zeros)
+        out = ours.linear_w4a16(x, ours.pack_nibbles(nibbles)[0], scales, zeros)
         expected = reference_quantized.dequantize(nibbles, scales, zeros, dtype)
     else:
         values, _ = weight_w8(16, 128)
@@ -178,7 +178,7 @@ def test_a_row_depends_neither_on_its_batch_nor_on_who_shares_its_sums(
 ) -> None:
     nibbles, scales, zeros = weight_w4(80, 576, 9, dtype, True)
     bias, x = torch.randn(80).to(dtype), activations(65, 576, dtype)
-    weight = (ours.pack_nibbles(nibbles), scales, zeros) if bits == 4 else (weight_w8(80, 576)[0], scales)
+    weight = (ours.pack_nibbles(nibbles)[0], scales, zeros) if bits == 4 else (weight_w8(80, 576)[0], scales)
     product = ours.linear_w4a16 if bits == 4 else ours.linear_w8a16
     alone = torch.cat([product(row, *weight, bias) for row in x[:3].split(1)])
     for few_programs in (ours.FEW_PROGRAMS, 0):
@@ -193,7 +193,7 @@ def test_a_row_depends_neither_on_its_batch_nor_on_who_shares_its_sums(
 
 def test_packed_nibbles_are_where_the_module_says() -> None:
     nibbles, scales, zeros = weight_w4(48, 192, 6, torch.float32, True)
-    packed, whole = ours.pack_nibbles(nibbles), reference_quantized.unpack(nibbles)
+    packed, whole = ours.pack_nibbles(nibbles)[0], reference_quantized.unpack(nibbles)
     assert packed.shape == (3, 3, 512) and packed.dtype == torch.uint8
     for output, unit, byte in ((0, 0, 0), (17, 2, 31), (47, 1, 5)):
         pair = packed[output // 16, unit, output % 16 * 32 + byte].item()
@@ -215,7 +215,7 @@ def test_fallback_for_what_no_kernel_covers(case: str, monkeypatch: pytest.Monke
     x = torch.randn(0 if case == "no rows" else 3, 2 * inputs).to(dtype)
     x = x[:, ::2] if case == "gaps" else x[:, :inputs]
     scales.requires_grad = case == "gradient"
-    out = ours.linear_w4a16(x, ours.pack_nibbles(nibbles), scales, zeros)
+    out = ours.linear_w4a16(x, ours.pack_nibbles(nibbles)[0], scales, zeros)
     assert torch.equal(out, reference_quantized.linear_w4a16(x, nibbles, scales, zeros))
     assert out.requires_grad == (case == "gradient")
     if case in ("float64", "gaps", "gradient", "no rows"):
@@ -232,7 +232,7 @@ def test_rows_beyond_two_to_the_31() -> None:
     x = torch.empty(row + 64, dtype=torch.bfloat16).as_strided((2, 64), (row, 1))
     x.copy_(activations(2, 64, torch.bfloat16))
     nibbles, scales, _ = weight_w4(16, 64, 1, torch.bfloat16, False)
-    packed = ours.pack_nibbles(nibbles)
+    packed = ours.pack_nibbles(nibbles)[0]
     assert torch.equal(ours.linear_w4a16(x, packed, scales), ours.linear_w4a16(x.clone(), packed, scales))
     values, scales = weight_w8(16, 64)
     assert torch.equal(ours.linear_w8a8(x, values, scales), reference_quantized.linear_w8a8(x, values, scales))
