@@ -259,7 +259,8 @@ def _prepare(arguments: argparse.Namespace) -> Suite:
     for engine in (each for each in engines if each.name == "llamacpp"):
         from nanovllm.lab.bench.to_gguf import gguf_of  # it imports torch
 
-        engine.model = gguf_of(folder, limits.dtype)
+        scheme = options.get("quantization", "auto"), options.get("quantize_head", False)
+        engine.model = gguf_of(folder, limits.dtype, *scheme)
     return Suite(arguments.model, engines, workloads, arguments.repeats, arguments.seed, model, limits)
 
 

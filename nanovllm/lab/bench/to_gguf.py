@@ -8,7 +8,7 @@ import pathlib
 from dataclasses import replace
 
 import gguf
-import torch
+import gguf.quants
 
 from nanovllm.checkpoint.hub import nanovllm_home
 from nanovllm.data.flags import UsageError
@@ -22,10 +22,13 @@ from nanovllm.text.tokenizer import Tokenizer
 #: llama.cpp's names of architectures and data types.
 ARCHITECTURES = dict(LlamaForCausalLM="LLAMA", Qwen2ForCausalLM="QWEN2", Qwen3ForCausalLM="QWEN3")
 _TYPES = dict(bfloat16="BF16", float16="F16", float32="F32")
+#: What it has for a scheme of `--quantization`: both store 32 weights of 8 or 4 bits with one scale, and round activations to 8 bits.
+_SCHEMES = dict(w8a8="Q8_0", w4a16="Q4_0", w4a8="Q4_0")
 
 
-def gguf_of(folder: pathlib.Path, dtype: str) -> pathlib.Path:
-    """The checkpoint as a GGUF file in the cache folder; written if there is none of these weights.
+def gguf_of(folder: pathlib.Path, dtype: str, quantization: str = "auto", quantize_head: bool = False) -> pathlib.Path:
+    """The checkpoint as a GGUF file in the cache folder, quantized as nanovllm would quantize it while it loads it; written if there is
+    none of these weights.
 
     Raises:
         UsageError: an architecture that cannot be written.
@@ -34,17 +37,24 @@ def gguf_of(folder: pathlib.Path, dtype: str) -> pathlib.Path:
     if config.architecture not in ARCHITECTURES or any(config.layer_windows):
         raise UsageError(f"llamacpp runs {', '.join(ARCHITECTURES)} in full attention, no {config.architecture}")
     stamps = sorted((str(file), file.stat().st_mtime_ns) for file in folder.glob("*.safetensors"))
-    digest = hashlib.sha256(f"{dtype} {stamps}".encode()).hexdigest()[:8]
+    plain = _TYPES[dtype]
+    kinds = _SCHEMES.get(quantization, plain), "Q8_0" if quantize_head else plain
+    digest = hashlib.sha256(f"{kinds} {stamps}".encode()).hexdigest()[:8]
     path = nanovllm_home() / "models" / f"{folder.name}-{digest}.gguf"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        run_ranks(write_gguf, Grid(), folder, path.with_suffix(".part"), dtype)  # torch's threads end with the process
+        run_ranks(write_gguf, Grid(), folder, path.with_suffix(".part"), *kinds)  # torch's threads end with the process
         path.with_suffix(".part").rename(path)
     return path
 
 
-def write_gguf(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
-    """Write the file. Its pre-tokenizer is llama.cpp's default one, since a benchmark sends token ids."""
+def write_gguf(folder: pathlib.Path, path: pathlib.Path, matrices: str, head: str) -> None:
+    """Write the file. Its pre-tokenizer is llama.cpp's default one, since a benchmark sends token ids.
+
+    Args:
+        matrices: llama.cpp's name of the type of the layers' matrices.
+        head: that of the embedding and the output head.
+    """
     config, tokenizer = ModelConfig.from_pretrained(folder), Tokenizer.from_pretrained(folder)
     arch = gguf.MODEL_ARCH[ARCHITECTURES[config.architecture]]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -66,7 +76,7 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
     if config.rope_scaling["rope_type"] != "default":
         plain = rotary_frequencies(replace(config, rope_scaling={"rope_type": "default"}))
         writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
-    names, kind = gguf.get_tensor_name_map(arch, config.num_layers), gguf.GGMLQuantizationType[_TYPES[dtype]]
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
     rotated = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == gguf.MODEL_ARCH.LLAMA else {}
     for name, tensor in checkpoint_tensors(folder):
         place = names.get_name(name, (".weight", ".bias")) or f"unknown: {name}"
@@ -75,8 +85,9 @@ def write_gguf(folder: pathlib.Path, path: pathlib.Path, dtype: str) -> None:
         if tensor.ndim == 1:
             writer.add_tensor(place, tensor.float().numpy())
         elif name != "lm_head.weight" or not config.tie_word_embeddings:
-            numbers = tensor.to(getattr(torch, dtype)).contiguous()
-            writer.add_tensor(place, numbers.view(torch.uint8).numpy(), raw_dtype=kind)
+            kind = gguf.GGMLQuantizationType[head if place in ("token_embd.weight", "output.weight") else matrices]
+            numbers = gguf.quants.quantize(tensor.float().contiguous().numpy(), kind)
+            writer.add_tensor(place, numbers.view("uint8"), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

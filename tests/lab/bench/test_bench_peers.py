@@ -10,6 +10,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gguf
 import httpx
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nanovllm.lab.bench.engines import SLOTS, EngineSettings, Server
 from nanovllm.lab.bench.machine import Limits
 from nanovllm.lab.bench.to_gguf import gguf_of, write_gguf
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.loader import checkpoint_tensors
 from tests.lab.bench.peers import llama_cpp
 from tests.oracle import make_checkpoint, reference_model
 
@@ -94,7 +96,7 @@ def test_a_gguf_file_is_the_checkpoint(variant: str, tmp_path: pathlib.Path) -> 
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     folder = make_checkpoint(tmp_path / "model", variant)
-    write_gguf(folder, tmp_path / "model.gguf", "float32")
+    write_gguf(folder, tmp_path / "model.gguf", "F32", "F32")
     # Of Qwen 3, transformers reads all but the size of heads.
     head_dim = ModelConfig.from_pretrained(folder).head_dim
     config = AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf", head_dim=head_dim)
@@ -121,6 +123,22 @@ def test_a_gguf_file_is_written_once_for_the_same_weights(
     assert gguf_of(folder, "bfloat16") != first
     with pytest.raises(UsageError, match=r"runs LlamaForCausalLM.*no MixtralForCausalLM"):
         gguf_of(make_checkpoint(tmp_path / "mixtral", "mixtral"), "bfloat16")
+
+
+def test_a_gguf_file_is_quantized_as_nanovllm_would_load_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOVLLM_HOME", str(tmp_path / "home"))
+    folder = make_checkpoint(tmp_path / "model")
+    path = gguf_of(folder, "bfloat16", "w4a8", quantize_head=True)
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    names = "blk.0.attn_q.weight", "blk.1.ffn_down.weight", "token_embd.weight", "output_norm.weight"
+    assert [found[name].tensor_type.name for name in names] == ["Q4_0", "Q4_0", "Q8_0", "F32"]
+    down = found["blk.1.ffn_down.weight"]
+    [weight] = [t for name, t in checkpoint_tensors(folder) if name == "model.layers.1.mlp.down_proj.weight"]
+    error = torch.from_numpy(gguf.quants.dequantize(down.data, down.tensor_type)) - weight.float()
+    assert 0 < error.norm() < 0.15 * weight.float().norm()
+    assert gguf_of(folder, "bfloat16", "w8a8") != gguf_of(folder, "bfloat16", "w8a8", quantize_head=True) != path
 
 
 # ---------------------------------------------------------------- llama.cpp, told and asked
