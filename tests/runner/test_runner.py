@@ -44,7 +44,7 @@ class BareRunner(ModelRunner):
         self.config = config
         self.model_config = SHAPE
         self.device = torch.device(device)
-        self.dtype = torch.float32
+        self.dtype = self.kv_dtype = torch.float32
 
 
 def bare_runner(max_tokens: int = 40, num_blocks: int = 10, **options: Any) -> BareRunner:
