@@ -116,9 +116,9 @@ def _sum_of_contexts(begin: int, end: int) -> int:
     return (end * (end + 1) - begin * (begin + 1)) // 2
 
 
-def workload_work(cost: ModelCost, workload: Workload, requests: Sequence[BenchRequest]) -> Work | None:
-    """The least work of a workload; None where requests arrive over time, since then waiting is part of it."""
-    if workload.intruder_len or workload.request_rate != float("inf"):
+def workload_work(cost: ModelCost | None, workload: Workload, requests: Sequence[BenchRequest]) -> Work | None:
+    """The least work of a workload; None where requests arrive over time, since then waiting is part of it, or the cost is not known."""
+    if cost is None or workload.intruder_len or workload.request_rate != float("inf"):
         return None
     return least_work(cost, requests, workload.max_concurrency, workload.prefix_len, workload.cache)
 

@@ -66,8 +66,11 @@ class Suite:
     runs: list[Run] = field(default_factory=list)
 
     @functools.cached_property
-    def cost(self) -> ModelCost:
-        """The bytes and FLOPs of the model."""
+    def cost(self) -> ModelCost | None:
+        """The bytes and FLOPs of the model; None if a part of it is quantized, since that has fewer bytes and another peak."""
+        chosen = {name for engine in self.engines for name in engine.options}
+        if self.model.quantization is not None or chosen & {"quantization", "quantize_head", "kv_cache_dtype"}:
+            return None
         return ModelCost.of(self.model, self.limits.bytes_per_number)
 
     # ---------------------------------------------------------------- measuring

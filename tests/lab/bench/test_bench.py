@@ -240,6 +240,18 @@ def test_waiting_has_no_roof() -> None:
     assert workload_work(cost, workload, workload.requests(50)) is not None
 
 
+@pytest.mark.parametrize("option", ["quantization", "quantize_head", "kv_cache_dtype"])
+def test_what_is_quantized_has_no_roof(option: str) -> None:
+    """Its bytes are not those of the model's dtype: a run would seem to read more than the memory can."""
+    suite = made_up_suite()
+    assert suite.cost is not None
+    quantized = made_up_suite()
+    quantized.engines[0].options[option] = "some"
+    assert quantized.cost is None
+    workload = NAMED["W1"][0]
+    assert workload_work(quantized.cost, workload, workload.requests(50)) is None
+
+
 # ---------------------------------------------------------------- the machine
 
 
