@@ -139,7 +139,7 @@ def test_hits_are_those_of_a_list_of_the_documents_used_last() -> None:
 
 def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
     options: dict[str, Any] = {"model": str(write_checkpoint(tmp_path / "tiny", TINY)), "device": "cpu"}
-    options |= {"num_kv_blocks": 32, "block_size": 8, "max_model_len": 100}
+    options |= {"num_kv_blocks": 128, "block_size": 8, "max_model_len": 500}
     roles = {"prefill": "producer", "decode": "consumer"}
     prompt = draw(50, 320, "prompt")
     assert prompt == draw(50, 320, "prompt") != draw(50, 320, "another")
@@ -149,12 +149,12 @@ def test_engines_answer_alike_and_leave_nothing(tmp_path: pathlib.Path) -> None:
         assert divided.token_ids == alone.token_ids and len(alone.token_ids) == 6
         assert divided.num_cached == 49 and divided.prefilled is not None
         assert 0 < divided.prefilled - divided.timeline.start < divided.ttft
-        endless = engines.ask("decode", prompt, 40)
+        endless = engines.ask("decode", prompt, 440)
         engines.wait(lambda: bool(endless.timeline.arrivals), 60)
         engines.abort([endless])
-        assert endless.finished and len(endless.token_ids) < 40
-        with pytest.raises(EngineFailed, match=r"'decode' refuses request .*1 to 99 tokens"):
-            engines.complete(engines.ask("decode", draw(120, 320), 6))
+        assert endless.finished and len(endless.token_ids) < 440
+        with pytest.raises(EngineFailed, match=r"'decode' refuses request .*1 to 499 tokens"):
+            engines.complete(engines.ask("decode", draw(520, 320), 6))
         processes = [engine.process for engine in engines._engines.values()]
     assert all(process.poll() is not None for process in processes)
     with (
