@@ -67,6 +67,7 @@ class Request:
         self.token_ids = list(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
+        self.draft_token_ids: list[int] = []  # to be verified by the next step (lecture 42); no part of token_ids
         self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = 0  # prompt and output, at most; the scheduler sets it

@@ -23,6 +23,8 @@ class ScheduledRequest(msgspec.Struct, gc=False):
         new_block_ids: blocks appended to the request's table since the runner last saw it.
         samples: the step samples a token for it.
         last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
+        draft_token_ids: the last tokens to compute, if they are drafts (lecture 42): the step samples a token after each of them, too.
+        num_drafts: how many tokens the runner shall draft for the next step.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
     """
 
@@ -35,6 +37,8 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     num_prompt_tokens: int = 0
     samples: bool = False
     last_is_pending: bool = False
+    draft_token_ids: list[int] | tuple[()] = ()
+    num_drafts: int = 0
 
 
 @dataclass
@@ -98,9 +102,12 @@ class SampledToken(msgspec.Struct, gc=False):
 @dataclass
 class ModelRunnerOutput:
     """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
-    any of the engines in lock-step had a request; and which KV transfers have ended."""
+    any of the engines in lock-step had a request; and which KV transfers have ended. With drafts (lecture 42), also the tokens that were
+    sampled after accepted ones, and new drafts."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
+    sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
     connector_output: KVConnectorOutput | None = None

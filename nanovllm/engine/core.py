@@ -301,6 +301,8 @@ class EngineCore:
             step.record.start = start
         self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         self.scheduler.step_times.add(step.plan, self._last_results - start)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.add(step.plan, self._last_results - start)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs if self.has_work else outputs + self._take_results()

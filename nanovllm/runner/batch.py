@@ -43,11 +43,11 @@ class RequestRows:
         del self.params[request_id]
         self.matchers.pop(request_id, None)
 
-    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int]) -> SamplingRow:
-        """What the sampler has to know of a request."""
+    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0) -> SamplingRow:
+        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are drafts, were not there."""
         params = self.params[request_id]
         stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
-        tokens = self.token_ids[row, : self.num_tokens[row]]
+        tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
         return SamplingRow(params, tokens, int(self.num_prompt_tokens[row]), stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
@@ -55,7 +55,8 @@ class RequestRows:
 
         A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`), its `params` and
         `num_prompt_tokens` are kept, and its counters begin at zero. New tokens and blocks go behind those that the row has.
-        `num_tokens` is `num_known`, and one more if the last token is pending.
+        `num_tokens` is `num_known`, and one more if the last token is pending. Drafts count in `num_tokens`, too: they are behind the known
+        tokens, and the next new tokens take their place.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to token 4, 3 are known", if a step
@@ -72,12 +73,13 @@ class RequestRows:
         row = self.row_of[request_id]
         start, first = int(self.num_known[row]), int(self.num_blocks[row])
         known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
-        if end > known + scheduled.last_is_pending:
+        unknown = [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
+        if end > known + len(unknown):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
-        self.token_ids[row, start:known] = new_tokens
+        self.token_ids[row, start : known + len(unknown)] = [*new_tokens, *unknown]
         self.block_tables[row, first : first + len(blocks)] = blocks
         self.num_known[row] = known
-        self.num_tokens[row] = known + scheduled.last_is_pending
+        self.num_tokens[row] = known + len(unknown)
         self.num_blocks[row] = first + len(blocks)
         return row
 
@@ -121,15 +123,18 @@ class Batch:
 
     Attributes:
         rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
-        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
+        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one; one with drafts is there once more for
+            each of them.
+        num_unseen: `[num_due]`, how many of the request's drafts are behind the token after which this one is sampled.
         input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`) are at the end.
-        last_rows: `[num_due]` int64, the last token of each request that is due.
+        last_rows: `[num_due]` int64, the token after which each is sampled: the request's last one, or one of those before its drafts.
         due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
     """
 
     rows: np.ndarray
     num_scheduled: np.ndarray
     due: np.ndarray
+    num_unseen: np.ndarray
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata

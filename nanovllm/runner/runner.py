@@ -64,11 +64,21 @@ class ModelRunner:
             self.model = load_model(
                 folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
             )
-            self.model.pack_weights()
-        if not config.enforce_eager:
-            with contextlib.suppress(MissingPartError):
-                load("nanovllm.models.fused:fuse_layers", "compiled operators")(self.model)
+            self.prepare_model(self.model)
         self.sampler = Sampler()
+        if config.speculative is not None:
+            self.speculator = load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)
+
+    def prepare_model(self, model: Any) -> None:
+        """Arrange the weights, and let the layers run in one call if this machine can."""
+        model.pack_weights()
+        if not self.config.enforce_eager:
+            with contextlib.suppress(MissingPartError):
+                load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
+
+    @property
+    def _drafter(self) -> Any:
+        return getattr(self.speculator, "drafter", None)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -81,6 +91,9 @@ class ModelRunner:
             make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config) if moves_kv else zeros
             self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
+            drafts = self._drafter.make_caches(num_blocks, num_host_blocks) if self._drafter is not None else ([], [])
+            # What a block consists of, on the device and in host memory.
+            self._all_caches = self.kv_caches + drafts[0], self.host_caches + drafts[1]
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
             self._make_buffers(config.token_budget, max_blocks)
@@ -123,7 +136,8 @@ class ModelRunner:
         self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._picks = StepBuffer((4, seqs), torch.int64, self.device)  # see `prepare_inputs`
+        # See `prepare_inputs`. With drafts, a request samples after each of them.
+        self._picks = StepBuffer((4, max(seqs, tokens) if self.speculator else seqs), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -143,7 +157,7 @@ class ModelRunner:
         max_seq_len = int(seq_lens.max(initial=1))
         width = -(-max_seq_len // size)
 
-        due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
+        due, num_unseen = self._due(schedule, seq_lens == self.rows.num_tokens[rows])
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
         if self._uploaded is not None:
@@ -154,7 +168,7 @@ class ModelRunner:
         self._query_start_loc.array[1 : num_seqs + 1] = ends
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        self._picks.array[:2, : len(due)] = ends[due] - 1, rows[due]
+        self._picks.array[:2, : len(due)] = ends[due] - 1 - num_unseen, rows[due]
         self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
         if padded := self._padded_size(counts):
             self._pad(num_seqs, padded)
@@ -167,7 +181,14 @@ class ModelRunner:
         if self._uploaded is not None:
             self._uploaded.record()
         last_rows, due_rows = picks[:2, : len(due)]
-        return Batch(rows, counts, due, *inputs, last_rows, due_rows)
+        return Batch(rows, counts, due, num_unseen, *inputs, last_rows, due_rows)
+
+    def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which requests get a token, and after which of theirs: `due` and `num_unseen` of the batch."""
+        due = np.flatnonzero(caught_up)
+        num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
+        num_unseen = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
+        return due.repeat(num_drafts + 1), num_unseen
 
     def _padded_size(self, counts: np.ndarray) -> int:
         """To how many sequences of one token each a step is padded, by its requests' numbers of tokens; 0: it stays as it is.
@@ -225,8 +246,9 @@ class ModelRunner:
     def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         if schedule.empty and get_dp_group().world_size == 1:
             raise InvariantError("a schedule without requests is not to be run")
-        copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
-        copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
+        on_device, on_host = self._all_caches
+        copy_blocks(schedule.swap_out, on_device, on_host)
+        copy_blocks(schedule.swap_in, on_host, on_device)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
         batch = self.prepare_inputs(schedule)
@@ -239,9 +261,12 @@ class ModelRunner:
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(batch, hidden, rows, mask)
+        output: Callable[[], ModelRunnerOutput] = lambda: ModelRunnerOutput(sampled())  # noqa: E731
+        if self.speculator is not None:
+            output = self.speculator.finish(schedule, batch, hidden, sampled)
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
-        return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
+        return lambda: replace(output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished())
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
@@ -266,14 +291,22 @@ class ModelRunner:
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
-    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[str, SamplingRow]:
-        """What the sampler has to know of the requests that get a token in this step, if it is this rank that samples."""
-        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due if get_pp_group().is_last]
-        return {name: self.rows.sampling_row(name, row, self.model_config.eos_token_ids) for name, row in due}
+    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[Any, SamplingRow]:
+        """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by request and
+        number of drafts before the token."""
+        rows: dict[Any, SamplingRow] = {}
+        for i, unseen in zip(batch.due, batch.num_unseen.tolist(), strict=True) if get_pp_group().is_last else ():
+            name, place = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids) - unseen
+            rows[(name, place) if place else name] = self.rows.sampling_row(
+                name, int(batch.rows[i]), self.model_config.eos_token_ids, unseen
+            )
+        if self.speculator is not None:
+            self.speculator.mark(rows, schedule)
+        return rows
 
     def _sample(
-        self, batch: Batch, hidden: Tensor, rows: dict[str, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
-    ) -> Callable[[], dict[str, SampledToken]]:
+        self, batch: Batch, hidden: Tensor, rows: dict[Any, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
+    ) -> Callable[[], dict[Any, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not rows:
             return dict
@@ -329,7 +362,8 @@ class ModelRunner:
     @property
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
-        return len(self.layers) * math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize
+        drafter = self._drafter.bytes_per_block if self._drafter is not None else 0
+        return len(self.layers) * math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize + drafter
 
     # ---------------------------------------------------------------- parts, each made when it is first needed
 
@@ -377,6 +411,7 @@ class ModelRunner:
         return lambda: arrive() != [[0.0]]
 
     graphs: Any = None  # `DecodeGraphs`, once they are recorded
+    speculator: Any = None  # `Speculator`, with `config.speculative`
 
     @cached_property
     def make_graph(self) -> Any:
