@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -109,6 +110,31 @@ class OutputCollector:
 
 
 @dataclass
+class SpecDecodingStats:
+    """What became of drafts (lecture 42), since the engine started.
+
+    Attributes:
+        num_drafts: how often drafts of a request were verified.
+        num_draft_tokens: drafted tokens that were verified.
+        num_accepted_tokens: those that the request got.
+        num_accepted_tokens_per_pos: the same by their place in the draft.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def add(self, num_drafts: int, num_draft_tokens: int, per_pos: list[int]) -> None:
+        """Count more of them."""
+        self.num_drafts += num_drafts
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_tokens += sum(per_pos)
+        both = zip_longest(self.num_accepted_tokens_per_pos, per_pos, fillvalue=0)
+        self.num_accepted_tokens_per_pos = [old + new for old, new in both]
+
+
+@dataclass
 class EngineStats:
     """State of an engine after a step; counters count from its start.
 
@@ -134,13 +160,16 @@ class EngineStats:
     num_held_requests: int = 0
     num_external_queried_tokens: int = 0
     num_external_hit_tokens: int = 0
+    spec_decoding: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     engines: list[EngineStats] = field(default_factory=list)
 
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:
         """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum of `num_waves`."""
-        names = [f.name for f in fields(cls) if f.name != "engines"]
+        names = [f.name for f in fields(cls) if f.name not in ("spec_decoding", "engines")]
         total = cls(*(sum(getattr(engine, name) for engine in engines) for name in names))
+        for drafts in (engine.spec_decoding for engine in engines):
+            total.spec_decoding.add(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens_per_pos)
         total.engines = engines
         total.kv_cache_usage /= len(engines)
         total.num_waves = max(engine.num_waves for engine in engines)

@@ -129,7 +129,10 @@ class EngineCore:
         queues = len(s.running), len(s.waiting) + len(s.receiving), len(s.swapped), self.manager.pool.usage
         prefix_cache = s.num_queried_tokens, s.num_hit_tokens
         transfers = len(s.receiving), len(self.manager.held), s.num_external_queried_tokens, s.num_external_hit_tokens
-        return EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
+        stats = EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
+        if s.speculation is not None:
+            stats.spec_decoding = s.speculation.stats
+        return stats
 
     @property
     def trace_settings(self) -> dict[str, Any]:

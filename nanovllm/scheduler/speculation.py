@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from weakref import WeakKeyDictionary
 
+from nanovllm.data.outputs import SpecDecodingStats
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.speculative_config import SpeculativeConfig
@@ -63,15 +64,13 @@ class Speculation:
     and where a text cannot be foreseen.
 
     Attributes:
-        num_drafts, num_draft_tokens, num_accepted_tokens: verifications, drafted tokens that were verified, those that were accepted.
-        num_accepted_tokens_per_pos: those that were accepted, by their place in the draft.
+        stats: what became of drafts.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self.config = config
         self.most = config.num_speculative_tokens or 0
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
-        self.num_accepted_tokens_per_pos = [0] * self.most
+        self.stats = SpecDecodingStats(num_accepted_tokens_per_pos=[0] * self.most)
         # By the number of requests, rounded up to a power of two: seconds of steps without drafts; and of a drafted row, beyond them.
         self._plain: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
         self._row: dict[int, deque[float]] = defaultdict(lambda: deque(maxlen=15))
@@ -122,7 +121,8 @@ class Speculation:
 
     def acceptance(self, request: Request) -> float:
         """The probability that the next drafted token of a request is accepted, if those before it are."""
-        everywhere = (self.num_accepted_tokens + 1) / (self.num_accepted_tokens + self.num_drafts + 1)
+        num_accepted = self.stats.num_accepted_tokens
+        everywhere = (num_accepted + 1) / (num_accepted + self.stats.num_drafts + 1)
         history = self._history_of(request)
         return (history.num_accepted + PRIOR * everywhere) / (history.num_tried + PRIOR)
 
@@ -151,11 +151,7 @@ class Speculation:
             request.draft_token_ids = self._history_of(request).ngrams.propose(request.token_ids, count)
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        for place in range(num_accepted):
-            self.num_accepted_tokens_per_pos[place] += 1
+        self.stats.add(1, num_drafts, [1] * num_accepted)
         # A rejected draft ends the trial: those after it were not tried.
         history, tried = self._history_of(request), min(num_accepted + 1, num_drafts)
         history.num_accepted = history.num_accepted * MEMORY**tried + num_accepted

@@ -77,9 +77,16 @@ class StepRecorder:
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
         fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
+        prompts = {request.request_id: requests[request.request_id].num_prompt_tokens for request in plan.requests}
         fields["requests"] = [
             TracedRequest(
-                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, [*r.new_block_ids]
+                name := r.request_id,
+                r.start,
+                r.num_tokens,
+                prompts[name],
+                [*r.new_block_ids],
+                [],
+                len(r.draft_token_ids),
             )
             for r in plan.requests
         ]
@@ -119,14 +126,19 @@ class StepRecorder:
         Args:
             record: None for a step that began when no sink watched.
         """
-        ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+        by_id = {output.request_id: output for output in outputs}
+        ends = {name: output.finish_reason for name, output in by_id.items() if output.finish_reason}
         self._begun = [begun for begun in self._begun if begun is not record]
         self._tell_latecomers(ends)
         if record is None:
             return
         record.duration = duration
         for request in record.requests:
-            if (token := result.sampled.get(request.request_id)) is not None:
+            if (
+                request.num_drafts and request.request_id in by_id
+            ):  # accepted drafts behind the request's end do not count
+                request.sampled += by_id[request.request_id].new_token_ids
+            elif (token := result.sampled.get(request.request_id)) is not None:
                 request.sampled.append(token.token_id)
         record.finished |= ends
         for sink, has_started in list(self._sinks.items()):

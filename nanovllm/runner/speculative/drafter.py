@@ -4,7 +4,6 @@ states. Its keys and values are further layers in the same blocks."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -91,7 +90,7 @@ class Drafter:
             len(r.draft_token_ids) + 1 - len(tokens) if tokens else 0 for r, tokens in zip(requests, new, strict=True)
         ]
         starts = np.array([r.start for r in requests])
-        counts = np.array([r.num_tokens for r in requests]) - rejected
+        counts = np.array([r.num_tokens for r in requests], dtype=np.int64) - np.array(rejected, dtype=np.int64)
         for row, end, tokens in zip(batch.rows, starts + counts, new, strict=True):
             if tokens and end < size:
                 rows.token_ids[row, end] = tokens[-1]  # the next step brings it, too
@@ -237,7 +236,7 @@ class Eagle(Drafter):
         self.num_kv_heads, self.head_dim = self.model.num_kv_heads, self.model.head_dim
 
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        states: Sequence[Tensor] = self.runner.model.model.aux_hidden_states or [hidden]
+        states: Any = self.runner.model.model.aux_hidden_states or [hidden]
         return self.model.combine_hidden_states(torch.cat([state.index_select(0, sources) for state in states], dim=1))
 
     def _run(self, ids: Tensor, positions: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
