@@ -77,19 +77,14 @@ class StepRecorder:
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
         fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
-        prompts = {request.request_id: requests[request.request_id].num_prompt_tokens for request in plan.requests}
         fields["requests"] = [
             TracedRequest(
-                name := r.request_id,
-                r.start,
-                r.num_tokens,
-                prompts[name],
-                [*r.new_block_ids],
-                [],
-                len(r.draft_token_ids),
+                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, [*r.new_block_ids]
             )
             for r in plan.requests
         ]
+        for share, scheduled in zip(fields["requests"], plan.requests, strict=True):
+            share.num_drafts = len(scheduled.draft_token_ids)
         budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
         # The next step may begin before this one is finished: everything up to now belongs to this one.
