@@ -247,6 +247,11 @@ class EngineConfig(Flags):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def max_drafts(self) -> int:
+        """Drafts of a request in a step, at most."""
+        return self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
+
+    @property
     def is_divided(self) -> bool:
         """True for the settings of several engines, False for those of one of them, or of the only one."""
         return self.data_parallel_size > 1 and self.data_parallel_rank is None

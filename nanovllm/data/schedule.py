@@ -21,9 +21,9 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     Attributes:
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
-        samples: the step samples a token for it.
+        samples: how many tokens the step samples for it: none, one or, behind drafts, several.
         last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
-        draft_token_ids: the last tokens to compute, if they are drafts (lecture 42): the step samples a token after each of them, too.
+        draft_token_ids: the last tokens to compute, if they are drafts (lecture 42).
         num_drafts: how many tokens the runner shall draft for the next step.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
     """
@@ -35,7 +35,7 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     new_block_ids: list[int] | tuple[()]
     sampling_params: SamplingParams | None = None
     num_prompt_tokens: int = 0
-    samples: bool = False
+    samples: int = 0
     last_is_pending: bool = False
     draft_token_ids: list[int] | tuple[()] = ()
     num_drafts: int = 0
@@ -54,7 +54,7 @@ class SchedulerOutput:
         resumed: requests that were swapped in.
         max_prefill_tokens: the most prompt tokens that the step may compute.
         num_prefill_tokens: those that it computes.
-        num_tokens, num_samples: tokens that the step computes, and that it samples.
+        num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
         unfinished: the engine has requests; for the engines that it is in lock-step with.
         connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to do. See `kv.connector`.
@@ -77,13 +77,13 @@ class SchedulerOutput:
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(request.num_tokens for request in self.requests)
-        self.num_samples = sum(request.samples for request in self.requests)
+        self.num_samples = sum(request.samples > 0 for request in self.requests)
 
     def add(self, request: ScheduledRequest) -> None:
         """Put a request's share into the step."""
         self.requests.append(request)
         self.num_tokens += request.num_tokens
-        self.num_samples += request.samples
+        self.num_samples += request.samples > 0
 
     @property
     def empty(self) -> bool:
@@ -106,8 +106,8 @@ class ModelRunnerOutput:
     sampled after accepted ones, and new drafts."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
-    sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
-    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
     connector_output: KVConnectorOutput | None = None
+    sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

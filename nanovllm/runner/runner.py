@@ -1,11 +1,10 @@
 """Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
 
-Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40, 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import pathlib
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import MissingPartError, load
+from nanovllm.data.parts import load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
@@ -66,8 +65,6 @@ class ModelRunner:
             )
             self.prepare_model(self.model)
         self.sampler = Sampler()
-        if config.speculative is not None:
-            self.speculator = load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)
 
     def prepare_model(self, model: Any) -> None:
         """Arrange the weights, and let the layers run in one call if this machine can."""
@@ -75,10 +72,6 @@ class ModelRunner:
         if not self.config.enforce_eager:
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
-
-    @property
-    def _drafter(self) -> Any:
-        return getattr(self.speculator, "drafter", None)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -91,9 +84,6 @@ class ModelRunner:
             make_cache = load("nanovllm.kv_transfer.factory:cache_maker", "KV transfer")(config) if moves_kv else zeros
             self.kv_caches = self._make_caches(num_blocks, self.device, make_cache)
             self.host_caches = self._make_caches(num_host_blocks, torch.device("cpu"))
-            drafts = self._drafter.make_caches(num_blocks, num_host_blocks) if self._drafter is not None else ([], [])
-            # What a block consists of, on the device and in host memory.
-            self._all_caches = self.kv_caches + drafts[0], self.host_caches + drafts[1]
             max_blocks = -(-config.max_request_tokens // config.block_size)
             self.rows = RequestRows(config.max_num_seqs, config.max_request_tokens, max_blocks)
             self._make_buffers(config.token_budget, max_blocks)
@@ -103,13 +93,12 @@ class ModelRunner:
                 self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(self)
         if moves_kv:
             create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
-            caches = dict(zip(self.layers, self.kv_caches, strict=True))
+            caches = dict(zip(self.layers, self.kv_caches, strict=False))
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
-        """One tensor per layer of this rank; none if `num_blocks` is 0."""
-        shape = self._cache_shape(num_blocks)
-        return [make_cache(shape, self.kv_dtype, device) for _ in self.layers if num_blocks]
+        """One tensor per layer of this rank, and of the model that drafts, if there is one; none if `num_blocks` is 0."""
+        return [make_cache(shape, self.kv_dtype, device) for shape in self._cache_shapes(num_blocks) if num_blocks]
 
     @property
     def layers(self) -> range:
@@ -136,8 +125,9 @@ class ModelRunner:
         self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        # See `prepare_inputs`. With drafts, a request samples after each of them.
-        self._picks = StepBuffer((4, max(seqs, tokens) if self.speculator else seqs), torch.int64, self.device)
+        # See `prepare_inputs`. A request samples a token after each of its drafts, too.
+        rows = min(tokens, seqs * (1 + self.config.max_drafts))
+        self._picks = StepBuffer((4, rows), torch.int64, self.device)
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -246,9 +236,8 @@ class ModelRunner:
     def _launch(self, schedule: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         if schedule.empty and get_dp_group().world_size == 1:
             raise InvariantError("a schedule without requests is not to be run")
-        on_device, on_host = self._all_caches
-        copy_blocks(schedule.swap_out, on_device, on_host)
-        copy_blocks(schedule.swap_in, on_host, on_device)
+        copy_blocks(schedule.swap_out, self.kv_caches, self.host_caches)
+        copy_blocks(schedule.swap_in, self.host_caches, self.kv_caches)
         for request_id in schedule.removed_ids:
             self.rows.remove(request_id)
         batch = self.prepare_inputs(schedule)
@@ -286,7 +275,7 @@ class ModelRunner:
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: Tensor | None
     ) -> Tensor:
         """Run the layers of this rank; returns hidden states, or what the next pipeline stage needs."""
-        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        caches = dict(zip(self.layers, self.kv_caches, strict=False))  # without those of a model that drafts
         connector = self.connector if self.config.kv_transfer is not None else None  # called for each layer
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
@@ -362,8 +351,7 @@ class ModelRunner:
     @property
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
-        drafter = self._drafter.bytes_per_block if self._drafter is not None else 0
-        return len(self.layers) * math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize + drafter
+        return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     # ---------------------------------------------------------------- parts, each made when it is first needed
 
@@ -411,7 +399,6 @@ class ModelRunner:
         return lambda: arrive() != [[0.0]]
 
     graphs: Any = None  # `DecodeGraphs`, once they are recorded
-    speculator: Any = None  # `Speculator`, with `config.speculative`
 
     @cached_property
     def make_graph(self) -> Any:
@@ -419,6 +406,17 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = self.config.enforce_eager or getattr(self.model_config.moe, "enable_expert_parallel", False)
         return graph_maker(self.device, self.backend, eager)
+
+    @cached_property
+    def speculator(self) -> Any:
+        """Verifies drafts, and makes them (lecture 42); None without `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        return load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)
+
+    def _cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
+        return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
 
 
 def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:

@@ -1,11 +1,12 @@
 """What runs in the next step: one token budget, three queues, one rule.
 
-Built by notebooks/13_scheduler.ipynb, continued by 23, 43: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb, continued by 23, 42, 43: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from functools import cached_property
 from typing import Any
 
 from nanovllm.data.config import EngineConfig
@@ -36,7 +37,6 @@ class Scheduler:
         swapped: preempted requests that hold blocks in host memory.
         queues: the queue of each status; the one of ended requests stays empty.
         step_times: predicts how long a step will take; the engine tells it how long each step took.
-        speculation: drafts tokens, or says how many the runner shall draft; None without `config.speculative` (lecture 42).
     """
 
     def __init__(self, config: EngineConfig, manager: KVCacheManager, connector: Any = None) -> None:
@@ -54,11 +54,6 @@ class Scheduler:
         self.num_external_queried_tokens = self.num_external_hit_tokens = 0  # of the connector
         self._removed_ids: list[str] = []
         self.step_times = StepTimes()
-        self.speculation: Any = None
-        if config.speculative is not None:
-            self.speculation = load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(
-                config.speculative
-            )
 
     # ---------------------------------------------------------------- in and out
 
@@ -76,8 +71,6 @@ class Scheduler:
             raise ValueError(f"a prompt must have 1 to {limit - 1} tokens here, got {request.num_tokens}")
         self.requests[request.request_id] = request
         request.max_num_tokens = min(request.num_prompt_tokens + (request.sampling_params.max_tokens or limit), limit)
-        # What a step accepts decides what the next one computes.
-        request.looks_back |= self.speculation is not None and self.speculation.limit(request) > 0
         insort(self.waiting, request, key=lambda r: r.order)
 
     @property
@@ -91,7 +84,7 @@ class Scheduler:
         if request.num_sent_tokens:
             self._removed_ids.append(request.request_id)
             request.num_sent_tokens = 0
-        request.status, request.draft_token_ids = status, []
+        request.status = status
         if status is not RequestStatus.FINISHED:
             insort(self.queues[status], request, key=lambda r: r.order)
 
@@ -123,7 +116,7 @@ class Scheduler:
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         if self.speculation is not None:
-            self.speculation.begin_step(self.running, bool(self.waiting or self.swapped))
+            self.speculation.begin_step(self.running, bool(self.waiting or self.swapped), self.manager)
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
@@ -154,7 +147,7 @@ class Scheduler:
         if request.num_pending_tokens and (self._in_stages or is_last):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
-        if request.draft_token_ids:
+        if request.draft_token_ids and request.num_sent_tokens:
             return min(wanted + len(request.draft_token_ids), budget)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
@@ -185,10 +178,6 @@ class Scheduler:
                 continue
             wanted = request.num_computed_tokens + share
             while (blocks := self.manager.allocate_slots(request, wanted)) is None:
-                if request.draft_token_ids:  # nobody is preempted in favour of drafts
-                    request.draft_token_ids, share = [], request.num_missing_tokens
-                    wanted = request.num_computed_tokens + share
-                    continue
                 if plan.empty and self._steps_in_flight:
                     return  # their results may free blocks; and a plan that preempts and computes nothing is not run
                 if (victim := self.connector.choose_victim(request, wanted, self.running, self.manager)) is not None:
@@ -257,7 +246,8 @@ class Scheduler:
         before, new_tokens = request.num_computed_tokens, request.token_ids[request.num_sent_tokens :]
         scheduled = ScheduledRequest(request.request_id, before, share, new_tokens, new_blocks)
         scheduled.draft_token_ids = request.draft_token_ids[: max(0, share - request.num_missing_tokens)]
-        scheduled.samples = request.num_missing_tokens + len(scheduled.draft_token_ids) == share
+        if request.num_missing_tokens + len(scheduled.draft_token_ids) == share:
+            scheduled.samples = 1 + len(scheduled.draft_token_ids)
         if self.speculation is not None and scheduled.samples:
             scheduled.num_drafts = self.speculation.num_drafts_to_make(request, len(self.running))
             # They need slots, too: the draft model's keys and values are in the same blocks.
@@ -293,7 +283,7 @@ class Scheduler:
         for scheduled in plan.requests:
             request = self.requests.get(scheduled.request_id)
             if request is not None:
-                request.num_pending_tokens -= scheduled.samples * (1 + len(scheduled.draft_token_ids))
+                request.num_pending_tokens -= scheduled.samples
                 if (output := self._update(request, scheduled, result)) is not None:
                     outputs.append(output)
         return outputs
@@ -408,15 +398,15 @@ class Scheduler:
 
         The requests' `num_computed_tokens` count this step already. If more tokens of a request are computed than known (`num_tokens`), the step
         computes a pending token: the request's share gets `last_is_pending`. Each request for which the step samples (`samples` of its share)
-        has one pending token more afterwards, and one for each of its drafts; a draft is not known. Shares before number `first` are
-        counted already.
+        has so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are computed, but neither known nor pending. Shares
+        before number `first` are counted already.
         """
         self._steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
             num_drafts = len(scheduled.draft_token_ids)
             scheduled.last_is_pending = request.num_computed_tokens - num_drafts > request.num_tokens
-            request.num_pending_tokens += scheduled.samples * (1 + num_drafts)
+            request.num_pending_tokens += scheduled.samples
 
     @property
     def _in_stages(self) -> bool:
@@ -426,13 +416,20 @@ class Scheduler:
         """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
+    @cached_property
+    def speculation(self) -> Any:
+        """Drafts tokens, or says how many the runner shall draft; None without `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(self.config.speculative)
+
     # ---------------------------------------------------------------- one step ahead
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens, which a penalty or a grammar depends on."""
+        """True if the next step has to wait for pending tokens, which a penalty, a grammar or drafts depend on."""
         ahead = bool(self._steps_in_flight) and not self._in_stages
-        return ahead and any(r.looks_back and r.num_pending_tokens for r in self.running)
+        return ahead and any((r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running)
 
     def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
         """Do in less time what `_continue_running` would for the head of the queue, where each request misses one token.
@@ -453,7 +450,7 @@ class Scheduler:
             if blocks is None:
                 return self.running[i:]
             name, new = request.request_id, request.token_ids[num_sent:]
-            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, True, pending > 0))
+            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0))
             request.num_computed_tokens, request.num_sent_tokens = end, num_tokens
             request.num_pending_tokens = pending + 1
             if end % block_size == 0:

@@ -1,4 +1,7 @@
-"""Which tokens to draft, and how many: n-grams of a request's own text, and when a drafted token is worth its row."""
+"""Which tokens to draft, and how many: n-grams of a request's own text, and when a drafted token is worth its row.
+
+Built by notebooks/42_speculative_decoding.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from nanovllm.data.outputs import SpecDecodingStats
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.data.speculative_config import SpeculativeConfig
+from nanovllm.kv.manager import KVCacheManager
 
 # Of so many steps, one does the opposite of what seems best, to measure it again.
 PROBE = 48
@@ -86,9 +90,13 @@ class Speculation:
             return 0  # the mask of a row would depend on the drafts before it
         return max(0, min(own, request.max_num_tokens - request.num_tokens - 1))
 
-    def begin_step(self, running: list[Request], others_wait: bool) -> None:
-        """Drop drafts where prompts have use for the step's budget: no row is free beside them."""
-        self._paused = others_wait or any(request.in_prefill for request in running)
+    def begin_step(self, running: list[Request], others_wait: bool, manager: KVCacheManager) -> None:
+        """Drop drafts where prompts have use for the step's budget: no row is free beside them. And where memory is short: nobody is
+        preempted in favour of drafts."""
+        # Of each request: drafts to verify, and to make.
+        blocks = len(running) * (1 + manager.blocks_for(2 * self.most))
+        prompts_wait = others_wait or any(request.in_prefill for request in running)
+        self._paused = prompts_wait or manager.pool.num_free < blocks
         if self._paused:
             for request in running:
                 request.draft_token_ids = []

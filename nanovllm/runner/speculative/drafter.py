@@ -3,7 +3,6 @@ states. Its keys and values are further layers in the same blocks."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import Batch
 from nanovllm.runner.device_copies import upload
-from nanovllm.runner.speculative.rejection import draw_draft
+from nanovllm.runner.speculative.verification import draw_draft
 
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
@@ -52,22 +51,11 @@ class Drafter:
             str, Tensor
         ] = {}  # of the drafts to verify, if they are drawn: `[num_drafts, vocab_size]`
 
-    def _cache_shape(self, num_blocks: int) -> tuple[int, ...]:
+    def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        """Of this model's layers, on this rank."""
         heads = num_kv_heads_of_rank(self.num_kv_heads, get_tp_group().world_size)
         width = self.head_dim + getattr(self.runner.backend, "scale_bytes", 0)
-        return kv_cache_shape(num_blocks, heads, self.runner.config.block_size, width)
-
-    @property
-    def bytes_per_block(self) -> int:
-        """Device memory that a block's keys and values of this model take."""
-        return self.num_layers * math.prod(self._cache_shape(1)) * self.runner.kv_dtype.itemsize
-
-    def make_caches(self, num_blocks: int, num_host_blocks: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Caches for as many blocks as the first model's, on the device and for swapped requests in host memory."""
-        make = partial(torch.zeros, dtype=self.runner.kv_dtype)
-        layers = range(self.num_layers)
-        self.kv_caches = [make(self._cache_shape(num_blocks), device=self.runner.device) for _ in layers]
-        return self.kv_caches, [make(self._cache_shape(num_host_blocks)) for _ in layers if num_host_blocks]
+        return [kv_cache_shape(num_blocks, heads, self.runner.config.block_size, width)] * self.num_layers
 
     # ---------------------------------------------------------------- one step
 
@@ -163,7 +151,8 @@ class Drafter:
             send(tables[rows, :width], torch.int32), send(blocks * size + positions % size, torch.int64),
             int(lengths.max()), int(seq_lens.max()),
         )  # fmt: skip
-        with forward_context(ForwardContext(runner.backend, dict(enumerate(self.kv_caches)), metadata)):
+        caches = runner.kv_caches[len(runner.layers) :]  # behind those of the first model
+        with forward_context(ForwardContext(runner.backend, caches, metadata)):
             out, features = self._run(send(ids, torch.int64), send(positions, torch.int64), features)
         picked = send(wanted, torch.int64)
         return out.index_select(0, picked), None if features is None else features.index_select(0, picked)

@@ -11,29 +11,10 @@ from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOut
 from nanovllm.runner.batch import Batch
 from nanovllm.runner.sampling import SamplingRow
 from nanovllm.runner.speculative.drafter import DraftModel, Eagle
-from nanovllm.runner.speculative.rejection import DraftedRow, RejectionSampler
+from nanovllm.runner.speculative.verification import DraftedRow, RejectionSampler, keep_accepted
 
 if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
-
-
-def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -> ModelRunnerOutput:
-    """Keep, of the tokens that were sampled after a request's drafts, those that the model would have sampled one by one: up to the first
-    that is not the draft at its place, and this one."""
-    output = ModelRunnerOutput()
-    for scheduled in schedule.requests:
-        name = scheduled.request_id
-        if name not in sampled:
-            continue
-        tokens = [sampled[name]]
-        for place, draft in enumerate(scheduled.draft_token_ids, start=1):
-            if tokens[-1].token_id != draft:
-                break
-            tokens.append(sampled[name, place])
-        output.sampled[name] = tokens[0]
-        if tokens[1:]:
-            output.sampled_after[name] = tokens[1:]
-    return output
 
 
 class Speculator:
@@ -54,6 +35,10 @@ class Speculator:
         is_drawn = config.draft_sample_method == "probabilistic"
         if is_drawn:
             runner.sampler = RejectionSampler()
+
+    def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        """Caches that the runner shall make for the drafter's layers."""
+        return self.drafter.cache_shapes(num_blocks) if self.drafter is not None else []
 
     def mark(self, rows: dict[Any, SamplingRow], schedule: SchedulerOutput) -> None:
         """Tell the sampler which rows verify drafts that were drawn, and from what."""

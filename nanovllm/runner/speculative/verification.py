@@ -1,16 +1,41 @@
-"""Verifies drafts that were drawn from a distribution: rejection sampling (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023)."""
+"""Which drafts are kept: those that the model samples itself; or, if they were drawn, as many as rejection sampling accepts.
+
+Built by notebooks/42_speculative_decoding.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.runner.device_copies import upload
 from nanovllm.runner.sampling import Sampler, SamplingRow, draw, moderate, uniform
+
+
+def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -> ModelRunnerOutput:
+    """Keep, of the tokens that were sampled after a request's drafts, those that the model would have sampled one by one: up to the first
+    that is not the draft at its place, and this one."""
+    output = ModelRunnerOutput()
+    for scheduled in schedule.requests:
+        name = scheduled.request_id
+        if name not in sampled:
+            continue
+        tokens = [sampled[name]]
+        for place, draft in enumerate(scheduled.draft_token_ids, start=1):
+            if tokens[-1].token_id != draft:
+                break
+            tokens.append(sampled[name, place])
+        output.sampled[name] = tokens[0]
+        if tokens[1:]:
+            output.sampled_after[name] = tokens[1:]
+    return output
+
 
 # Draws that must not depend on each other have streams of their own: a draft, whether it is accepted, what takes its place.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
@@ -48,7 +73,8 @@ def draw_draft(logits: Tensor, params: SamplingParams, index: int) -> tuple[int,
 
 
 def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Tensor) -> Tensor:
-    """Accept a draft x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0), normalised: the result has distribution p.
+    """Accept a draft x with probability min(1, p(x) / q(x)), else draw from max(p - q, 0), normalised: the result has distribution p
+    (Leviathan et al. 2023, arXiv 2211.17192).
 
     Args:
         p, q: `[num_rows, vocab_size]`, distributions of the model and of the drafts.
