@@ -5,6 +5,7 @@ Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 4
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pathlib
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.parts import load
+from nanovllm.data.parts import MissingPartError, load
 from nanovllm.data.request import TokenLogprobs
 from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
 from nanovllm.distributed.groups import get_dp_group, get_pp_group, get_tp_group
