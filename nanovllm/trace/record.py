@@ -30,9 +30,13 @@ class TracedRequest:
     def kind(self) -> str:
         """ "decode" if the share is one token beyond the prompt, and drafts; otherwise "prefill": known tokens that were not computed before,
         or whose blocks were lost."""
-        return (
-            "decode" if self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens else "prefill"
-        )
+        is_decode = self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens
+        return "decode" if is_decode else "prefill"
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that became tokens. The slots of the others, the last `num_drafts - num_accepted` ones, are written again."""
+        return max(0, len(self.sampled) - 1)
 
     @property
     def samples_first_token(self) -> bool:
