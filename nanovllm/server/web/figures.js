@@ -92,7 +92,7 @@ export class FigureRow {
     this._set("running", String(now.running), `${now.waiting} waiting${swapped}`);
     this._set("rate", short(now.sampled), `${short(now.computed)} tokens incl. prefill`);
     byId("figures").classList.toggle("with-drafts", now.acceptance !== undefined);
-    if (now.acceptance !== undefined) this._set("drafts", now.acceptance.toFixed(2), "tokens per verification");
+    if (now.acceptance !== undefined) this._set("drafts", now.acceptance.toFixed(2), "tokens/verification");
     this._set("kv", percent(share), `${now.held.toLocaleString("en")} of ${count(now.blocks, "block")}`);
     this._set("hits", now.hits === undefined ? "–" : percent(now.hits), "of prompt tokens");
     this._set("preempted", now.preemptions.toLocaleString("en"), "in total");
