@@ -211,7 +211,9 @@ def test_tokens_can_be_hidden(drafts: bool, checkpoint: str) -> None:
 # ---------------------------------------------------------------- drafts
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "num_kv_blocks": 14}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "num_kv_blocks": 14}], ids=str
+)
 def test_a_trace_tells_what_became_of_drafts(checkpoint: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     """From a file: which tokens each request got, in which steps, and which slots were written again."""
     core, recorded, outputs = drafting_engine(checkpoint, **options)

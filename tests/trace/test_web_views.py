@@ -513,7 +513,8 @@ def test_rates(site):
 DRAFTS = [
     {"nanovllm_trace": 2, "settings": {"block_size": 4, "num_blocks": 8, "token_budget": 16}},
     {"named": [[0, "a", 3]], "arrived": [0], "admitted": [[0, 0]], "running": [0], "requests": [[0, 0, 3, [1], [7]]]},
-    {"requests": [[0, 3, 4, [2], [7, 8], 3]]},  # one draft of three is accepted; the slots of positions 5 and 6 are written again
+    # One draft of three is accepted; the slots of positions 5 and 6 are written again.
+    {"requests": [[0, 3, 4, [2], [7, 8], 3]]},
     {"requests": [[0, 5, 4, [3], [9, 9, 9, 9], 3]]},
     {"requests": [[0, 9, 4]]},
 ]
