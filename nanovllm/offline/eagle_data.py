@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,6 +47,8 @@ class Samples:
     def of(cls, pairs: list[tuple[list[int], list[int], bool]]) -> Samples:
         """From prompts, answers, and whether they are greedy."""
         pairs = [(prompt, answer, greedy) for prompt, answer, greedy in pairs if len(answer) > 2]
+        if len(pairs) < 2:
+            raise ValueError("there are not even two samples to train on: raise num_samples or time_limit")
         token_ids = torch.tensor([token for prompt, answer, _ in pairs for token in prompt + answer])
         sizes = torch.tensor([[len(prompt) + len(answer), len(prompt)] for prompt, answer, _ in pairs])
         return cls(token_ids, *sizes.T.contiguous(), torch.tensor([greedy for _, _, greedy in pairs]))
@@ -88,28 +91,19 @@ def make_samples(model: str, recipe: TrainingRecipe, deadline: float) -> Samples
     tokenizer, text = llm.get_tokenizer(), Path(recipe.data).read_text("utf-8", "replace") if recipe.data else ""
     if recipe.data and not text.lstrip().startswith("{"):
         return Samples.of([(piece[:1], piece[1:], False) for piece in pieces(text, tokenizer, recipe.num_samples, length)])
-    given = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in text.splitlines()]
-    given = [prompt for prompt in given if len(prompt) < length - 8]
-    found: list[tuple[list[int], list[int], bool]] = []
-    count = min(recipe.num_samples, len(given)) if recipe.data else recipe.num_samples
-    with tqdm(total=count, desc="Writing chats", unit="chat", dynamic_ncols=True) as bar:
-        for first in range(0, count, 4 * seqs):
-            numbers = range(first, min(first + 4 * seqs, count))
-            if found and time.monotonic() > deadline:
-                break
-            prompts = [given[i] for i in numbers] if recipe.data else user_turns(llm, [recipe.seed + i for i in numbers], length)
-            greedy = [i % 2 == 0 for i in numbers]
-            params = [
-                SamplingParams(temperature=0.0 if its else 0.7, seed=recipe.seed + i, max_tokens=length - len(prompt))
-                for i, its, prompt in zip(numbers, greedy, prompts, strict=True)
-            ]
-            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-            answers = [list(output.outputs[0].token_ids) for output in outputs]
-            found += zip(prompts, answers, greedy, strict=True)
-            bar.update(len(numbers))
+    if recipe.data:
+        chats = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in text.splitlines() if line.strip()]
+        prompts = [chat for chat in chats if len(chat) < length - 8][: recipe.num_samples]
+    else:
+        now = time.monotonic()
+        prompts = user_turns(llm, recipe, now + (deadline - now) / 4)
+    greedy = [i % 2 == 0 for i in range(len(prompts))]
+    common = partial(SamplingParams, max_tokens=length)  # and no more than there is room for
+    params = [common(temperature=0.0 if its else 0.7, seed=recipe.seed + i) for i, its in enumerate(greedy)]
+    answers = complete(llm, prompts, params, "Writing answers", deadline)
     del llm
     gc.collect()  # the engine's memory is needed
-    return Samples.of(found)
+    return Samples.of(list(zip(prompts, answers, greedy, strict=True)))
 
 
 def encode_chat(tokenizer, messages: list[dict[str, str]]) -> list[int]:
@@ -118,7 +112,7 @@ def encode_chat(tokenizer, messages: list[dict[str, str]]) -> list[int]:
     return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
 
 
-def user_turns(llm: LLM, seeds: list[int], length: int) -> list[list[int]]:
+def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[int]]:
     """Prompts that end where the model is to answer: the model was taught chats, so it can also write what a user says, if the prompt
     ends where the user begins to speak (Magpie: Xu et al. 2024, arXiv 2406.08464). A model without a chat template continues its own
     beginnings of texts."""
@@ -128,12 +122,35 @@ def user_turns(llm: LLM, seeds: list[int], length: int) -> list[list[int]]:
     before, _, after = chat.partition(PLACEHOLDER)
     opening = tokenizer.encode(before, add_special_tokens=not before) or [0]
     closing = tokenizer.encode(after, add_special_tokens=False)
-    limit = min(USER_TOKENS, length // 2 - len(opening) - len(closing))
-    params = [SamplingParams(temperature=1.0, top_p=0.95, seed=seed, min_tokens=4, max_tokens=limit) for seed in seeds]
-    outputs = llm.generate([{"prompt_token_ids": opening}] * len(seeds), params, use_tqdm=False)
+    limit = max(1, min(USER_TOKENS, recipe.sample_length // 2 - len(opening) - len(closing)))
+    common = partial(SamplingParams, temperature=1.0, top_p=0.95, max_tokens=limit)
+    params = [common(seed=recipe.seed + i) for i in range(recipe.num_samples)]
+    turns = complete(llm, [opening] * len(params), params, "Writing questions", deadline)
     ends = set(closing[:1])  # what ends the turn is the first token of what comes after it
-    turns = ([token for token in output.outputs[0].token_ids if token not in ends] for output in outputs)
-    return [opening + turn + closing for turn in turns]
+    return [opening + [token for token in turn if token not in ends] + closing for turn in turns if len(turn) > 2]
+
+
+def complete(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], what: str, deadline: float
+) -> list[list[int]]:
+    """The tokens with which the engine continues each prompt. As `LLM.generate`, but without the text, which costs Python more time than
+    all the rest; and when the deadline has passed, it returns what there is."""
+    engine, core, answers = llm.engine, llm.engine.core, [list[int]() for _ in prompts]
+    for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
+        [request] = engine.input_processor.process(str(i), {"prompt_token_ids": prompt}, its)[1]
+        core.add_request(request)
+    unfinished = set(range(len(prompts)))
+    with tqdm(total=len(prompts), desc=what, unit="chat", dynamic_ncols=True) as bar:
+        while core.has_unfinished:
+            if time.monotonic() > deadline:
+                for i in unfinished:
+                    core.abort_request(str(i))
+            for output in core.step():
+                answers[int(output.request_id)] += output.new_token_ids
+                if output.finish_reason is not None:
+                    unfinished.discard(int(output.request_id))
+                    bar.update()
+    return answers
 
 
 @torch.inference_mode()

@@ -288,7 +288,7 @@ class Trainer:
             numbers = self.held_out[self.samples.greedy[self.held_out] == greedy]
             accepted, steps, tokens = torch.zeros(LONGEST_DRAFT), torch.zeros(LONGEST_DRAFT), torch.zeros(LONGEST_DRAFT)
             rows = 0
-            for batch in numbers.split(self.recipe.batch_size):
+            for batch in numbers.split(self.recipe.batch_size) if len(numbers) else ():
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.target_head.dtype == torch.bfloat16):
                     hits = [
                         (self.draft_to_target[logits.argmax(-1)] == self.token_ids[places]) & is_there
