@@ -24,7 +24,7 @@ from nanovllm.offline.text import PLACEHOLDER, pieces
 
 USER_TOKENS = 64  # of a turn at most that the model writes for the user
 BLOCK_SIZE = 16
-ROWS = 4096  # tokens in a forward pass of the target, whose logits are as wide as its vocabulary
+ROWS = {"cpu": 2048, "cuda": 16384}  # tokens in a forward pass of the target, whose logits are as wide as its vocabulary
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Samples:
         """From prompts, answers, and whether they are greedy."""
         pairs = [(prompt, answer, greedy) for prompt, answer, greedy in pairs if len(answer) > 2]
         if len(pairs) < 2:
-            raise ValueError("there are not even two samples to train on: raise num_samples or time_limit")
+            raise ValueError("there are not even two samples to train on: raise num_samples, sample_length or time_limit")
         token_ids = torch.tensor([token for prompt, answer, _ in pairs for token in prompt + answer])
         sizes = torch.tensor([[len(prompt) + len(answer), len(prompt)] for prompt, answer, _ in pairs])
         return cls(token_ids, *sizes.T.contiguous(), torch.tensor([greedy for _, _, greedy in pairs]))
@@ -93,10 +93,11 @@ def make_samples(model: str, recipe: TrainingRecipe, deadline: float) -> Samples
         return Samples.of([(piece[:1], piece[1:], False) for piece in pieces(text, tokenizer, recipe.num_samples, length)])
     if recipe.data:
         chats = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in text.splitlines() if line.strip()]
-        prompts = [chat for chat in chats if len(chat) < length - 8][: recipe.num_samples]
+        prompts = chats[: recipe.num_samples]
     else:
         now = time.monotonic()
         prompts = user_turns(llm, recipe, now + (deadline - now) / 4)
+    prompts = [prompt for prompt in prompts if len(prompt) <= length - 4]
     greedy = [i % 2 == 0 for i in range(len(prompts))]
     common = partial(SamplingParams, max_tokens=length)  # and no more than there is room for
     params = [common(temperature=0.0 if its else 0.7, seed=recipe.seed + i) for i, its in enumerate(greedy)]
@@ -122,12 +123,12 @@ def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[i
     before, _, after = chat.partition(PLACEHOLDER)
     opening = tokenizer.encode(before, add_special_tokens=not before) or [0]
     closing = tokenizer.encode(after, add_special_tokens=False)
-    limit = max(1, min(USER_TOKENS, recipe.sample_length // 2 - len(opening) - len(closing)))
+    limit = max(8, min(USER_TOKENS, recipe.sample_length // 2 - len(opening) - len(closing)))
     common = partial(SamplingParams, temperature=1.0, top_p=0.95, max_tokens=limit)
     params = [common(seed=recipe.seed + i) for i in range(recipe.num_samples)]
     turns = complete(llm, [opening] * len(params), params, "Writing questions", deadline)
     ends = set(closing[:1])  # what ends the turn is the first token of what comes after it
-    return [opening + [token for token in turn if token not in ends] + closing for turn in turns if len(turn) > 2]
+    return [opening + [token for token in turn if token not in ends] + closing for turn in turns if turn]
 
 
 def complete(
@@ -164,7 +165,7 @@ def target_states(target: LlamaForCausalLM, samples: Samples, device: torch.devi
     backend = get_backend("auto", device, config.head_dim)
     groups: list[list[int]] = [[]]
     for i, length in enumerate(lengths := samples.lengths.tolist()):
-        if groups[-1] and sum(lengths[j] for j in groups[-1]) + length > ROWS:
+        if groups[-1] and sum(lengths[j] for j in groups[-1]) + length > ROWS[device.type]:
             groups.append([])
         groups[-1].append(i)
     most = max(sum(-(-lengths[i] // BLOCK_SIZE) for i in group) for group in groups)

@@ -98,8 +98,9 @@ class DraftHead(nn.Module):
             project[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
             for name in "qkv"
         )
-        cos, sin = self.cos_sin[step : step + length].to(q.dtype).chunk(2, -1)
-        q, k = (torch.cat([a * cos - b * sin, b * cos + a * sin], -1) for a, b in (q.chunk(2, -1), k.chunk(2, -1)))
+        cos, sin = self.cos_sin[step : step + length].chunk(2, -1)
+        halves = ((part.chunk(2, -1)) for part in (q, k))
+        q, k = (torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(v.dtype) for a, b in halves)
         cache.append((k, v))
         # The query heads that share a KV head become more rows of one product.
         q = q.unflatten(1, (self.kv_heads, -1)) * self.head_dim**-0.5  # [batch, kv_heads, group, length, head_dim]
@@ -154,6 +155,7 @@ class Trainer:
         self.head.to(device)
         with torch.no_grad():
             self.head.lm_head.weight.copy_(self.target_head)
+            self.head.norm.weight.copy_(0.3 * target.model.norm.weight)  # it knows little yet, and should not be sure
             self.head.midlayer["self_attn"]["o_proj"].weight.mul_(0.1)
             self.head.midlayer["mlp"]["down_proj"].weight.mul_(0.1)
         self.optimizer = torch.optim.AdamW(
@@ -189,7 +191,7 @@ class Trainer:
         rows = ((within >= self.starts[numbers, None] - 1) & (within < ends - 2)).flatten().nonzero()[:, 0]
         states = self.states[places][..., : len(self.scale)]
         token_ids = self.token_ids[(places + 1).clamp(max=len(self.token_ids) - 1)]
-        hidden = self.head.fc((states * self.scale).to(self.target_head.dtype))
+        hidden = self.head.fc(states * self.scale)
         cache: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
             hidden = self.head.step(self.target.model.embed_tokens(token_ids.flatten()).view(*token_ids.shape, -1), hidden, cache)
@@ -271,7 +273,7 @@ class Trainer:
         """Go on where a run before this one has ended."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         if not torch.equal(state["draft_to_target"], self.draft_to_target):
-            raise ValueError(f"'{file.parent}' has the head of a run with other flags: repeat these, or name another folder")
+            raise ValueError(f"'{file.parent.parent}' has the head of a run with other flags: repeat these, or name another folder")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.done, self.scale = state["done"], state["scale"]
@@ -362,14 +364,15 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     limit = math.inf if recipe.time_limit is None else 60 * recipe.time_limit
     folder, out = resolve_model(name_or_folder).resolve(), Path(out).expanduser()
     config, device = ModelConfig.from_pretrained(folder), choose_device(recipe.device)
-    if config.kv_lora_rank or config.num_layers < 6:
-        raise UnsupportedModelError("a head can be trained for a model with ordinary attention and at least 6 layers")
+    if config.kv_lora_rank or config.num_layers < 7:
+        raise UnsupportedModelError("a head can be trained for a model with ordinary attention and at least 7 layers")
     recipe.device = device.type  # type: ignore[assignment]
-    out.mkdir(parents=True, exist_ok=True)
-    samples = load_samples(str(folder), out, recipe, begin + 0.4 * limit)
+    work = out / "training"  # apart from the head, which is all of the safetensors files in its folder
+    work.mkdir(parents=True, exist_ok=True)
+    samples = load_samples(str(folder), work, recipe, begin + 0.4 * limit)
     target = load_model(folder, config, choose_dtype("auto", device), device, recipe.sample_length)
     target.model.collect_hidden_states(default_aux_layers(config.num_layers))
-    trainer, checkpoint = Trainer(target, samples, recipe, device), out / "training.pt"
+    trainer, checkpoint = Trainer(target, samples, recipe, device), work / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load_checkpoint(checkpoint)
     trainer.train(begin + 0.93 * limit, checkpoint)
