@@ -115,7 +115,7 @@ def mark_style(kind: str, color: str) -> dict[str, Any]:
         "cached": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "////"},
         "transferred": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "..."},
         "accepted draft": {"facecolor": mix(color, BACKGROUND, 0.3), "edgecolor": color},
-        "rejected draft": {"facecolor": mix(color, BACKGROUND, 0.8), "edgecolor": color, "linestyle": (0, (2, 2))},
+        "rejected draft": {"facecolor": mix(color, BACKGROUND, 0.8), "edgecolor": color, "linestyle": "--"},
         "free": {"facecolor": BACKGROUND, "edgecolor": FAINT},
     }[kind]
 
