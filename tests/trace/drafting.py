@@ -46,7 +46,7 @@ def drafting_engine(checkpoint: str, **options: Any) -> tuple[EngineCore, Trace,
 
 
 @functools.cache
-def drafting_trace() -> Trace:
-    """The trace of such an engine, in a pool so small that requests are preempted."""
+def drafting_trace(num_kv_blocks: int = 40) -> Trace:
+    """The trace of such an engine. With 30 blocks, a request is preempted."""
     with tempfile.TemporaryDirectory() as folder:
-        return drafting_engine(str(make_checkpoint(pathlib.Path(folder) / "tiny")), num_kv_blocks=14)[1]
+        return drafting_engine(str(make_checkpoint(pathlib.Path(folder) / "tiny")), num_kv_blocks=num_kv_blocks)[1]

@@ -106,6 +106,7 @@ TRACES = {
     "evictions": lambda: prefix_trace(40, 5, num_kv_blocks=24, max_num_seqs=4),
     "many": lambda: prefix_trace(80, 6, num_kv_blocks=300, max_num_seqs=80),
     "drafts": drafting_trace,
+    "drafts and a preemption": lambda: drafting_trace(30),
 }
 
 
