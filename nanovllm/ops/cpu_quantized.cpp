@@ -8,7 +8,7 @@
 // A word of the packed weight is four neighbouring inputs of one output, each plus 128: one instruction multiplies four
 // unsigned bytes by four signed ones, and the signed ones, x, may be repeated from memory. Of each sum, 128 times the sum
 // of x's row is subtracted at the end. Sums of integers are exact, whatever their order. Sixteen words of the weight are
-// also a tile (cpu_tiles.h), and x's rows are as both read them: which of the two multiplies can be chosen by tokens.
+// also a tile (cpu_tiles.h), and a row of x is one of the other operand, so tiles multiply what vectors multiply.
 
 #if defined(__AVX512VNNI__)
 constexpr bool MULTIPLIES_BYTES = true;
@@ -60,12 +60,13 @@ struct ByteProduct {
 };
 
 #if HAS_BYTE_TILES
-constexpr int64_t FEW_TOKENS = 4;  // vectors multiply so many by a weight as fast as it comes from memory
+// Vectors multiply up to so many tokens about as fast as the weight comes from memory (on AMD's Zen 4; not timed with AMX).
+constexpr int64_t FEW_TOKENS = 4;
 
 INLINE bool by_byte_tiles(int64_t tokens) { return tokens > FEW_TOKENS && uses_tiles<int8_t>(); }
 
-// `words` words of each group of a weight, of which the next group's are `distance` words further: made bytes as a Product
-// makes them, a part at a time, with zeros up to the end of a tile. There, it does not matter what x has.
+// `words` words of each group of a weight; those of the next group are `distance` words further. A part at a time becomes
+// tiles of bytes, which the Product reads from words. Zeros fill the last tile, so it does not matter what they meet in x.
 template <class Product>
 struct ByteTiles {
   static constexpr bool UNPACKS = true;
@@ -92,7 +93,7 @@ INLINE bool by_byte_tiles(int64_t) { return false; }
 #endif
 
 // Rows of x as integers: the words that a Product reads, a scale per row, and the sum of each of its groups, `factor` times.
-// Tiles may read on to the end of 16 rows, and of the last row's last tile.
+// A tile may read beyond a row's end, and 16 rows where fewer are left: that memory exists, whatever is in it.
 template <class Product>
 struct Quantized {
   int64_t stride, groups;
@@ -146,7 +147,7 @@ struct Quantized {
 };
 
 #if HAS_BYTE_TILES
-// tiles_block() with rows from `token` on, their words from `first` on.
+// tiles_block() for rows from `token` on, and their words from `first` on.
 template <int GROUPS, class Product, class Weight, class Write>
 INLINE void byte_tiles_block(const Quantized<Product>& x, int64_t token, int64_t first, const Weight& weight, int64_t group,
                              int64_t tokens, int64_t steps, const Write& write) {
