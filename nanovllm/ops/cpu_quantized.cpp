@@ -106,7 +106,7 @@ struct Quantized {
   Quantized(const T* x, int64_t tokens, int64_t inner, int64_t groups, int32_t factor, int64_t row_words, int threads)
       : stride(row_words),
         groups(groups),
-        memory(new TileMemory[((by_byte_tiles(tokens) ? (tokens + 15) / 16 * 16 : tokens) * stride + 15) / TILE_WORDS + 1]),
+        memory(new TileMemory[(rows_of_memory(tokens) * stride + 15) / TILE_WORDS + 1]),
         words(memory[0].words),
         scales(new float[tokens]),
         sums(new int32_t[tokens * groups]) {
@@ -126,6 +126,8 @@ struct Quantized {
 
  private:
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+  static int64_t rows_of_memory(int64_t tokens) { return by_byte_tiles(tokens) ? (tokens + 15) / 16 * 16 : tokens; }
 
   // Returns the scale.
   template <class T>
