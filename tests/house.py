@@ -21,9 +21,9 @@ PACKAGE = ROOT / "nanovllm"
 ROOMS = [
     "data",
     "checkpoint",
-    "text",
     "ops",
     "distributed",
+    "text",
     "layers",
     "attention",
     "models",
