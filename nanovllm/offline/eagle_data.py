@@ -24,7 +24,10 @@ from nanovllm.offline.text import PLACEHOLDER, pieces
 
 USER_TOKENS = 64  # of a turn at most that the model writes for the user
 BLOCK_SIZE = 16
-ROWS = {"cpu": 2048, "cuda": 16384}  # tokens in a forward pass of the target, whose logits are as wide as its vocabulary
+ROWS = {
+    "cpu": 2048,
+    "cuda": 16384,
+}  # tokens in a forward pass of the target, whose logits are as wide as its vocabulary
 
 
 @dataclass
@@ -48,7 +51,9 @@ class Samples:
         """From prompts, answers, and whether they are greedy."""
         pairs = [(prompt, answer, greedy) for prompt, answer, greedy in pairs if len(answer) > 2]
         if len(pairs) < 2:
-            raise ValueError("there are not even two samples to train on: raise num_samples, sample_length or time_limit")
+            raise ValueError(
+                "there are not even two samples to train on: raise num_samples, sample_length or time_limit"
+            )
         token_ids = torch.tensor([token for prompt, answer, _ in pairs for token in prompt + answer])
         sizes = torch.tensor([[len(prompt) + len(answer), len(prompt)] for prompt, answer, _ in pairs])
         return cls(token_ids, *sizes.T.contiguous(), torch.tensor([greedy for _, _, greedy in pairs]))
@@ -90,7 +95,9 @@ def make_samples(model: str, recipe: TrainingRecipe, deadline: float) -> Samples
     )  # fmt: skip
     tokenizer, text = llm.get_tokenizer(), Path(recipe.data).read_text("utf-8", "replace") if recipe.data else ""
     if recipe.data and not text.lstrip().startswith("{"):
-        return Samples.of([(piece[:1], piece[1:], False) for piece in pieces(text, tokenizer, recipe.num_samples, length)])
+        return Samples.of(
+            [(piece[:1], piece[1:], False) for piece in pieces(text, tokenizer, recipe.num_samples, length)]
+        )
     if recipe.data:
         chats = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in text.splitlines() if line.strip()]
         prompts = chats[: recipe.num_samples]

@@ -62,7 +62,11 @@ class DraftHead(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, width
         linear, norm = partial(nn.Linear, bias=False), partial(Norm, hidden, config.rms_norm_eps)
         q, kv = self.heads * width, self.kv_heads * width
-        attention = {"q_proj": linear(2 * hidden, q), "k_proj": linear(2 * hidden, kv), "v_proj": linear(2 * hidden, kv)}
+        attention = {
+            "q_proj": linear(2 * hidden, q),
+            "k_proj": linear(2 * hidden, kv),
+            "v_proj": linear(2 * hidden, kv),
+        }
         self.fc = linear(3 * hidden, hidden)
         self.midlayer = nn.ModuleDict({
             "input_layernorm": norm(), "hidden_norm": norm(), "post_attention_layernorm": norm(),
@@ -95,7 +99,9 @@ class DraftHead(nn.Module):
         own keys of each step since. A draft sees the verified tokens and the drafts before it, which belong to no other position."""
         length, step, project = x.shape[1], len(cache), self.midlayer["self_attn"]  # type: ignore[index]
         q, k, v = (
-            project[f"{name}_proj"](x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [batch, heads, length, head_dim]
+            project[f"{name}_proj"](x)
+            .unflatten(-1, (-1, self.head_dim))
+            .transpose(1, 2)  # [batch, heads, length, head_dim]
             for name in "qkv"
         )
         cos, sin = self.cos_sin[step : step + length].chunk(2, -1)
@@ -130,7 +136,9 @@ class Trainer:
             of `fc` in the file.
     """
 
-    def __init__(self, target: LlamaForCausalLM, samples: Samples, recipe: TrainingRecipe, device: torch.device) -> None:
+    def __init__(
+        self, target: LlamaForCausalLM, samples: Samples, recipe: TrainingRecipe, device: torch.device
+    ) -> None:
         config, self.target, self.samples, self.recipe, self.device = target.config, target, samples, recipe, device
         held_out = min(MOST_HELD_OUT, math.ceil(HELD_OUT * len(samples.lengths)))
         order = torch.randperm(len(samples.lengths), generator=torch.Generator().manual_seed(recipe.seed))
@@ -151,7 +159,9 @@ class Trainer:
         some = self.states[samples.answers[torch.randint(len(samples.answers), (8192,))].to(device), :width].float()
         self.scale = 1 / some.square().mean(0).sqrt().clamp(min=1e-6)
         torch.manual_seed(recipe.seed)
-        self.head = DraftHead(config, len(self.draft_to_target), recipe.sample_length + max(recipe.steps, LONGEST_DRAFT))
+        self.head = DraftHead(
+            config, len(self.draft_to_target), recipe.sample_length + max(recipe.steps, LONGEST_DRAFT)
+        )
         self.head.to(device)
         with torch.no_grad():
             self.head.lm_head.weight.copy_(self.target_head)
@@ -194,7 +204,9 @@ class Trainer:
         hidden = self.head.fc(states * self.scale)
         cache: list[tuple[Tensor, Tensor]] = []
         for step in range(steps):
-            hidden = self.head.step(self.target.model.embed_tokens(token_ids.flatten()).view(*token_ids.shape, -1), hidden, cache)
+            hidden = self.head.step(
+                self.target.model.embed_tokens(token_ids.flatten()).view(*token_ids.shape, -1), hidden, cache
+            )
             guessed = (places + 2 + step).clamp(max=len(self.token_ids) - 1)
             is_there = (within + 2 + step < ends).flatten()[rows]
             logits = self.head.logits(hidden.flatten(0, 1)[rows])
@@ -242,7 +254,9 @@ class Trainer:
                 progress = max(number / total, (now - begin) / max(until - begin, 1e-9) if until < math.inf else 0)
                 if now > until:
                     break
-                rate = min(1, (number + 1) / max(1, min(100, total // 20))) * (0.02 + 0.49 * (1 + math.cos(math.pi * min(1, progress))))
+                rate = min(1, (number + 1) / max(1, min(100, total // 20))) * (
+                    0.02 + 0.49 * (1 + math.cos(math.pi * min(1, progress)))
+                )
                 for group in self.optimizer.param_groups:
                     group["lr"] = recipe.learning_rate * rate
                 with torch.autocast(self.device.type, torch.bfloat16, enabled=self.target_head.dtype == torch.bfloat16):
@@ -273,7 +287,9 @@ class Trainer:
         """Go on where a run before this one has ended."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         if not torch.equal(state["draft_to_target"], self.draft_to_target):
-            raise ValueError(f"'{file.parent.parent}' has the head of a run with other flags: repeat these, or name another folder")
+            raise ValueError(
+                f"'{file.parent.parent}' has the head of a run with other flags: repeat these, or name another folder"
+            )
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.done, self.scale = state["done"], state["scale"]
@@ -384,5 +400,7 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     save_file(trainer.tensors(), out / "model.safetensors", {"format": "pt", "config": json.dumps(raw)})
     (out / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for name, values in found.items():
-        print(f"{name}: accepted {values['acceptance']}, tokens per step with 1 to {LONGEST_DRAFT} drafts {values['tokens per step']}")
+        print(
+            f"{name}: accepted {values['acceptance']}, tokens per step with 1 to {LONGEST_DRAFT} drafts {values['tokens per step']}"
+        )
     return out

@@ -22,7 +22,9 @@ from nanovllm.offline.train_eagle import LONGEST_DRAFT, Trainer, train_eagle
 from tests.models.test_eagle import Drafter
 from tests.oracle import VARIANTS, make_checkpoint, reference_tokens
 
-RECIPE: dict[str, Any] = dict(num_samples=8, sample_length=64, draft_vocab_size=64, epochs=2, batch_size=3, device="cpu")
+RECIPE: dict[str, Any] = dict(
+    num_samples=8, sample_length=64, draft_vocab_size=64, epochs=2, batch_size=3, device="cpu"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,9 @@ def test_the_head_in_training_is_the_engine_s(folder: pathlib.Path, tmp_path: pa
 
 
 def test_a_few_samples_can_be_learned_by_heart(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
-    recipe = TrainingRecipe(**RECIPE | {"epochs": 150, "steps": 4, "draft_vocab_size": 320, "batch_size": 4, "learning_rate": 1e-2})
+    recipe = TrainingRecipe(
+        **RECIPE | {"epochs": 150, "steps": 4, "draft_vocab_size": 320, "batch_size": 4, "learning_rate": 1e-2}
+    )
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, 320, (4, 6), generator=generator).tolist()
     pairs = [(prompt, reference_tokens(str(folder), prompt, 16), True) for prompt in prompts]
@@ -119,19 +123,34 @@ def test_the_walk_through_a_sample(folder: pathlib.Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_the_command(folder: pathlib.Path, tmp_path: pathlib.Path, quantize: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    folder: pathlib.Path, tmp_path: pathlib.Path, quantize: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in "abcdef"))
     data = [] if quantize == "none" else ["--data", str(chats)]
-    if data and not (folder / "chat_template.jinja").exists() and "chat_template" not in (folder / "tokenizer_config.json").read_text():
+    if (
+        data
+        and not (folder / "chat_template.jinja").exists()
+        and "chat_template" not in (folder / "tokenizer_config.json").read_text()
+    ):
         data = ["--data", str(text := tmp_path / "text.txt")]
         text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    words = ["--num-samples=6", "--sample-length=64", "--epochs=2", "--batch-size=3", "--draft-vocab-size=64", "--device=cpu"]
+    words = [
+        "--num-samples=6",
+        "--sample-length=64",
+        "--epochs=2",
+        "--batch-size=3",
+        "--draft-vocab-size=64",
+        "--device=cpu",
+    ]
     command = ["train-eagle", str(folder), "--out", str(tmp_path / "head"), *words, *data, f"--quantize={quantize}"]
     assert main(command) == 0
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     trained = config["trained"]
-    assert trained["batches"] > 2 and all(len(each["acceptance"]) == LONGEST_DRAFT for each in trained["held_out"].values())
+    assert trained["batches"] > 2 and all(
+        len(each["acceptance"]) == LONGEST_DRAFT for each in trained["held_out"].values()
+    )
     plain = load(folder)
     for path in (tmp_path / "head", tmp_path / "head" / "model.safetensors"):
         assert isinstance(load_draft_model(path, plain, torch.float32, "cpu", 64), EagleModel)
@@ -140,7 +159,9 @@ def test_the_command(folder: pathlib.Path, tmp_path: pathlib.Path, quantize: str
     again = json.loads((tmp_path / "head" / "config.json").read_text())["trained"]
     assert again["batches"] == trained["batches"] and again["held_out"] == trained["held_out"]
     assert main([*command, "--epochs=3"]) == 0
-    assert json.loads((tmp_path / "head" / "config.json").read_text())["trained"]["batches"] == trained["batches"] * 3 // 2
+    assert (
+        json.loads((tmp_path / "head" / "config.json").read_text())["trained"]["batches"] == trained["batches"] * 3 // 2
+    )
     capsys.readouterr()
     assert main([*command, "--draft-vocab-size=32"]) == 2
     assert "has the head of a run with other flags: repeat these, or name another folder" in capsys.readouterr().err
