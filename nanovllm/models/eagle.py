@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nanovllm.attention.base import Rotary
 from nanovllm.checkpoint.files import (
     ConfigFile,
-    Fields,
     ModelFileError,
     UnsupportedModelError,
     check_supported,
@@ -115,9 +114,9 @@ class EagleConfig:
             what = f"the draft head reads layers {list(aux_layers)}, and the model has layers 0 to {num_layers - 1}"
             raise UnsupportedModelError(f"{what}: use a head that was trained for this model")
         vocab_size = fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
-        has = [f"{name}.weight" in tensors for name in ("embed_tokens", "lm_head")]
         norm_first = fields.get("norm_before_residual", False)
-        return cls(layer, vocab_size, aux_layers, norm_first, *has, "fc.bias" in tensors)
+        embedding, head, bias = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias"))
+        return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 
 class EagleAttention(SelfAttention):

@@ -50,14 +50,12 @@ def test_the_head_in_training_is_the_engine_s(folder: pathlib.Path, tmp_path: pa
     pairs = [([1, 7, 9], list(range(20, 34)), True), ([5], list(range(90, 100)), False)]
     trainer = Trainer(target, Samples.of(pairs), TrainingRecipe(**RECIPE), torch.device("cpu"))
     state = torch.load(tmp_path / "training" / "checkpoint.pt", weights_only=True)
-    trainer.head.load_state_dict(state["head"])
-    trainer.scale = state["scale"]
-    trainer.draft_to_target = head.draft_to_target
     # In the file are bfloat16 numbers; the head in training gets them, too.
-    stored = trainer.tensors()
+    trainer.scale, trainer.draft_to_target = state["scale"], head.draft_to_target
     with torch.no_grad():
-        for name, tensor in trainer.head.state_dict().items():
-            tensor.copy_(stored[name].float() / (trainer.scale if name == "fc.weight" else 1))
+        for name, tensor in state["head"].items():
+            scale = trainer.scale if name == "fc.weight" else 1
+            trainer.head.weights[name].copy_((tensor * scale).bfloat16() / scale)
     found = [logits for logits, _, _ in trainer.drafts(torch.tensor([0]), 3, free=True)]
     prompt, answer, _ = pairs[0]
     token_ids, first = torch.tensor(prompt + answer), len(prompt) - 1
