@@ -1,7 +1,5 @@
 """nanovllm: a course on LLM inference engines, and the engine that its lectures add up to."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import TYPE_CHECKING, Any

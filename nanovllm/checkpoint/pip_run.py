@@ -4,8 +4,6 @@
 `python -m nanovllm.checkpoint.pip_run REPORT install ...`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Sequence

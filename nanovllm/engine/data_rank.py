@@ -1,7 +1,5 @@
 """An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of several."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """Executors: how the engine hands each step to its ranks and gets back what they sampled."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Checks, before anything loads, whether a model and this machine can take the grid of ranks that the settings ask for."""
 
-from __future__ import annotations
-
 import os
 
 from nanovllm.data.config import EngineConfig

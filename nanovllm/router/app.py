@@ -5,8 +5,6 @@ The messages are those of vLLM's NixlConnector and of the proxies that come with
 of both kinds understand one another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

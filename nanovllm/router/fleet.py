@@ -4,8 +4,6 @@ A server that dies is started again, on its old port. One that is stopped or han
 process, however it ends: each watches the pipe that is its standard input.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

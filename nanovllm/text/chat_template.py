@@ -4,8 +4,6 @@ A template is a program that comes with the model. Jinja's sandbox blocks access
 nor the length of a string. A process can be limited and killed at any time; a thread cannot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -4,8 +4,6 @@ Control messages go from engine to engine, KV from rank to rank (`transport`). T
 for the scheduler wait in a mailbox until its next step; claims and releases of leases are answered at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import socket

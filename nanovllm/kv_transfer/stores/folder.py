@@ -5,8 +5,6 @@ damage by a crash or a bad disk. A folder on a disk is a pool for this machine's
 system whose locks work, for engines on several machines; one on /dev/shm is shared memory.
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import time
