@@ -80,8 +80,8 @@ def _attend(
     PADDED: tl.constexpr = q.shape[1] != HEAD_DIM
     # With a window, every tile needs the mask. Latents wait for memory, and a second loop would only take registers.
     ONE_LOOP: tl.constexpr = WINDOWED or ROPE > 0
-    # Filling a pipeline takes longer than the few last tiles. Without one, loads pass through registers: too many of wide numbers.
-    LAST: tl.constexpr = None if ONE_LOOP or WIDEN is not None or q.dtype == tl.float32 else 1
+    # Of a prompt's tiles few are last: filling a pipeline would take longer than they do. But loads then pass through registers.
+    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not ONE_LOOP else None
     for MASKED in tl.static_range(ONE_LOOP, 2):
         stop = end if MASKED else whole
         for start in tl.range(begin, stop, TILE_KEYS, num_stages=LAST if MASKED else None):
