@@ -11,6 +11,8 @@ all this rule at different distances. While a step runs, it samples `num_pending
 are known.
 """
 
+from __future__ import annotations
+
 import enum
 from dataclasses import dataclass, field
 from typing import Any
