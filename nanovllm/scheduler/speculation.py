@@ -106,7 +106,14 @@ class Speculation:
         return 0 if self.config.method == "ngram" else self.count(request, num_requests)
 
     def count(self, request: Request, num_requests: int) -> int:
-        """How many tokens to draft for a request, beside so many requests that decode."""
+        """How many tokens to draft for a request, beside so many requests that decode.
+
+        At most `limit(request)`; none while the step is `_paused`. If the settings name a number for this many requests
+        (`num_speculative_tokens_per_batch_size`: first, last, number), that one, or 0 if they name others. Otherwise drafts pay one after the
+        other, as long as their chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of each other that
+        much less than the one before. In every step whose number `_num_steps` is a multiple of `PROBE` it tries the opposite: 0 if any pays,
+        1 if none does.
+        """
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
             return 0

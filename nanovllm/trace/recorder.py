@@ -84,7 +84,7 @@ class StepRecorder:
             for r in plan.requests
         ]
         for share, scheduled in zip(fields["requests"], plan.requests, strict=True):
-            share.num_drafts = len(scheduled.draft_token_ids)
+            share.num_drafts = max(0, scheduled.samples - 1)
         budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
         # The next step may begin before this one is finished: everything up to now belongs to this one.
