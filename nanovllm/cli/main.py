@@ -21,6 +21,7 @@ COMMANDS = {
     "replay": ("show a recorded trace in the browser, to all who can reach the port", "nanovllm.cli.replay"),
     "fetch": ("download a model", "nanovllm.cli.fetch"),
     "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
+    "train-eagle": ("train a draft head for speculative decoding", "nanovllm.offline.eagle_command"),
     "bench": ("measure speed", "nanovllm.lab.bench"),
     "kernels": ("show what the compiler makes of the GPU kernels", "nanovllm.lab.kernels"),
 }
