@@ -1,4 +1,4 @@
-"""Latent attention in Triton: a decode reads each row of the cache once, for up to 32 heads, as key and as value.
+"""Latent attention in Triton: a decode reads each row of the cache once, for up to 64 heads, as key and as value.
 
 `cache[num_blocks, block_size, rank + rope]` is one layer's cache. Offsets of blocks are in 64 bits.
 
@@ -20,27 +20,32 @@ class LatentTiles(Tiles):
     """Lecture 15's `Tiles` for this kernel: `rows` are heads, and `keys` are rows of the cache."""
 
     def shared_memory(self, width: int, itemsize: int) -> int:
-        """Upper bound on the compiler's shared memory in bytes: the queries, and one tile per two stages after the first,
-        since the block table's entry for a tile is loaded before the tile."""
-        return (self.rows + max(1, (self.num_stages - 1) // 2) * self.keys) * width * itemsize + 4096
+        """Upper bound on the compiler's shared memory in bytes: the queries, and one tile per two stages after the first, since the
+        block table's entry for a tile is loaded before the tile; one more for Hopper's matrix instructions, as in lecture 15."""
+        rows = self.rows + (max(1, (self.num_stages - 1) // 2) + (self.rows >= 64)) * self.keys
+        return rows * width * itemsize + 4096
 
 
 def choose_latent_tiles(num_heads: int, width: int, dtype: torch.dtype, hardware: Hardware) -> LatentTiles:
-    """Choose tiles with up to 32 heads of a token: sums of 64 heads and 512 channels would not leave enough registers."""
-    tiles = LatentTiles(16, 32, 4, 5) if num_heads <= 16 else LatentTiles(32, 32, 8, 5)
+    """Choose tiles with up to 64 heads of a token on Hopper, whose matrix instructions take tiles from shared memory; before, the
+    sums of so many heads and 512 channels would not leave enough registers."""
+    many = LatentTiles(64, 64, 8, 3) if num_heads > 32 and hardware.generation == 9 else LatentTiles(32, 32, 8, 5)
+    tiles = LatentTiles(16, 32, 4, 5) if num_heads <= 16 else many
     if dtype == torch.float32:  # no exact matrix instruction: everything goes through registers
         tiles = LatentTiles(16, 16, 8, 3)
     if hardware.warp_size == 64:  # AMD: a wave has twice the threads, and loads do not pass through shared memory
-        return tiles._replace(rows=16, num_warps=4, num_stages=2)
+        return tiles._replace(rows=16, keys=min(tiles.keys, 32), num_warps=4, num_stages=2)
     while tiles.shared_memory(width, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 2)
     return tiles
 
 
 def choose_latent_splits(num_queries: int, num_heads: int, tiles: LatentTiles, hardware: Hardware) -> int:
-    """Parts of each context, as `choose_splits` of lecture 15: enough programs for several rounds."""
-    programs = num_queries * triton.cdiv(num_heads, tiles.rows)
-    return min(triton.next_power_of_2(triton.cdiv(8 * hardware.num_processors, programs)), MAX_SPLITS)
+    """Parts of each context, such that between one and two times as many programs run as fit at once: two on each multiprocessor, one
+    of 64 heads. With more parts, as `choose_splits` of lecture 15 has, their averages would cost too much: one of 16 heads is as large as
+    28 rows of the cache, and is written and read."""
+    programs, at_once = num_queries * triton.cdiv(num_heads, tiles.rows), 1 if tiles.rows >= 64 else 2
+    return min(triton.next_power_of_2(at_once * hardware.num_processors // programs + 1), MAX_SPLITS)
 
 
 class TritonLatentBackend(TorchLatentBackend):

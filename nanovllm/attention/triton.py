@@ -55,12 +55,13 @@ def write_kv_cache(
 
 
 class Hardware(NamedTuple):
-    """The numbers that tiles depend on: multiprocessors of the GPU, shared memory that one program may use (bytes), and
-    threads per warp (64 on AMD)."""
+    """The numbers that tiles depend on: multiprocessors of the GPU, shared memory that one program may use (bytes), threads per
+    warp (64 on AMD), and the first number of the compute capability (9 on Hopper)."""
 
     num_processors: int
     shared_memory: int
     warp_size: int = 32
+    generation: int = 9
 
     @classmethod
     @cache
@@ -70,7 +71,7 @@ class Hardware(NamedTuple):
             return cls(1, 227 * 1024)
         properties = torch.cuda.get_device_properties(device)
         shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-        return cls(properties.multi_processor_count, shared, properties.warp_size)
+        return cls(properties.multi_processor_count, shared, properties.warp_size, properties.major)
 
 
 def choose_splits(num_seqs: int, num_kv_heads: int, hardware: Hardware) -> int:
@@ -109,7 +110,7 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
     rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
     if amd:
         return Tiles(rows, max(32, 4096 // channels), 4, 2)
-    keys = max(32, 8192 // channels)
+    keys = 128 if rows == 128 else max(32, 8192 // channels)
     if rows > 16 and hardware.shared_memory < HOPPER_SHARED_MEMORY:
         # Before Hopper, operands of products go through registers: the more rows a warp has, the fewer keys.
         keys = max(32, (4096 if rows == 128 else 2048) // channels)
@@ -130,13 +131,13 @@ def paged_attention(
     """
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_seqs, head_dim = len(metadata.seq_lens), q.shape[2]
+    num_seqs, num_kv_heads, head_dim = len(metadata.seq_lens), kv_cache.shape[2], q.shape[2]
     arguments = {
         "q_ptr": q, "cache_ptr": kv_cache, "out_ptr": out,
         "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens, "query_start_ptr": metadata.query_start_loc,
         "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
         "q_stride": q.stride(0), "table_stride": metadata.block_tables.stride(0), "block_stride": kv_cache.stride(0),
-        "NUM_HEADS": q.shape[1], "GROUP": q.shape[1] // kv_cache.shape[2], "NUM_KV_HEADS": kv_cache.shape[2],
+        "NUM_HEADS": q.shape[1], "GROUP": q.shape[1] // num_kv_heads, "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": kv_cache.shape[3], "HEAD_STRIDE": kv_cache.stride(2), "HEAD_DIM": head_dim,
         "HEAD_P2": triton.next_power_of_2(head_dim), "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0, "WIDEN": widen,
     }  # fmt: skip
@@ -147,7 +148,6 @@ def paged_attention(
     if split_decodes:
         tiles = choose_tiles(arguments["GROUP"], head_dim, q.dtype, hardware)
         tiles = tiles._replace(rows=max(tiles.rows, triton.next_power_of_2(arguments["GROUP"])))
-        num_kv_heads = kv_cache.shape[2]
         attend_decodes(arguments, num_kv_heads, tiles, choose_splits(num_seqs, num_kv_heads, hardware))
     if metadata.max_query_len > 1:
         _attend_mixed(arguments, num_seqs, metadata.max_query_len, split_decodes, hardware)
@@ -191,9 +191,10 @@ def _attend_mixed(
     q, group = arguments["q_ptr"], arguments["GROUP"]
     tiles = choose_tiles(max_query_len * group, arguments["HEAD_DIM"], q.dtype, hardware)
     rows = max(tiles.rows, triton.next_power_of_2(group))
-    tile_tokens = rows // group
+    # A quantized tile needs registers in which it is widened.
+    tile_tokens, keys = rows // group, min(tiles.keys, 128 if arguments["WIDEN"] is None else 64)
     mixed_attention_kernel[(len(q) // tile_tokens + num_seqs, arguments["NUM_KV_HEADS"])](
-        **arguments, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=tiles.keys,
+        **arguments, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=keys,
         SKIP_DECODES=skip_decodes, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
     )  # fmt: skip
 

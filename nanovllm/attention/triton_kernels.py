@@ -68,7 +68,7 @@ def _attend(
     """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
     of which all rows see all of [begin, whole): whole tiles, which need no mask. WIDEN, if there is one, turns tiles of a
     quantized cache into keys and values, and reads their scales (`triton_quantized.widen`). With ROPE (latent attention), a row of the
-    cache is a value, which is its own key, and then ROPE further channels of the key.
+    cache is a value, which is its own key, and then ROPE further channels of the key; and every tile gets the mask.
 
     Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights `[rows]`; 0 and -inf
     for a row that sees nothing.
@@ -78,30 +78,33 @@ def _attend(
     total = tl.zeros([q.shape[0]], tl.float32)  # the sum of 2^(score - peak)
     channel = tl.arange(0, q.shape[1])
     PADDED: tl.constexpr = q.shape[1] != HEAD_DIM
-    for MASKED in tl.static_range(WINDOWED, 2):  # with a window, every tile needs the mask
+    # With a window, every tile needs the mask. Latents wait for memory, and a second loop would only take registers.
+    ONE_LOOP: tl.constexpr = WINDOWED or ROPE > 0
+    # Of a prompt's tiles few are last: filling a pipeline would take longer than they do. But loads then pass through registers.
+    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not ONE_LOOP else None
+    for MASKED in tl.static_range(ONE_LOOP, 2):
         stop = end if MASKED else whole
-        for start in range(begin, stop, TILE_KEYS):
+        for start in tl.range(begin, stop, TILE_KEYS, num_stages=LAST if MASKED else None):
             position = start + tl.arange(0, TILE_KEYS)
             exists = position < end
             block = _load(table_ptr + position // BLOCK_SIZE, exists, exists, MASKED, False)
             offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
-            keys = cache_ptr + offset[None, :] + channel[:, None]
-            values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
+            keys = cache_ptr + offset[:, None] + channel[None, :]
             # "ieee" keeps float32 exact; 16-bit products are exact in any case.
             if ROPE:
                 rotated = tl.arange(0, q_rope.shape[1])
-                rope_keys = cache_ptr + offset[None, :] + (HEAD_DIM + rotated)[:, None]
-                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                k_rope = _load(rope_keys, exists[None, :], rotated[:, None] < ROPE, MASKED, q_rope.shape[1] != ROPE)
+                rope_keys = cache_ptr + offset[:, None] + (HEAD_DIM + rotated)[None, :]
+                v = _load(keys + value_offset, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                k_rope = _load(rope_keys, exists[:, None], rotated[None, :] < ROPE, MASKED, q_rope.shape[1] != ROPE)
                 scores = tl.dot(q, tl.trans(v), input_precision="ieee")
-                scores = tl.dot(q_rope, k_rope, scores, input_precision="ieee")
+                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
             else:
-                k = _load(keys, exists[None, :], channel[:, None] < HEAD_DIM, MASKED, PADDED)
-                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                k = _load(keys, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                v = _load(keys + value_offset, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
                 if WIDEN is not None:
                     page = cache_ptr + (block.to(tl.int64) * block_stride + BLOCK_SIZE * HEAD_DIM)
                     k, v, k_scale, v_scale = WIDEN(k, v, page, position % BLOCK_SIZE, value_offset, exists, q.dtype)
-                scores = tl.dot(q, k, input_precision="ieee")
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
                 if WIDEN is not None:
                     scores *= k_scale[None, :]
             if CAPPED:  # tanh, by way of 2^x

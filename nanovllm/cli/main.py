@@ -1,7 +1,5 @@
 """The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes show at once."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

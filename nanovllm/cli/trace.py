@@ -1,7 +1,5 @@
 """`nanovllm trace`: sum up a recorded trace, or convert it. Needs no model, and does not import torch."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import pathlib

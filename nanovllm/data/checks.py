@@ -1,7 +1,5 @@
 """Checks settings that users write against their annotations."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re

@@ -1,7 +1,5 @@
 """The engine's settings: plain data. Every field is a command-line flag and a keyword of `LLM(...)`, under vLLM's name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

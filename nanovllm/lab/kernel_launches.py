@@ -126,7 +126,8 @@ def launch_latent_attention(dtype_name: str, target: Target) -> None:
 
 
 def _hardware(target: Target) -> Hardware:
-    return Hardware(target.num_processors, target.shared_memory, target.warp_size)
+    generation = target.arch // 10 if isinstance(target.arch, int) else 9
+    return Hardware(target.num_processors, target.shared_memory, target.warp_size, generation)
 
 
 def _metadata(batch: Batch, block_size: int) -> AttentionMetadata:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nanovllm.attention.base import Rotary
 from nanovllm.checkpoint.files import (
     ConfigFile,
-    Fields,
     ModelFileError,
     UnsupportedModelError,
     check_supported,
@@ -105,7 +104,9 @@ class EagleConfig:
         layer = replace(layer, architecture="draft head")  # in messages
         if layer.num_layers != 1 or (wrong := [name for name in UNSUPPORTED if fields.get(name, inner.get(name))]):
             what = f"{layer.num_layers} layers" if layer.num_layers != 1 else wrong[0]
-            raise UnsupportedModelError(f"a draft head with {what} is not supported; supported is one layer, without {', '.join(UNSUPPORTED)}")
+            raise UnsupportedModelError(
+                f"a draft head with {what} is not supported; supported is one layer, without {', '.join(UNSUPPORTED)}"
+            )
         is_eagle3 = "midlayer.hidden_norm.weight" in tensors
         aux = fields.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
         aux_layers = tuple(aux or default_aux_layers(num_layers)) if is_eagle3 else ()
@@ -113,9 +114,9 @@ class EagleConfig:
             what = f"the draft head reads layers {list(aux_layers)}, and the model has layers 0 to {num_layers - 1}"
             raise UnsupportedModelError(f"{what}: use a head that was trained for this model")
         vocab_size = fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
-        has = [f"{name}.weight" in tensors for name in ("embed_tokens", "lm_head")]
         norm_first = fields.get("norm_before_residual", False)
-        return cls(layer, vocab_size, aux_layers, norm_first, *has, "fc.bias" in tensors)
+        embedding, head, bias = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias"))
+        return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 
 class EagleAttention(SelfAttention):
@@ -262,11 +263,15 @@ def load_draft_model(
         ("vocabulary", config.layer.vocab_size, targets.vocab_size),
     ):
         if its != has:
-            raise UnsupportedModelError(f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use a head that was trained for this model")
+            raise UnsupportedModelError(
+                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use a head that was trained for this model"
+            )
     offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
     ids = torch.arange(len(offsets), device="cpu") + offsets
     if len(ids) != config.draft_vocab_size or ids.min() < 0 or ids.max() >= targets.vocab_size:
-        raise ModelFileError(f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of the model")
+        raise ModelFileError(
+            f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of the model"
+        )
     with torch.device("meta"):
         model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]

@@ -1,8 +1,6 @@
 """On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their order, hence with the same bits,
 without Python's ten calls per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -147,25 +147,26 @@ class LlamaModel(nn.Module):
         self.cos_sin: Tensor
         self.register_buffer("cos_sin", family.rotary_table(config, max_positions), persistent=False)
 
-    def collect_hidden_states(self, layers: tuple[int, ...]) -> None:
-        """Let each `forward` keep the residual stream at the input of some layers: in `aux_hidden_states`, a `[num_tokens, hidden_size]`
-        tensor per layer, in rising order. Layers that are fused, or will be, become one call for each part between them."""
-        self.aux_hidden_state_layers = layers
-        cuts = sorted({self.here.start, self.here.stop, *layers})
-        self.fused = [type(self.fused[0])(list(self.layers[a:b])) for a, b in pairwise(cuts) if self.fused]
-
     def forward(self, input_ids: Tensor, positions: Tensor, received: Tensor | None = None) -> Tensor:
         x = self.embed_tokens(input_ids) if received is None else received
         residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
         self.aux_hidden_states = list[Tensor]()
-        for layer in self.fused or islice(self.layers, self.here.start, self.here.stop):
+        layers: Any = self.fused or islice(self.layers, self.here.start, self.here.stop)
+        for layer in layers:
             if self.aux_hidden_state_layers and layer.self_attn.layer in self.aux_hidden_state_layers:
                 self.aux_hidden_states.append(x + residual)
             x, residual = layer(x, residual, rotary)
         if not self.stage.is_last:
             return residual.add_(x)
         return self.norm.add(x, residual)[0]
+
+    def collect_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """Let each `forward` keep the residual stream at the input of some layers: in `aux_hidden_states`, a `[num_tokens, hidden_size]`
+        tensor per layer, in rising order. Layers that are fused, or will be, become one call for each part between them."""
+        self.aux_hidden_state_layers = layers
+        cuts = sorted({self.here.start, self.here.stop, *layers})
+        self.fused = [type(self.fused[0])(list(self.layers[a:b])) for a, b in pairwise(cuts) if self.fused]
 
 
 class LlamaForCausalLM(nn.Module):

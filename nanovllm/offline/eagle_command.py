@@ -54,7 +54,9 @@ class TrainingRecipe(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.data and not (Path(self.data).is_file() and Path(self.data).stat().st_size):
-            raise ValueError(f"there is nothing in {self.data!r} to train on: name a text file, or chats as lines of JSON")
+            raise ValueError(
+                f"there is nothing in {self.data!r} to train on: name a text file, or chats as lines of JSON"
+            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

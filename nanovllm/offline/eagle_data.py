@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -21,15 +23,17 @@ from nanovllm.engine.llm import LLM
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.offline.eagle_command import TrainingRecipe
 from nanovllm.offline.text import PLACEHOLDER, pieces
+from nanovllm.text.tokenizer import Tokenizer
 
-USER_TOKENS = 64  # of a turn at most that the model writes for the user
+USER_TOKENS = 64  # at most, of a turn that the model writes for the user
 BLOCK_SIZE = 16
-ROWS = {"cpu": 2048, "cuda": 16384}  # tokens in a forward pass of the target, whose logits are as wide as its vocabulary
+# By device: requests at a time, and tokens in a forward pass.
+SEQS, TOKENS = {"cpu": 64, "cuda": 1024}, {"cpu": 2048, "cuda": 16384}
 
 
 @dataclass
 class Samples:
-    """Token sequences, packed one after another. The order of all of them is random.
+    """Token sequences, packed one after another.
 
     Attributes:
         token_ids: `[num_tokens]` int64.
@@ -45,13 +49,18 @@ class Samples:
 
     @classmethod
     def of(cls, pairs: list[tuple[list[int], list[int], bool]]) -> Samples:
-        """From prompts, answers, and whether they are greedy."""
-        pairs = [(prompt, answer, greedy) for prompt, answer, greedy in pairs if len(answer) > 2]
+        """From prompts, answers, and whether they are greedy. Leaves out answers of one or two tokens.
+
+        Raises:
+            ValueError: fewer than two are left.
+        """
+        pairs = [pair for pair in pairs if len(pair[1]) > 2]
         if len(pairs) < 2:
-            raise ValueError("there are not even two samples to train on: raise num_samples, sample_length or time_limit")
+            mistake = "there are not even two samples to train on"
+            raise ValueError(f"{mistake}: raise num_samples, sample_length or time_limit")
         token_ids = torch.tensor([token for prompt, answer, _ in pairs for token in prompt + answer])
-        sizes = torch.tensor([[len(prompt) + len(answer), len(prompt)] for prompt, answer, _ in pairs])
-        return cls(token_ids, *sizes.T.contiguous(), torch.tensor([greedy for _, _, greedy in pairs]))
+        lengths, starts = torch.tensor([[len(prompt + answer), len(prompt)] for prompt, answer, _ in pairs]).unbind(1)
+        return cls(token_ids, lengths.clone(), starts.clone(), torch.tensor([greedy for *_, greedy in pairs]))
 
     @property
     def offsets(self) -> Tensor:
@@ -65,52 +74,56 @@ class Samples:
         return (within >= self.starts.repeat_interleave(self.lengths)).nonzero()[:, 0]
 
 
-def load_samples(model: str, folder: Path, recipe: TrainingRecipe, deadline: float) -> Samples:
-    """The samples that a run before this one has left in a folder, or new ones, which are left there."""
+def load_samples(model: str, folder: Path, recipe: TrainingRecipe, device: str, deadline: float) -> Samples:
+    """The samples that an earlier run has left in a folder, or new ones, which are left there; see `make_samples`."""
     file = folder / "samples.safetensors"
     if not file.exists():
-        made = vars(make_samples(model, recipe, deadline))
+        made = vars(make_samples(model, recipe, device, deadline))
+        gc.collect()  # the engine's memory is needed
         save_file(made | {"token_ids": made["token_ids"].int()}, file)
     found = load_file(file)
     return Samples(**found | {"token_ids": found["token_ids"].long()})
 
 
-def make_samples(model: str, recipe: TrainingRecipe, deadline: float) -> Samples:
-    """Let the engine write chats, or the answers to the user's.
+def make_samples(model: str, recipe: TrainingRecipe, device: str, deadline: float) -> Samples:
+    """Let the engine write chats, or the answers of chats in a file; or cut a text into pieces.
 
     Args:
-        deadline: in seconds of `time.monotonic`, after which it begins no further chats.
+        deadline: in seconds of `time.monotonic`, after which it takes what there is.
     """
-    on_gpu, length = recipe.device == "cuda", recipe.sample_length
-    seqs = 1024 if on_gpu else 64
-    blocks = seqs * (-(-length // BLOCK_SIZE) + 1)
-    llm = LLM(
-        model, device=recipe.device, max_model_len=length, max_num_seqs=seqs, num_kv_blocks=blocks,
-        max_num_batched_tokens=16384 if on_gpu else 2048, block_size=BLOCK_SIZE,
-    )  # fmt: skip
+    length, seqs = recipe.sample_length, SEQS[device]
+    blocks = seqs * (length // BLOCK_SIZE + 2)
+    options: dict[str, Any] = {"max_num_seqs": seqs, "max_num_batched_tokens": TOKENS[device], "block_size": BLOCK_SIZE}
+    llm = LLM(model, device=device, max_model_len=length, num_kv_blocks=blocks, **options)
     tokenizer, text = llm.get_tokenizer(), Path(recipe.data).read_text("utf-8", "replace") if recipe.data else ""
-    if recipe.data and not text.lstrip().startswith("{"):
-        return Samples.of([(piece[:1], piece[1:], False) for piece in pieces(text, tokenizer, recipe.num_samples, length)])
-    if recipe.data:
-        chats = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in text.splitlines() if line.strip()]
-        prompts = chats[: recipe.num_samples]
+    if recipe.data is None:
+        prompts = user_turns(llm, recipe, time.monotonic() + 0.25 * (deadline - time.monotonic()))
+    elif text.lstrip().startswith("{"):
+        prompts = [encode_chat(tokenizer, line) for line in text.splitlines() if line.strip()][: recipe.num_samples]
     else:
-        now = time.monotonic()
-        prompts = user_turns(llm, recipe, now + (deadline - now) / 4)
+        cut = pieces(text, tokenizer, recipe.num_samples, length)
+        return Samples.of([(piece[:1], piece[1:], False) for piece in cut])
     prompts = [prompt for prompt in prompts if len(prompt) <= length - 4]
     greedy = [i % 2 == 0 for i in range(len(prompts))]
     common = partial(SamplingParams, max_tokens=length)  # and no more than there is room for
     params = [common(temperature=0.0 if its else 0.7, seed=recipe.seed + i) for i, its in enumerate(greedy)]
     answers = complete(llm, prompts, params, "Writing answers", deadline)
-    del llm
-    gc.collect()  # the engine's memory is needed
     return Samples.of(list(zip(prompts, answers, greedy, strict=True)))
 
 
-def encode_chat(tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """The tokens of a chat, up to where the model is to answer; a last message that is an answer already is left out."""
-    messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-    return tokenizer.encode(tokenizer.apply_chat_template(messages), add_special_tokens=False)
+def encode_chat(tokenizer: Tokenizer, line: str) -> list[int]:
+    """The tokens of a chat, up to where the model is to answer. An answer that it ends with is left out: the head learns the model's.
+
+    Args:
+        line: {"messages": [...]}.
+    """
+    try:
+        chat = json.loads(line)["messages"]
+        asked = chat[:-1] if chat[-1]["role"] == "assistant" else chat
+        return tokenizer.encode(tokenizer.apply_chat_template(asked), add_special_tokens=False)
+    except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as error:
+        form = '{"messages": [{"role": "user", "content": "..."}]}'
+        raise ValueError(f"each line of the data must be a chat, {form}, and one is {line[:80]!r}") from error
 
 
 def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[int]]:
@@ -123,7 +136,7 @@ def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[i
     before, _, after = chat.partition(PLACEHOLDER)
     opening = tokenizer.encode(before, add_special_tokens=not before) or [0]
     closing = tokenizer.encode(after, add_special_tokens=False)
-    limit = max(8, min(USER_TOKENS, recipe.sample_length // 2 - len(opening) - len(closing)))
+    limit = max(8, min(USER_TOKENS, recipe.sample_length // 2 - len(opening + closing)))
     common = partial(SamplingParams, temperature=1.0, top_p=0.95, max_tokens=limit)
     params = [common(seed=recipe.seed + i) for i in range(recipe.num_samples)]
     turns = complete(llm, [opening] * len(params), params, "Writing questions", deadline)
@@ -134,18 +147,16 @@ def user_turns(llm: LLM, recipe: TrainingRecipe, deadline: float) -> list[list[i
 def complete(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], what: str, deadline: float
 ) -> list[list[int]]:
-    """The tokens with which the engine continues each prompt. As `LLM.generate`, but without the text, which costs Python more time than
-    all the rest; and when the deadline has passed, it returns what there is."""
-    engine, core, answers = llm.engine, llm.engine.core, [list[int]() for _ in prompts]
+    """The tokens with which the engine continues each prompt. As `LLM.generate`, but without the text, which takes more of Python's time
+    than all the rest; and when the deadline has passed, it returns what there is."""
+    core, process, answers = llm.engine.core, llm.engine.input_processor.process, [list[int]() for _ in prompts]
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
-        [request] = engine.input_processor.process(str(i), {"prompt_token_ids": prompt}, its)[1]
-        core.add_request(request)
+        core.add_request(process(str(i), {"prompt_token_ids": prompt}, its)[1][0])
     unfinished = set(range(len(prompts)))
     with tqdm(total=len(prompts), desc=what, unit="chat", dynamic_ncols=True) as bar:
         while core.has_unfinished:
-            if time.monotonic() > deadline:
-                for i in unfinished:
-                    core.abort_request(str(i))
+            for i in unfinished if time.monotonic() > deadline else ():
+                core.abort_request(str(i))
             for output in core.step():
                 answers[int(output.request_id)] += output.new_token_ids
                 if output.finish_reason is not None:
@@ -156,36 +167,27 @@ def complete(
 
 @torch.inference_mode()
 def target_states(target: LlamaForCausalLM, samples: Samples, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Run the target over the samples, some thousand tokens at a time, as it ran when it wrote them.
+    """Run the target over the samples, some thousand tokens at a time.
 
     Yields: the residual streams that it collects and its last hidden states, side by side, `[tokens, 4 * hidden_size]`; and its
         likeliest next tokens, `[tokens]`.
     """
-    config = target.config
-    backend = get_backend("auto", device, config.head_dim)
-    groups: list[list[int]] = [[]]
-    for i, length in enumerate(lengths := samples.lengths.tolist()):
-        if groups[-1] and sum(lengths[j] for j in groups[-1]) + length > ROWS[device.type]:
-            groups.append([])
-        groups[-1].append(i)
-    most = max(sum(-(-lengths[i] // BLOCK_SIZE) for i in group) for group in groups)
+    config, longest = target.config, int(samples.lengths.max())
+    width = -(-longest // BLOCK_SIZE)  # blocks of each sample
+    groups = torch.arange(len(samples.lengths)).split(max(1, TOKENS[device.type] // longest))
     # Once a layer has attended, its KV is not needed any more: all layers share one cache.
-    shape = kv_cache_shape(most, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    cache = torch.zeros(shape, dtype=target.model.norm.weight.dtype, device=device)
-    first = 0
+    shape = kv_cache_shape(len(groups[0]) * width, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    caches = [torch.zeros(shape, dtype=target.model.norm.weight.dtype, device=device)] * config.num_layers
+    backend, within = get_backend("auto", device, config.head_dim), torch.arange(longest)
     for group in tqdm(groups, desc="Computing hidden states", unit="batch", dynamic_ncols=True):
-        sizes = torch.tensor([lengths[i] for i in group])
-        positions = torch.cat([torch.arange(size) for size in sizes.tolist()])
-        blocks = -(-sizes // BLOCK_SIZE)
-        tables = (blocks.cumsum(0) - blocks)[:, None] + torch.arange(int(blocks.max()))
-        slots = tables.clamp(max=most - 1)[:, 0].repeat_interleave(sizes) * BLOCK_SIZE + positions
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        vectors = (starts.int(), sizes.int(), tables.clamp(max=most - 1).int(), slots)
-        largest = int(sizes.max())
-        metadata = AttentionMetadata(*(vector.to(device) for vector in vectors), largest, largest)
-        token_ids = samples.token_ids[first : first + len(positions)].to(device)
-        with forward_context(ForwardContext(backend, [cache] * config.num_layers, metadata)):
-            hidden = target(token_ids, positions.to(device))
-        best = target.compute_logits(hidden).argmax(-1)
-        yield torch.cat([*target.model.aux_hidden_states, hidden], 1), best
-        first += len(positions)
+        sizes, first = samples.lengths[group], int(samples.offsets[group[0]])
+        tables = torch.arange(len(group) * width, dtype=torch.int32).view(-1, width)
+        slots = torch.arange(len(group))[:, None] * width * BLOCK_SIZE + within
+        real = within < sizes[:, None]
+        starts = F.pad(sizes.cumsum(0), (1, 0)).int()
+        vectors: Any = [tensor.to(device) for tensor in (starts, sizes.int(), tables, slots[real])]
+        metadata = AttentionMetadata(*vectors, *[int(sizes.max())] * 2)
+        token_ids = samples.token_ids[first : first + int(sizes.sum())].to(device)
+        with forward_context(ForwardContext(backend, caches, metadata)):
+            hidden = target(token_ids, within.expand(len(group), -1)[real].to(device))
+        yield torch.cat([*target.model.aux_hidden_states, hidden], 1), target.compute_logits(hidden).argmax(-1)

@@ -3,8 +3,6 @@
 A sequence counts where it is generated. One that was aborted before its first token counts for engine 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any

@@ -9,8 +9,6 @@ A share is [number, start, num_tokens, new block ids, sampled ids], and the numb
 start, sampled id].
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any

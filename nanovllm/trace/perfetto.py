@@ -1,7 +1,5 @@
 """A trace as Chrome trace events, which ui.perfetto.dev and chrome://tracing open."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any

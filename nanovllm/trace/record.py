@@ -1,7 +1,5 @@
 """Records of the engine's steps: plain data for figures, counts and tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import msgspec

@@ -1,7 +1,5 @@
 """Turns the scheduler's decisions into step records, for the engine and for a simulation of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle import EagleModel, load_draft_model, shipped_head
+from nanovllm.models.fused import fuse_layers
 from nanovllm.models.llama import LlamaForCausalLM
 from nanovllm.models.loader import load_model
-from tests.oracle import make_checkpoint
+from nanovllm.ops import native
+from tests.oracle import make_checkpoint, reference_model
 
 HIDDEN, MLP, HEADS, KV_HEADS, WIDTH, VOCAB, DRAFT_VOCAB, EPS, THETA = 64, 48, 4, 2, 16, 320, 40, 1e-5, 10000.0
 CONFIG: dict[str, Any] = {
@@ -203,6 +205,59 @@ def test_prefill_and_drafts_are_those_of_the_reference(
     check(drafter(ids[15:16], 15, hidden[15:]), hidden)
 
 
+# ---------------------------------------------------------------- what the target hands out
+
+
+def run(target: LlamaForCausalLM, ids: Tensor) -> Tensor:
+    """The last hidden states of one sequence."""
+    config, size = target.config, len(ids)
+    shape = kv_cache_shape(1, config.num_kv_heads, size, config.head_dim)
+    caches = [torch.zeros(shape, dtype=target.model.norm.weight.dtype) for _ in range(config.num_layers)]
+    vectors = torch.tensor([0, size], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    metadata = AttentionMetadata(*vectors, table, torch.arange(size), size, size)
+    backend = get_backend("auto", torch.device("cpu"), config.head_dim)
+    with torch.inference_mode(), forward_context(ForwardContext(backend, caches, metadata)):
+        return target(ids, torch.arange(size))
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-mha-tied", "qwen3", "gemma2", "mixtral"])
+def test_the_residual_streams_are_those_of_transformers(variant: str, tmp_path: pathlib.Path) -> None:
+    """At the input of each layer, with the layers one by one and in calls of several; and the results keep their bits."""
+    folder = make_checkpoint(tmp_path, variant)
+    ids = torch.randint(3, 320, (17,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference_model(str(folder))(ids[None], output_hidden_states=True).hidden_states
+
+    def fresh() -> LlamaForCausalLM:
+        return load_model(folder, ModelConfig.from_pretrained(folder), torch.float32)
+
+    plain = fresh()
+    hidden = run(plain, ids)
+    assert plain.model.aux_hidden_states == []
+    for layers in [(1,), (0, 2), (0, 1, 2)]:
+        for when in ("never", "before", "after"):
+            target = fresh()
+            if when != "never":
+                target.pack_weights()
+            if when == "after":
+                fuse_layers(target)
+            target.model.collect_hidden_states(layers)
+            if when == "before":
+                fuse_layers(target)
+            fits = variant not in ("gemma2", "mixtral") and native.is_available() and when != "never"
+            assert len(target.model.fused) == (len({0, *layers}) if fits else 0)
+            for _ in range(2):  # the second time anew
+                found = run(target, ids)
+                assert len(target.model.aux_hidden_states) == len(layers)
+                for layer, states in zip(layers, target.model.aux_hidden_states, strict=True):
+                    assert torch.allclose(states, expected[layer][0], atol=2e-4, rtol=1e-4), (layer, when)
+            if when == "never":
+                assert torch.equal(found, hidden)
+            target.model.collect_hidden_states(())
+            assert torch.equal(run(target, ids), found) and len(target.model.fused) == int(fits)
+
+
 # ---------------------------------------------------------------- names
 
 
@@ -284,7 +339,11 @@ def test_matrices_in_8_bits(target: LlamaForCausalLM, tmp_path: pathlib.Path) ->
 
 
 WRONG: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
-    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, {}, "'Eagle3DeepseekV2ForCausalLM' is not supported; supported are Llama"),
+    (
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        {},
+        "'Eagle3DeepseekV2ForCausalLM' is not supported; supported are Llama",
+    ),
     ({"num_hidden_layers": 2}, {}, "2 layers is not supported; supported is one layer"),
     ({"norm_output": True}, {}, "norm_output is not supported"),
     ({"eagle_config": {"norm_before_fc": True}}, {}, "norm_before_fc is not supported"),
@@ -292,7 +351,11 @@ WRONG: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
     ({"hidden_size": 128}, {}, "has a hidden size of 128, and the model one of 64: use a head that was trained"),
     ({"target_hidden_size": 128}, {}, "target's hidden size of 128"),
     ({"vocab_size": 512}, {}, "has a vocabulary of 512, and the model one of 320"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}, {}, r"reads layers \[2, 15, 27\], and the model has layers 0 to 2"),
+    (
+        {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]},
+        {},
+        r"reads layers \[2, 15, 27\], and the model has layers 0 to 2",
+    ),
     ({"draft_vocab_size": 30}, {}, "d2t must map the 30 tokens"),
     ({}, {"d2t": torch.full((DRAFT_VOCAB,), VOCAB)}, "d2t must map the 40 tokens"),
     ({}, {"mask_hidden": torch.zeros(HIDDEN)}, "this draft head has no place for 'mask_hidden'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.eagle import load_draft_model, shipped_head
 from nanovllm.models.loader import load_model
 from nanovllm.runner.batch import Batch
 from nanovllm.runner.device_copies import upload
@@ -218,10 +220,19 @@ class Eagle(Drafter):
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
+        name = runner.config.model
+        file = shipped_head(name) if config.model is None else Path(config.model).expanduser()
+        if file is None:
+            raise ValueError(f'speculative_config: no head for {name!r} comes with nanovllm: name one as "model"')
         longest = runner.config.max_model_len or runner.model_config.max_position_embeddings
-        self.model = load("nanovllm.models.eagle:create", "speculative_config")(
-            config, runner.config.model, runner.model, runner.dtype, runner.device, longest
-        )
+        folder = file if file.is_file() else resolve_model(str(config.model))
+        self.model = load_draft_model(folder, runner.model, runner.dtype, runner.device, longest)
+        kind = "eagle3" if self.model.aux_layers else "eagle"
+        if config.method != kind:
+            raise ValueError(
+                f"speculative_config: the head in '{folder}' is for method {kind!r}, not {config.method!r}"
+            )
+        runner.model.model.collect_hidden_states(self.model.aux_layers)
         self.num_kv_heads, self.head_dim = self.model.num_kv_heads, self.model.head_dim
 
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:

@@ -149,6 +149,48 @@ def test_make_gpu_installs_what_is_missing_and_nothing_else(monkeypatch, capsys)
     assert "lacks msgspec" in captured.err and "bring wheels of msgspec" in captured.err and not captured.out
 
 
+# Imports what parts import, and runs an engine, where the project's modules may import nothing else than what is given.
+_WITH_NOTHING_ELSE = """
+import builtins, importlib, json, pathlib, sys, tempfile
+
+allowed = {*json.loads(sys.argv[1]), *sys.stdlib_module_names, "nanovllm", "tests"}
+unchecked = builtins.__import__
+
+def import_if_allowed(name, globals=None, locals=None, fromlist=(), level=0):
+    importer, wanted = (globals or {}).get("__name__", ""), name.partition(".")[0]
+    if level == 0 and importer.partition(".")[0] in ("nanovllm", "tests") and wanted not in allowed:
+        raise ModuleNotFoundError(f"{importer} wants {wanted}, which is not among NEEDS")
+    return unchecked(name, globals, locals, fromlist, level)
+
+builtins.__import__ = import_if_allowed
+from nanovllm.lab.bench.gpu import plan
+from nanovllm.lab.bench.local import TINY, run_requests, start_engine, write_checkpoint
+from nanovllm.lab.bench.workloads import BenchRequest
+for part in plan.plan(dry_run=False):
+    importlib.import_module(part.function.partition(":")[0])
+for proofs in pathlib.Path(sys.argv[2]).glob("*.py"):
+    importlib.import_module("tests.gpu." + proofs.stem)
+import nanovllm.cli.main, nanovllm.engine.group
+with tempfile.TemporaryDirectory() as folder:
+    core = start_engine(str(write_checkpoint(pathlib.Path(folder), TINY)), device="cpu", num_kv_blocks=16)
+    print(len(run_requests(core, [BenchRequest([1, 2, 3], 4)])[0][0]))
+"""
+
+
+def run_with_nothing_but(needs: list[str]) -> subprocess.CompletedProcess[str]:
+    environment_of = os.environ | {"PYTHONPATH": str(ROOT), "NANOVLLM_NATIVE": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _WITH_NOTHING_ELSE, json.dumps(needs), str(ROOT / "tests" / "gpu")]
+    return subprocess.run(command, env=environment_of, cwd=ROOT, capture_output=True, text=True)
+
+
+@needs_triton
+def test_the_packages_that_make_gpu_installs_are_enough() -> None:
+    done = run_with_nothing_but([*environment.NEEDS])
+    assert done.returncode == 0 and done.stdout == "4\n", done.stderr
+    refused = run_with_nothing_but([name for name in environment.NEEDS if name != "pydantic"])
+    assert "wants pydantic, which is not among NEEDS" in refused.stderr
+
+
 # ---------------------------------------------------------------- cases
 
 

@@ -11,16 +11,17 @@ import pathlib
 import subprocess
 import sys
 
+# Names of modules, which are those of their packages, but for pyzmq. What they need themselves comes along.
 NEEDS = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "psutil", "httpx", "rich", "tqdm", "filelock",
-    "msgspec", "pytest",
+    "msgspec", "pydantic", "zmq", "pytest",
 )  # fmt: skip
 ROOT = pathlib.Path(__file__).resolve().parents[4]
 
 
 def main() -> int:
     """Prepare; returns the exit code."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    missing = [name.replace("zmq", "pyzmq") for name in NEEDS if importlib.util.find_spec(name) is None]
     python = sys.executable
     if missing:
         print(f"{python} lacks {' '.join(missing)}: installing them", file=sys.stderr)
