@@ -162,8 +162,11 @@ class Speculation:
             return
         if self.config.method != "ngram":
             request.draft_token_ids = result.draft_token_ids.get(request.request_id, [])[: self.limit(request)]
-        elif count := self.count(request, num_requests):
-            request.draft_token_ids = self._history_of(request).ngrams.propose(request.token_ids, count)
+        else:
+            count = self.count(request, num_requests)
+            request.draft_token_ids = (
+                self._history_of(request).ngrams.propose(request.token_ids, count) if count else []
+            )
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.stats.add(1, num_drafts, [1] * num_accepted)
