@@ -245,9 +245,10 @@ class EngineConfig(Flags):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
-    def max_drafts(self) -> int:
-        """Drafts of a request in a step, at most."""
-        return self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
+    def max_num_samples(self) -> int:
+        """Tokens that a step samples, at most: one for each request, and one more for each draft."""
+        drafts = self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
+        return min(self.token_budget, self.max_num_seqs * (1 + drafts))
 
     @property
     def is_divided(self) -> bool:

@@ -1,6 +1,6 @@
 """A step as plain data: what the scheduler asks of the runner, and what the runner returns.
 
-Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     Attributes:
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
-        samples: how many tokens the step samples for it: none, one or, behind drafts, several.
+        samples: how many tokens the step samples for it: none or one.
         last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
-        draft_token_ids: the last tokens to compute, if they are drafts (lecture 42).
-        num_drafts: how many tokens the runner shall draft for the next step.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
     """
 
@@ -37,6 +35,9 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     num_prompt_tokens: int = 0
     samples: int = 0
     last_is_pending: bool = False
+
+    # The last tokens to compute, if they are drafts; then `samples` is one more than there are drafts. And how many tokens the runner shall
+    # draft for the next step.
     draft_token_ids: list[int] | tuple[()] = ()
     num_drafts: int = 0
 
@@ -102,12 +103,13 @@ class SampledToken(msgspec.Struct, gc=False):
 @dataclass
 class ModelRunnerOutput:
     """What the runner returns for a step: sampled tokens, and log-probabilities of prompt tokens, by request; whether
-    any of the engines in lock-step had a request; and which KV transfers have ended. With drafts (lecture 42), also the tokens that were
-    sampled after accepted ones, and new drafts."""
+    any of the engines in lock-step had a request; and which KV transfers have ended."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
     connector_output: KVConnectorOutput | None = None
+
+    # Of each request, the tokens sampled after accepted drafts; and new drafts.
     sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

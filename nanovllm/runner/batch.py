@@ -1,6 +1,6 @@
 """What a step's tensors are made of: a row for each running request, and buffers that never move.
 
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ class RequestRows:
 
         A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`), its `params` and
         `num_prompt_tokens` are kept, and its counters begin at zero. New tokens and blocks go behind those that the row has.
-        `num_tokens` is `num_known`, and one more if the last token is pending. Drafts count in `num_tokens`, too: they are behind the known
-        tokens, and the next new tokens take their place.
+        Behind these is what stands for tokens that are not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to token 4, 3 are known", if a step
@@ -73,7 +72,7 @@ class RequestRows:
         row = self.row_of[request_id]
         start, first = int(self.num_known[row]), int(self.num_blocks[row])
         known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
-        unknown = [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
+        unknown = self._unknown(scheduled)
         if end > known + len(unknown):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
         self.token_ids[row, start : known + len(unknown)] = [*new_tokens, *unknown]
@@ -82,6 +81,10 @@ class RequestRows:
         self.num_tokens[row] = known + len(unknown)
         self.num_blocks[row] = first + len(blocks)
         return row
+
+    def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
+        """What stands for the tokens of a share that are not known yet: a zero for a pending one, and drafts."""
+        return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
 
 
 def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:
@@ -123,18 +126,15 @@ class Batch:
 
     Attributes:
         rows, num_scheduled: `[num_seqs]`, the row of each request, and how many tokens of it are computed.
-        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one; one with drafts is there once more for
-            each of them.
-        num_unseen: `[num_due]`, how many of the request's drafts are behind the token after which this one is sampled.
+        due: `[num_due]`, which of the requests have caught up with their tokens and get a new one.
         input_ids, positions: `[num_tokens]` int64, packed; padding tokens (see `ModelRunner._pad`) are at the end.
-        last_rows: `[num_due]` int64, the token after which each is sampled: the request's last one, or one of those before its drafts.
+        last_rows: `[num_due]` int64, the last token of each request that is due.
         due_rows: `[num_due]` int64, `rows` of those that are due, on the device.
     """
 
     rows: np.ndarray
     num_scheduled: np.ndarray
     due: np.ndarray
-    num_unseen: np.ndarray
     input_ids: Tensor
     positions: Tensor
     metadata: AttentionMetadata

@@ -126,9 +126,7 @@ class ModelRunner:
         self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        # See `prepare_inputs`. A request samples a token after each of its drafts, too.
-        rows = min(tokens, seqs * (1 + self.config.max_drafts))
-        self._picks = StepBuffer((4, rows), torch.int64, self.device)
+        self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)  # see `prepare_inputs`
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -148,7 +146,7 @@ class ModelRunner:
         max_seq_len = int(seq_lens.max(initial=1))
         width = -(-max_seq_len // size)
 
-        due, num_unseen = self._due(schedule, seq_lens == self.rows.num_tokens[rows])
+        due, last_rows = self._due(schedule, seq_lens == self.rows.num_tokens[rows], ends)
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
         if self._uploaded is not None:
@@ -159,7 +157,7 @@ class ModelRunner:
         self._query_start_loc.array[1 : num_seqs + 1] = ends
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        self._picks.array[:2, : len(due)] = ends[due] - 1 - num_unseen, rows[due]
+        self._picks.array[:2, : len(due)] = last_rows, rows[due]
         self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
         if padded := self._padded_size(counts):
             self._pad(num_seqs, padded)
@@ -171,15 +169,16 @@ class ModelRunner:
             self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
-        last_rows, due_rows = picks[:2, : len(due)]
-        return Batch(rows, counts, due, num_unseen, *inputs, last_rows, due_rows)
+        return Batch(rows, counts, due, *inputs, *picks[:2, : len(due)])
 
-    def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which requests get a token, and after which of theirs: `due` and `num_unseen` of the batch."""
+    def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which requests get a token, each once more for each of its drafts; and after which row of the batch. The tokens of request i end
+        before row `ends[i]`."""
         due = np.flatnonzero(caught_up)
         num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
-        num_unseen = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
-        return due.repeat(num_drafts + 1), num_unseen
+        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
+        due = due.repeat(num_drafts + 1)
+        return due, ends[due] - 1 - num_behind
 
     def _padded_size(self, counts: np.ndarray) -> int:
         """To how many sequences of one token each a step is padded, by its requests' numbers of tokens; 0: it stays as it is.
@@ -282,14 +281,15 @@ class ModelRunner:
             return self.model(input_ids, positions, received)
 
     def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[Any, SamplingRow]:
-        """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by request and
-        number of drafts before the token."""
+        """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by (request,
+        number of drafts before the token)."""
         rows: dict[Any, SamplingRow] = {}
-        for i, unseen in zip(batch.due, batch.num_unseen.tolist(), strict=True) if get_pp_group().is_last else ():
-            name, place = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids) - unseen
-            rows[(name, place) if place else name] = self.rows.sampling_row(
-                name, int(batch.rows[i]), self.model_config.eos_token_ids, unseen
-            )
+        for i in np.unique(batch.due) if get_pp_group().is_last else ():
+            name, num_drafts = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids)
+            row, eos_token_ids = int(batch.rows[i]), self.model_config.eos_token_ids
+            for place in range(num_drafts + 1):
+                key = (name, place) if place else name
+                rows[key] = self.rows.sampling_row(name, row, eos_token_ids, num_drafts - place)
         if self.speculator is not None:
             self.speculator.mark(rows, schedule)
         return rows
@@ -410,7 +410,7 @@ class ModelRunner:
 
     @cached_property
     def speculator(self) -> Any:
-        """Verifies drafts, and makes them (lecture 42); None without `config.speculative`."""
+        """Verifies drafts, and makes them; None without `config.speculative`."""
         if self.config.speculative is None:
             return None
         return load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)

@@ -106,7 +106,14 @@ class Speculation:
         return 0 if self.config.method == "ngram" else self.count(request, num_requests)
 
     def count(self, request: Request, num_requests: int) -> int:
-        """How many tokens to draft for a request, beside so many requests that decode."""
+        """How many tokens to draft for a request, beside so many requests that decode.
+
+        At most `limit(request)`; none while the step is `_paused`. If the settings name a number for this many requests
+        (`num_speculative_tokens_per_batch_size`: first, last, number), that one, or 0 if they name others. Otherwise drafts pay one after the
+        other, as long as their chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of each other that
+        much less than the one before. In every step whose number `_num_steps` is a multiple of `PROBE` it tries the opposite: 0 if any pays,
+        1 if none does.
+        """
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
             return 0
@@ -155,8 +162,11 @@ class Speculation:
             return
         if self.config.method != "ngram":
             request.draft_token_ids = result.draft_token_ids.get(request.request_id, [])[: self.limit(request)]
-        elif count := self.count(request, num_requests):
-            request.draft_token_ids = self._history_of(request).ngrams.propose(request.token_ids, count)
+        else:
+            count = self.count(request, num_requests)
+            request.draft_token_ids = (
+                self._history_of(request).ngrams.propose(request.token_ids, count) if count else []
+            )
 
     def _count_accepted(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         self.stats.add(1, num_drafts, [1] * num_accepted)

@@ -77,7 +77,7 @@ class StepRecorder:
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
         lengths = [requests[r.request_id].num_prompt_tokens for r in plan.requests]
         fields["requests"] = [
-            TracedRequest(r.request_id, r.start, r.num_tokens, length, [*r.new_block_ids], [], len(r.draft_token_ids))
+            TracedRequest(r.request_id, r.start, r.num_tokens, length, [*r.new_block_ids], [], max(0, r.samples - 1))
             for r, length in zip(plan.requests, lengths, strict=True)
         ]
         budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)

@@ -20,7 +20,14 @@ from nanovllm.runner.sampling import Sampler, SamplingRow, draw, moderate, unifo
 
 def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -> ModelRunnerOutput:
     """Keep, of the tokens that were sampled after a request's drafts, those that the model would have sampled one by one: up to the first
-    that is not the draft at its place, and this one."""
+    that is not the draft at its place, and this one.
+
+    Args:
+        sampled: by request id the token after its known ones, and by (request id, n) the one after n drafts. A request that samples nothing
+            is missing.
+
+    Returns: the first token of each request in `sampled`; the others, if there are any, in `sampled_after`.
+    """
     output = ModelRunnerOutput()
     for scheduled in schedule.requests:
         name = scheduled.request_id
@@ -39,19 +46,6 @@ def keep_accepted(schedule: SchedulerOutput, sampled: dict[Any, SampledToken]) -
 
 # Draws that must not depend on each other have streams of their own: a draft, whether it is accepted, what takes its place.
 DRAFT, ACCEPT, REPLACE = 1, 2, 3
-
-
-@dataclass
-class DraftedRow(SamplingRow):
-    """A row of logits that verifies a draft.
-
-    Attributes:
-        draft: the token.
-        probabilities: the distribution from which it was drawn, `[vocab_size]` float32.
-    """
-
-    draft: int = 0
-    probabilities: Tensor | None = None
 
 
 def draw_draft(logits: Tensor, params: SamplingParams, index: int) -> tuple[int, Tensor]:
@@ -79,7 +73,8 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Te
     Args:
         p, q: `[num_rows, vocab_size]`, distributions of the model and of the drafts.
         drafts: `[num_rows]` int64, drawn from q.
-        accept, replacement: `[num_rows]` float64 in [0, 1), independent of each other and of the drafts.
+        accept, replacement: `[num_rows]` float64 in [0, 1), independent of each other and of the drafts. A draft is accepted if its number
+            in `accept` is below p(x) / q(x); `draw`, which takes logits, draws with the one in `replacement`.
 
     Returns:
         `[num_rows]` int64.
@@ -90,6 +85,19 @@ def verify(p: Tensor, q: Tensor, drafts: Tensor, accept: Tensor, replacement: Te
     # Where p and q are equal but for their rounding, nothing is left: then p itself is right.
     rest = torch.where(rest.sum(dim=1, keepdim=True) > 0, rest, p)
     return torch.where(accepted, drafts, draw(rest.log(), replacement))
+
+
+@dataclass
+class DraftedRow(SamplingRow):
+    """A row of logits that verifies a draft.
+
+    Attributes:
+        draft: the token.
+        probabilities: the distribution from which it was drawn, `[vocab_size]` float32.
+    """
+
+    draft: int = 0
+    probabilities: Tensor | None = None
 
 
 class RejectionSampler(Sampler):
