@@ -19,7 +19,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	@echo "Making $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -c constraints.txt --upgrade pip tqdm >$(REPORT) 2>&1 || { cat $(REPORT); exit 1; }
+	@$(BIN)/python -m pip install -c constraints.txt --upgrade pip rich >$(REPORT) 2>&1 || { cat $(REPORT); exit 1; }
 	@echo "Installing the packages that constraints.txt pins, a few minutes; pip's report is $(REPORT)"
 	@$(BIN)/python -m nanovllm.checkpoint.pip_run $(REPORT) install --no-compile -c constraints.txt -e '.[course,dev]'
 	@echo "Compiling them"

@@ -1,7 +1,6 @@
 """nanovllm: a course on LLM inference engines, and the engine that its lectures add up to."""
 
-from __future__ import annotations
-
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +22,6 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the server's front end needs no torch, and torch takes seconds to import.
-    if name == "LLM":
-        from nanovllm.engine.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from nanovllm.data.sampling_params import SamplingParams
-
-        return SamplingParams
+    if name in (modules := {"LLM": "nanovllm.engine.llm", "SamplingParams": "nanovllm.data.sampling_params"}):
+        return getattr(importlib.import_module(modules[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,10 +8,12 @@ cache, swapping or transfers either fails here or changes the output.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Collection
 from functools import lru_cache
 
-from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, SchedulerOutput
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.runner.speculative.verification import keep_accepted
 
 VOCABULARY = 6
 
@@ -39,6 +41,8 @@ class ContentRunner:
         self.tables: dict[str, list[int]] = {}
         self.sampled: dict[str, int] = {}  # request id -> its last token, which may be needed before it is sent
         self.ahead: set[str] = set()  # requests whose tokens end with one that was not sent yet
+        self.drafts: dict[str, list[int]] = {}  # request id -> those of the step
+        self.random = random.Random(0)  # draws which drafts are right
 
     def execute_model(self, schedule: SchedulerOutput) -> ModelRunnerOutput:
         """Move blocks, write what is new, check everything that is read, sample."""
@@ -46,6 +50,7 @@ class ContentRunner:
         self._copy(schedule.swap_in, self.host, self.device)
         for request_id in schedule.removed_ids:
             del self.tokens[request_id], self.tables[request_id]
+            self.drafts.pop(request_id, None)
             self.ahead.discard(request_id)
         written: set[tuple[int, int]] = set()
         for scheduled in schedule.requests:
@@ -61,22 +66,39 @@ class ContentRunner:
                 tokens.append(self.sampled[scheduled.request_id])
                 self.ahead.add(scheduled.request_id)
             self.tables[scheduled.request_id] += scheduled.new_block_ids
+            self.drafts[scheduled.request_id] = list(scheduled.draft_token_ids)
             for position in range(scheduled.start, scheduled.start + scheduled.num_tokens):
                 slot = self._slot(scheduled.request_id, position)
                 assert slot not in written, "two writers in one step"
                 written.add(slot)
                 self.device[slot] = self._content(scheduled.request_id, position)
-        result = ModelRunnerOutput()
+        sampled: dict = {}
         for scheduled in schedule.requests:
-            tokens, end = self.tokens[scheduled.request_id], scheduled.start + scheduled.num_tokens
+            name, drafts = scheduled.request_id, self.drafts[scheduled.request_id]
+            tokens, end = self.tokens[name], scheduled.start + scheduled.num_tokens
             for position in range(end):
                 found = self.device.get(self._slot(scheduled.request_id, position))
                 assert found == self._content(scheduled.request_id, position), f"wrong content at position {position}"
-            assert scheduled.samples == (end == len(tokens))
-            if scheduled.samples:
-                self.sampled[scheduled.request_id] = next_token(tokens)
-                result.sampled[scheduled.request_id] = SampledToken(next_token(tokens))
+            assert scheduled.samples == (1 + len(drafts)) * (end == len(tokens) + len(drafts))
+            for place in range(scheduled.samples):
+                self.sampled[name] = next_token([*tokens, *drafts[:place]])
+                sampled[(name, place) if place else name] = SampledToken(self.sampled[name])
+        result = keep_accepted(schedule, sampled)
+        for scheduled in schedule.requests:
+            if scheduled.num_drafts:
+                result.draft_token_ids[scheduled.request_id] = self._draft(scheduled, result)
         return result
+
+    def _draft(self, scheduled: ScheduledRequest, result: ModelRunnerOutput) -> list[int]:
+        """Some drafts, of which most are right. A model that makes them writes all but the last into the request's blocks."""
+        name, drafts = scheduled.request_id, list[int]()
+        end = scheduled.start + scheduled.num_tokens + scheduled.num_drafts
+        assert end <= len(self.tables[name]) * self.block_size, "drafts have no slots"
+        new = [result.sampled[name], *result.sampled_after.get(name, ())]
+        for _ in range(scheduled.num_drafts):
+            right = next_token([*self.tokens[name], *(token.token_id for token in new), *drafts])
+            drafts.append(right if self.random.random() < 0.7 else self.random.randrange(VOCABULARY))
+        return drafts
 
     def receive(
         self, table: list[int], positions: range, token_ids: list[int], salt: str | None, spoiled: Collection[int] = ()
@@ -93,7 +115,8 @@ class ContentRunner:
         return [self.device.get((table[i // size], i % size)) for i in range(num_tokens)]
 
     def _content(self, request_id: str, position: int) -> bytes:
-        return content(tuple(self.tokens[request_id][: position + 1]), self.salts[request_id])
+        tokens = [*self.tokens[request_id], *self.drafts[request_id]]
+        return content(tuple(tokens[: position + 1]), self.salts[request_id])
 
     def _slot(self, request_id: str, position: int) -> tuple[int, int]:
         return self.tables[request_id][position // self.block_size], position % self.block_size

@@ -61,6 +61,10 @@ WANTED: dict[str, list[object]] = {
         {"kv_cache_dtype": "int8"},
         ["quantize", "--out", "new"],
     ],
+    "speculation": [
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        ["train-eagle", "--out", "new"],
+    ],
     "structured output": [("regex", "a+")],
     "traces": [{"trace": True}, {"trace": "run.jsonl"}, ["trace", "run.jsonl"], ["replay", "run.jsonl"]],
     "chat in the terminal": [["chat"]],

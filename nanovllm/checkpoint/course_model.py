@@ -8,8 +8,6 @@ It comes from the Python package index, where it is shipped as a quantized GGUF 
 The folder is made under another name and renamed when it is complete, so that a folder of this name can be used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

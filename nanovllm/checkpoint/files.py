@@ -3,8 +3,6 @@
 The descriptions list all fields that are read; other fields of a file are ignored.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import reprlib

@@ -7,8 +7,6 @@ projections. The tokenizer, with its chat template, is built here from the file'
 Reference: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checks that a model fits into memory, before it is allocated."""
 
-from __future__ import annotations
-
 import psutil
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Finds or fetches a model: a name, a folder or a hub id becomes a local folder in Hugging Face format."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`nanovllm fetch`: download a model."""
 
-from __future__ import annotations
-
 import argparse
 
 from nanovllm.data.config import COURSE_MODEL

@@ -1,7 +1,5 @@
 """The `nanovllm` command. Each command's module is imported when it runs, so that help and mistakes show at once."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ COMMANDS = {
     "replay": ("show a recorded trace in the browser, to all who can reach the port", "nanovllm.cli.replay"),
     "fetch": ("download a model", "nanovllm.cli.fetch"),
     "quantize": ("make a quantized checkpoint", "nanovllm.offline.command"),
+    "train-eagle": ("train a draft head for speculative decoding", "nanovllm.offline.eagle_command"),
     "bench": ("measure speed", "nanovllm.lab.bench"),
     "kernels": ("show what the compiler makes of the GPU kernels", "nanovllm.lab.kernels"),
 }

@@ -1,7 +1,5 @@
 """`nanovllm replay`: show a recorded trace in the browser. Needs no model, and does not import torch."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 

@@ -88,10 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         host = listener.getsockname()[0]
         warning = f"--show-text without --api-key: all who can reach {host} can read all prompts and answers"
         print(f"nanovllm serve: warning: {warning}", file=sys.stderr)
-    try:
-        asyncio.run(_serve(config, listener, access, flags))
-    except asyncio.CancelledError:  # a signal came while the engine was starting
-        return 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the server handles signals
+    asyncio.run(_serve(config, listener, access, flags))
     return 0
 
 
@@ -99,10 +97,8 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     from nanovllm.engine.async_engine import AsyncEngine
     from nanovllm.text.chat_template import PROCESS
 
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)  # type: ignore[union-attr]
     if flags.exit_with_stdin:  # the engine's process notices that its parent has ended
-        loop.add_reader(sys.stdin.fileno(), os._exit, 1)
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), os._exit, 1)
     config.max_step_ms = STEP_MS if config.max_step_ms is None else config.max_step_ms
     print(f"Starting {config.model}", flush=True)
     # While the engine's process imports torch and loads the weights, this process imports the web framework, and the process

@@ -1,7 +1,5 @@
 """`nanovllm trace`: sum up a recorded trace, or convert it. Needs no model, and does not import torch."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import pathlib
@@ -145,6 +143,10 @@ def summary(trace: Trace) -> dict[str, str]:
     ends = {request_id: reason for record in trace for request_id, reason in record.finished.items()}
     speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
     numbers = f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"  # as the page shows them
+    drafts = [share for record in steps for share in record.requests if share.num_drafts]
+    num_drafts, accepted = sum(s.num_drafts for s in drafts), sum(s.num_accepted for s in drafts)
+    length = f"{1 + accepted / max(1, len(drafts)):.2f} tokens per step"
+    drafted = {"drafts accepted": f"{accepted:,} of {num_drafts:,} ({length})"} if drafts else {}
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}
     times = {f"time to first token, p{p}": f"{ttft[i]:.3f} {unit}" if ttft else "-" for p, i in ranks.items()}
     return {
@@ -155,6 +157,7 @@ def summary(trace: Trace) -> dict[str, str]:
         "duration": f"{duration:,.3f} {unit}",
         "tokens computed": f"{sum(record.num_tokens for record in steps):,}",
         "tokens generated": f"{num_outputs.total():,}",
+        **drafted,
         f"generated per {'second' if unit == 's' else 'unit'}": speed,
         **times,
         "prompt tokens from the prefix cache": f"{hit:,} of {queried:,}"

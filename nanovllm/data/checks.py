@@ -1,7 +1,5 @@
 """Checks settings that users write against their annotations."""
 
-from __future__ import annotations
-
 import difflib
 import functools
 import re
@@ -37,8 +35,9 @@ def check_fields(settings: Any) -> None:
         expected, place = re.fullmatch(r"(.*?) - at (.*)", str(error)).groups()  # type: ignore[union-attr]
         name = re.search(r"\$\.(\w+)", place)[1]  # type: ignore[index]
         hint = typing.get_type_hints(fields)[name]
-        if typing.get_origin(hint) is Literal:
-            expected = f"one of {', '.join(typing.get_args(hint))}"
+        allowed = next((h for h in (hint, *typing.get_args(hint)) if typing.get_origin(h) is Literal), None)
+        if allowed is not None:
+            expected = f"one of {', '.join(typing.get_args(allowed))}"
         else:
             found = re.sub(r"Expected |, got .*|`|\.0\b", "", expected.replace("Number out of range", "float"))
             expected = " ".join(WORDS.get(word, word) for word in found.replace("of length", "with a length").split())

@@ -1,7 +1,5 @@
 """The engine's settings: plain data. Every field is a command-line flag and a keyword of `LLM(...)`, under vLLM's name."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,6 +16,7 @@ from nanovllm.data.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.data.kv_transfer_config import KVTransferConfig
+    from nanovllm.data.speculative_config import SpeculativeConfig
 
 COURSE_MODEL = "smollm2-135m"
 DEFAULT_TOKEN_BUDGET = 2048
@@ -68,6 +67,8 @@ class EngineConfig(Flags):
             delay)
         enforce_eager: call every operator of a step from Python: on a GPU instead of replaying a CUDA graph, on a CPU instead of
             running all layers in one call
+        speculative_config: draft tokens, and verify several of them in a step, as JSON: {"method": "ngram", "num_speculative_tokens": 3,
+            "prompt_lookup_max": 5}; other methods are draft_model, eagle and eagle3, with "model"
         tensor_parallel_size: ranks that share each layer's weights
         pipeline_parallel_size: stages that share the layers
         data_parallel_size: engines that share the requests, each with a scheduler and memory of its own
@@ -125,6 +126,7 @@ class EngineConfig(Flags):
     attention_backend: Literal["auto", "torch", "cpu", "triton"] = "auto"
     async_scheduling: bool | None = None
     enforce_eager: bool = False
+    speculative_config: str | None = None
     tensor_parallel_size: Positive = 1
     pipeline_parallel_size: Positive = 1
     data_parallel_size: Positive = 1
@@ -161,6 +163,9 @@ class EngineConfig(Flags):
         self.kv_transfer: KVTransferConfig | None = None
         if {self.kv_role, self.kv_connector} - {None, "none"} or self.kv_transfer_config or self.kv_offloading_size:
             self.kv_transfer = load("nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer")(self)
+        self.speculative: SpeculativeConfig | None = None
+        if self.speculative_config:
+            self.speculative = load("nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config")(self)
 
     def _check_combinations(self) -> None:
         backend, budget = self.distributed_executor_backend, self.max_num_batched_tokens
@@ -237,6 +242,12 @@ class EngineConfig(Flags):
     def world_size(self) -> int:
         """Ranks of one engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def max_num_samples(self) -> int:
+        """Tokens that a step samples, at most: one for each request, and one more for each draft."""
+        drafts = self.speculative.num_speculative_tokens or 0 if self.speculative is not None else 0
+        return min(self.token_budget, self.max_num_seqs * (1 + drafts))
 
     @property
     def is_divided(self) -> bool:

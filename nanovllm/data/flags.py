@@ -1,7 +1,5 @@
 """The command line: its parser, its errors, and flags that are declared as fields of a dataclass. Imports nothing heavy, so that help and mistakes show at once."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -90,14 +90,7 @@ class KVTransferConfig(Keywords):
         Raises:
             ValueError: there is one without a default, or of another type.
         """
-        self.check_extra(*defaults)
+        if unknown := sorted(self.kv_connector_extra_config.keys() - defaults.keys()):
+            there = ", ".join(defaults)
+            raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {there}")
         return {name: self.extra(name, default) for name, default in defaults.items()}
-
-    def check_extra(self, *known: str) -> None:
-        """Refuse settings in `kv_connector_extra_config` that the connector does not know.
-
-        Raises:
-            ValueError: there is one; the message tells the known ones.
-        """
-        if unknown := sorted(self.kv_connector_extra_config.keys() - set(known)):
-            raise ValueError(f"kv_connector_extra_config: {unknown[0]!r} is unknown here; there are {', '.join(known)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.structured_outputs import GrammarError
 
 
@@ -134,13 +135,16 @@ class EngineStats:
     num_held_requests: int = 0
     num_external_queried_tokens: int = 0
     num_external_hit_tokens: int = 0
+    spec_decoding: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     engines: list[EngineStats] = field(default_factory=list)
 
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:
         """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum of `num_waves`."""
-        names = [f.name for f in fields(cls) if f.name != "engines"]
+        names = [f.name for f in fields(cls) if f.name not in ("spec_decoding", "engines")]
         total = cls(*(sum(getattr(engine, name) for engine in engines) for name in names))
+        for drafts in (engine.spec_decoding for engine in engines):
+            total.spec_decoding.add(drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens_per_pos)
         total.engines = engines
         total.kv_cache_usage /= len(engines)
         total.num_waves = max(engine.num_waves for engine in engines)

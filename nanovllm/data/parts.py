@@ -1,7 +1,5 @@
 """Parts that a copy of the package may lack: each is imported when a feature asks for it."""
 
-from __future__ import annotations
-
 import pkgutil
 from typing import Any
 

@@ -67,6 +67,7 @@ class Request:
         self.token_ids = list(source.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # to be sampled by steps whose results have not come back
+        self.draft_token_ids: list[int] = []  # to be verified by the next step (lecture 42); no part of token_ids
         self.num_sent_tokens = 0  # how many of token_ids the runner knows; 0: it does not know the request
         self.num_prompt_tokens = len(source.prompt_token_ids)
         self.max_num_tokens = 0  # prompt and output, at most; the scheduler sets it
@@ -147,3 +148,9 @@ class EngineOutput(msgspec.Struct, gc=False):
     kv_transfer_params: dict[str, Any] | None = None
     error: str = ""
     grammar_error: str = ""
+
+    def by_token(self) -> list[EngineOutput]:
+        """The same as an output for each new token; the last one has all else."""
+        tokens, logprobs = self.new_token_ids, self.logprobs
+        parts = [EngineOutput(self.request_id, [t], logprobs and [logprobs[i]]) for i, t in enumerate(tokens[:-1])]
+        return [*parts, msgspec.structs.replace(self, new_token_ids=tokens[-1:], logprobs=logprobs and logprobs[-1:])]

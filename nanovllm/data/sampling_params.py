@@ -45,6 +45,7 @@ class SamplingParams(Keywords):
         logprobs: report the log-probabilities of the k likeliest tokens and the chosen one, 0 to 20.
         prompt_logprobs: the same for each prompt token.
         skip_special_tokens: leave special tokens out of the text.
+        num_speculative_tokens: drafts per step, at most (lecture 42); 0: none. None: what the engine's speculative_config says.
         structured_outputs: what the output must match (lecture 19); a dictionary becomes `StructuredOutputsParams`.
 
     Raises:
@@ -70,6 +71,7 @@ class SamplingParams(Keywords):
     logprobs: LogprobCount | None = None
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool = True
+    num_speculative_tokens: Count | None = None
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:

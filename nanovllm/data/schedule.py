@@ -1,6 +1,6 @@
 """A step as plain data: what the scheduler asks of the runner, and what the runner returns.
 
-Built by notebooks/13_scheduler.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     Attributes:
         new_token_ids: tokens the runner has not seen yet; all of them on the first step after an admission.
         new_block_ids: blocks appended to the request's table since the runner last saw it.
-        samples: the step samples a token for it.
+        samples: how many tokens the step samples for it: none or one.
         last_is_pending: the last token to compute is the one that the step before samples; it is not known yet.
         sampling_params, num_prompt_tokens: set only on the first step after an admission; None later.
     """
@@ -33,8 +33,13 @@ class ScheduledRequest(msgspec.Struct, gc=False):
     new_block_ids: list[int] | tuple[()]
     sampling_params: SamplingParams | None = None
     num_prompt_tokens: int = 0
-    samples: bool = False
+    samples: int = 0
     last_is_pending: bool = False
+
+    # The last tokens to compute, if they are drafts; then `samples` is one more than there are drafts. And how many tokens the runner shall
+    # draft for the next step.
+    draft_token_ids: list[int] | tuple[()] = ()
+    num_drafts: int = 0
 
 
 @dataclass
@@ -50,7 +55,7 @@ class SchedulerOutput:
         resumed: requests that were swapped in.
         max_prefill_tokens: the most prompt tokens that the step may compute.
         num_prefill_tokens: those that it computes.
-        num_tokens, num_samples: tokens that the step computes, and that it samples.
+        num_tokens, num_samples: tokens that the step computes, and requests for which it samples.
         blocked_by: why the first waiting request was not admitted; "" if no request waits.
         unfinished: the engine has requests; for the engines that it is in lock-step with.
         connector_metadata: KV that the ranks have to fetch or to save; None if there is nothing to do. See `kv.connector`.
@@ -73,13 +78,13 @@ class SchedulerOutput:
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(request.num_tokens for request in self.requests)
-        self.num_samples = sum(request.samples for request in self.requests)
+        self.num_samples = sum(request.samples > 0 for request in self.requests)
 
     def add(self, request: ScheduledRequest) -> None:
         """Put a request's share into the step."""
         self.requests.append(request)
         self.num_tokens += request.num_tokens
-        self.num_samples += request.samples
+        self.num_samples += request.samples > 0
 
     @property
     def empty(self) -> bool:
@@ -104,3 +109,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     anyone_unfinished: bool = True
     connector_output: KVConnectorOutput | None = None
+
+    # Of each request, the tokens sampled after accepted drafts; and new drafts.
+    sampled_after: dict[str, list[SampledToken]] = field(default_factory=dict)
+    draft_token_ids: dict[str, list[int]] = field(default_factory=dict)

@@ -1,7 +1,5 @@
 """What a thread does: it must make progress in a step, waits for other processes, or rests. `life_signs` watches this."""
 
-from __future__ import annotations
-
 import threading
 import time
 

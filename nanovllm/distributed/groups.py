@@ -91,8 +91,8 @@ class GroupCoordinator:
         return x
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Send any picklable value of one rank to every rank."""
-        return value
+        """Send any picklable value of one rank to every rank. It is a small one: every rank's value travels."""
+        return self.all_gather_object(value)[source]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the group."""

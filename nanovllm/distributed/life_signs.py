@@ -153,26 +153,25 @@ class HangDetector:
 
 class Mouth(threading.Thread):
     """Sends a process's messages to its parent in order (an answer is a pair of the order's number and a value), and a heartbeat
-    every second, even while the next message waits for a GPU. If the parent is gone, the process ends.
+    every second, even while the next message waits for a GPU. If the parent is gone, a timer ends the process.
 
     It starts at once, and reports if the thread that creates it hangs (see `HangDetector`).
 
     Args:
         send: sends a message, or raises OSError.
         activities: what the ranks do, which is a heartbeat.
+        patience: seconds that a process without a parent has to end by itself.
     """
 
-    def __init__(self, send: Callable[[Any], None], activities: Callable[[], dict[int, Activity]] = dict) -> None:
+    def __init__(
+        self, send: Callable[[Any], None], activities: Callable[[], dict[int, Activity]] = dict, patience: float = 0.0
+    ) -> None:
         super().__init__(name="mouth", daemon=True)
-        self._send, self._activities = send, activities
+        self._send, self._activities, self._patience = send, activities, patience
         self._messages: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._detector: HangDetector | None = HangDetector()
         self.start()
-
-    def on_lost(self) -> None:
-        """End the process: the parent is gone."""
-        os._exit(1)
 
     def say(self, message: Callable[[], Any]) -> None:
         """Queue a message; the function waits for it and returns it. If it fails, the message is a `Complaint`."""
@@ -219,7 +218,9 @@ class Mouth(threading.Thread):
                 self._send(message)
             return True
         except OSError:
-            self.on_lost()
+            timer = threading.Timer(self._patience, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
             return False
 
 

@@ -113,13 +113,6 @@ class ProcessGroupCoordinator(GroupCoordinator):
             dist.all_to_all_single(out_rows, rows, receive_counts, send_counts, group=self.device_group)
             return out
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """See `GroupCoordinator`."""
-        box = [value]
-        with self._collective("broadcast_object"):
-            dist.broadcast_object_list(box, self.ranks[source], group=self.cpu_group)
-        return box[0]
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """See `GroupCoordinator`."""
         values = [None] * self.world_size

@@ -1,7 +1,5 @@
 """Processes of this machine: how to start one with a connection to it, and how to end it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,6 +1,6 @@
 """The engine: scheduler, KV cache manager and runner in one loop. It works on token ids, not on text.
 
-Built by notebooks/18_engine.ipynb, continued by 23, 25, 31, 43, 91: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/18_engine.ipynb, continued by 23, 25, 31, 42, 43, 91: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ class EngineCore:
         queues = len(s.running), len(s.waiting) + len(s.receiving), len(s.swapped), self.manager.pool.usage
         prefix_cache = s.num_queried_tokens, s.num_hit_tokens
         transfers = len(s.receiving), len(self.manager.held), s.num_external_queried_tokens, s.num_external_hit_tokens
-        return EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
+        stats = EngineStats(*queues, s.num_preemptions, *prefix_cache, self.num_steps, num_waves, *transfers)
+        if s.speculation is not None:
+            stats.spec_decoding = s.speculation.stats
+        return stats
 
     @property
     def trace_settings(self) -> dict[str, Any]:
@@ -301,6 +304,8 @@ class EngineCore:
             step.record.start = start
         self._recorder.finish(step.record, round(self._last_results - start, 6), result, outputs)
         self.scheduler.step_times.add(step.plan, self._last_results - start)
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.add(step.plan, self._last_results - start)
         if self.config.check_invariants:
             self.scheduler.check_invariants()
         return outputs if self.has_work else outputs + self._take_results()

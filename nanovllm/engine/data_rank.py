@@ -1,10 +1,7 @@
 """An engine in a process of its own whose heartbeats are heard: the engine of a server, or one of several."""
 
-from __future__ import annotations
-
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -83,16 +80,6 @@ def rank_environments(config: EngineConfig) -> list[dict[str, str]]:
     return environments
 
 
-class PatientMouth(Mouth):
-    """If the parent is gone, the engine's loop notices that as well and ends; if it hangs, a timer ends the process."""
-
-    def on_lost(self) -> None:
-        """Start the timer."""
-        timer = threading.Timer(2 * life_signs.SILENCE_SECONDS, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
-
-
 def start_heart(connection: Connection, config: EngineConfig) -> None:
     """In the engine's process: send heartbeats, and report if the calling thread hangs in a step."""
     activities: Callable[[], dict[int, Any]] = dict
@@ -104,4 +91,5 @@ def start_heart(connection: Connection, config: EngineConfig) -> None:
         logging.getLogger("nanovllm.engine").addFilter(
             lambda record: not (record.exc_info and isinstance(record.exc_info[1], CollectiveError))
         )
-    PatientMouth(connection.send, activities)
+    # If the parent is gone, the engine's loop notices that as well and ends, unless it hangs.
+    Mouth(connection.send, activities, patience=2 * life_signs.SILENCE_SECONDS)

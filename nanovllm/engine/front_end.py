@@ -58,10 +58,8 @@ class FrontEnd:
         with contextlib.suppress(MissingPartError):  # without that part, a process that hangs is not noticed
             create = load("nanovllm.engine.data_rank:DataRank", "several processes")
         self._client = create(dataclasses.replace(config, model=str(folder), served_model_name=self.name), {})
-        self._arrival = asyncio.Event()  # of a report or heartbeat, or the end of the process
-        self._sources = [self._client.reports.fileno(), self._client.connection.fileno()]
-        for source in self._sources:
-            asyncio.get_running_loop().add_reader(source, self._arrival.set)
+        self._arrival = asyncio.Event()  # of a report
+        asyncio.get_running_loop().add_reader(self._client.reports.fileno(), self._arrival.set)
 
     # ---------------------------------------------------------------- state
 
@@ -118,8 +116,7 @@ class FrontEnd:
                     await self._arrival.wait()
 
     def _stop_listening(self) -> None:
-        for source in self._sources:
-            asyncio.get_running_loop().remove_reader(source)
+        asyncio.get_running_loop().remove_reader(self._client.reports.fileno())
 
     def _note_times(self, times: RequestTimes, output: RequestOutput, now: float) -> None:
         for piece in output.outputs:

@@ -1,7 +1,5 @@
 """What all ranks of an engine report of their KV transfers, as one report."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nanovllm.data.outputs import KVConnectorOutput

@@ -1,13 +1,12 @@
 """Executors: how the engine hands each step to its ranks and gets back what they sampled."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
@@ -124,7 +123,9 @@ def read_model_config(config: EngineConfig, folder: pathlib.Path) -> ModelConfig
         with_settings = load("nanovllm.checkpoint.quantization:with_settings", "quantization")
         model_config = replace(model_config, quantization=with_settings(model_config.quantization, config))
     if config.world_size > 1:
-        load("nanovllm.executor.grid:check_layers", "an engine of several processes")(config, model_config)
+        check_tensor_parallel = load("nanovllm.executor.grid:check_tensor_parallel", "an engine of several processes")
+        check_tensor_parallel(model_config, config.tensor_parallel_size)
+        check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
     return model_config
 
 

@@ -1,24 +1,11 @@
 """Checks, before anything loads, whether a model and this machine can take the grid of ranks that the settings ask for."""
 
-from __future__ import annotations
-
 import os
 
-from nanovllm.data.checks import check_pipeline_parallel
 from nanovllm.data.config import EngineConfig
 from nanovllm.data.parts import load
 from nanovllm.executor.base import choose_backend
 from nanovllm.models.config import ModelConfig
-
-
-def check_layers(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Check that the model's layers, and each layer, can be divided.
-
-    Raises:
-        ValueError: the message names what would fit.
-    """
-    check_tensor_parallel(model_config, config.tensor_parallel_size)
-    check_pipeline_parallel(model_config.num_layers, config.pipeline_parallel_size)
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int) -> None:

@@ -1,7 +1,5 @@
 """An executor whose ranks are actors of Ray, for models that outgrow one machine: Ray finds the machines and starts the processes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -1,7 +1,5 @@
 """Connections of ranks that the executor has not started itself: where they connect to it, and how."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

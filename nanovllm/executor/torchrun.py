@@ -4,8 +4,6 @@ Rank 0's process owns the engine, and starts rank 0 as a process of its own. All
 executor, which listens only until all of them have. They get rank 0's settings.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -10,8 +10,6 @@ rank: it moves blocks, and knows a request only by its id. What the first tells 
 that there is nothing. An engine that shares no KV has a `NoConnector` instead.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

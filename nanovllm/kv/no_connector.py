@@ -1,7 +1,5 @@
 """What stands where KV could enter an engine from elsewhere, or leave it, in an engine that shares no KV."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from nanovllm.data.request import Request

@@ -1,7 +1,5 @@
 """Which connectors there are, how the two halves of one are made, and what must be equal on engines that share KV."""
 
-from __future__ import annotations
-
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence

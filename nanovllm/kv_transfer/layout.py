@@ -1,7 +1,5 @@
 """Describes which part of the KV cache a rank has, and how that part lies in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their order, hence with the same bits,
 without Python's ten calls per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +27,7 @@ def fuse_layers(model: LlamaForCausalLM) -> None:
     layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
     if all(map(_fits, layers)) and get_tp_group().world_size == 1:
         model.model.fused = (FusedLayers(layers),)
+        model.model.collect_hidden_states(model.model.aux_hidden_state_layers)
 
 
 def _fits(layer: Any) -> bool:
@@ -47,7 +46,7 @@ class FusedLayers:
     """In the place of layers: `(x, residual, rotary)` to what the last of them returns."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        self.layers, rows = layers, []
+        self.layers, self.self_attn, rows = layers, layers[0].self_attn, []
         modules = [module for layer in layers for module in layer.modules()]
         self.hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
         for layer in layers:
@@ -60,7 +59,7 @@ class FusedLayers:
         self.addresses = torch.tensor(rows)
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
-        context, attention = get_forward_context(), self.layers[0].self_attn
+        context, attention = get_forward_context(), self.self_attn
         caches, batch = [context.kv_caches[layer.self_attn.layer] for layer in self.layers], context.metadata
         backend = context.backend
         functions = (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)

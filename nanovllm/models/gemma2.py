@@ -4,8 +4,6 @@
 cap), a window for every second layer. This module has the layers that compute differently.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

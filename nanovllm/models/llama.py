@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -128,9 +128,11 @@ class LlamaModel(nn.Module):
 
     Attributes:
         fused: what runs in the place of all layers, where a CPU can (models/fused.py).
+        aux_hidden_states: see `collect_hidden_states`.
     """
 
     fused: Sequence[Any] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(self, config: ModelConfig, max_positions: int, family: type[LlamaForCausalLM]) -> None:
         nn.Module.__init__(self)
@@ -149,11 +151,22 @@ class LlamaModel(nn.Module):
         x = self.embed_tokens(input_ids) if received is None else received
         residual = torch.zeros_like(x)
         rotary = Rotary(positions, self.cos_sin)
-        for layer in self.fused or islice(self.layers, self.here.start, self.here.stop):
+        self.aux_hidden_states = list[Tensor]()
+        layers: Any = self.fused or islice(self.layers, self.here.start, self.here.stop)
+        for layer in layers:
+            if self.aux_hidden_state_layers and layer.self_attn.layer in self.aux_hidden_state_layers:
+                self.aux_hidden_states.append(x + residual)
             x, residual = layer(x, residual, rotary)
         if not self.stage.is_last:
             return residual.add_(x)
         return self.norm.add(x, residual)[0]
+
+    def collect_hidden_states(self, layers: tuple[int, ...]) -> None:
+        """Let each `forward` keep the residual stream at the input of some layers: in `aux_hidden_states`, a `[num_tokens, hidden_size]`
+        tensor per layer, in rising order. Layers that are fused, or will be, become one call for each part between them."""
+        self.aux_hidden_state_layers = layers
+        cuts = sorted({self.here.start, self.here.stop, *layers})
+        self.fused = [type(self.fused[0])(list(self.layers[a:b])) for a, b in pairwise(cuts) if self.fused]
 
 
 class LlamaForCausalLM(nn.Module):

@@ -14,8 +14,6 @@ outermost axis, so that swapping or sending a block is one contiguous copy; the 
 that a kernel which attends with one head reads one contiguous `[block_size, head_dim]` matrix per block.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

@@ -141,12 +141,14 @@ INLINE void packed_block(const uint32_t* x, int64_t stride, const Weight& weight
     for (int v = 0; v < GROUPS * PER_GROUP; ++v) write(token, v * LANES, sums[token * 2 * PER_GROUP + v]);
 }
 
-// Calls body(token, count, group, GROUPS) for blocks of at most BLOCK_TOKENS tokens and one or two groups of outputs.
+// Calls body(token, count, group, GROUPS) for blocks of at most BLOCK_TOKENS tokens and one or two groups of outputs, in
+// threads that have tiles if they are wanted.
 template <class Body>
-INLINE void for_each_block(int64_t tokens, int64_t outputs, int threads, const Body& body) {
+INLINE void for_each_block(int64_t tokens, int64_t outputs, int threads, bool tiles, const Body& body) {
   const int64_t groups = outputs / GROUP, pairs = (groups + 1) / 2;
   const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, [&](int64_t task) {
+  const auto take_tiles = [tiles] { return Tiles(tiles); };
+  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, take_tiles, [&](int64_t task, const Tiles&) {
     const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2;
     const int64_t count = std::min(BLOCK_TOKENS, tokens - token);
     if (group + 1 < groups)
@@ -156,41 +158,23 @@ INLINE void for_each_block(int64_t tokens, int64_t outputs, int threads, const B
   });
 }
 
-// ---------------------------------------------------------------------------------------------- floats, by vectors
+// ------------------------------------------------------------------------------------------------------- by tiles
 
-template <class T, class Weight>
-static void multiply_by_vectors(const T* x, const Weight& weight, const T* bias, T* out, int64_t tokens, int64_t inner,
-                                int64_t outputs, int threads) {
-  using Product = FloatProduct<T>;
-  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), stride = words * Product::ROW_WORDS;
-  std::unique_ptr<float[]> wide;
-  if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
-  const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
-  threads = threads_for(tokens * inner * outputs / 8, threads);
-  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
-    const T* added = bias ? bias + group * GROUP : nullptr;
-    T* target = out + token * outputs + group * GROUP;
-    packed_block<Product, groups>(rows + token * stride, stride, weight, group, count, words,
-                                  [&](int64_t row, int i, Floats sums) {
-                                    store(target + row * outputs + i, sums + (added ? load(added + i) : Floats{}));
-                                  });
-  });
-}
-
-// ------------------------------------------------------------------------------------------------ floats, by tiles
-
-#if HAS_TILES
-struct alignas(TILE_BYTES) TileMemory {
-  uint32_t words[TILE_WORDS];
-};
-
+#if HAS_TILES || HAS_BYTE_TILES
 constexpr int64_t BLOCK_STEPS = 9;  // of the weight at a time, which stay in the first-level cache
 
-// Adds to TOKENS x 2 tiles of sums, or begins them. `x` and `more` are 16 rows each; the two groups of the weight are
-// `distance` tiles apart.
-template <int TOKENS>
-INLINE void multiply_tiles(const bfloat16* x, const bfloat16* more, int64_t stride, const TileMemory* weight,
-                           int64_t distance, int64_t steps, bool begin, TileMemory* sums) {
+// Tile registers are named by numerals in the source.
+#define ADD_PRODUCT(sums, x, weight)              \
+  if constexpr (std::is_same<T, bfloat16>::value) \
+    _tile_dpbf16ps(sums, x, weight);              \
+  else                                            \
+    _tile_dpbsud(sums, x, weight)
+
+// Adds to TOKENS x 2 tiles of sums, or begins them. `x` and `more` are 16 rows each, of bfloat16 or signed bytes, which are
+// multiplied by unsigned ones; the two groups of the weight are `distance` tiles apart.
+template <int TOKENS, class T>
+INLINE void multiply_tiles(const T* x, const T* more, int64_t stride, const TileMemory* weight, int64_t distance,
+                           int64_t steps, bool begin, TileMemory* sums) {
   if (begin) {
     _tile_zero(0);
     _tile_zero(1);
@@ -203,15 +187,15 @@ INLINE void multiply_tiles(const bfloat16* x, const bfloat16* more, int64_t stri
     if (TOKENS > 1) _tile_loadd(3, sums + 3, TILE_BYTES);
   }
   for (int64_t step = 0; step < steps; ++step) {
-    _tile_loadd(4, x + step * TILE_VALUES, stride);
+    _tile_loadd(4, x + step * TILE_VALUES<T>, stride);
     _tile_loadd(6, weight + step, TILE_BYTES);
     _tile_loadd(7, weight + distance + step, TILE_BYTES);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    ADD_PRODUCT(0, 4, 6);
+    ADD_PRODUCT(1, 4, 7);
     if (TOKENS > 1) {
-      _tile_loadd(5, more + step * TILE_VALUES, stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      _tile_loadd(5, more + step * TILE_VALUES<T>, stride);
+      ADD_PRODUCT(2, 5, 6);
+      ADD_PRODUCT(3, 5, 7);
     }
   }
   _tile_stored(0, sums, TILE_BYTES);
@@ -220,59 +204,76 @@ INLINE void multiply_tiles(const bfloat16* x, const bfloat16* more, int64_t stri
   if (TOKENS > 1) _tile_stored(3, sums + 3, TILE_BYTES);
 }
 
-// Writes `count` <= 16 tokens of one or two neighbouring tiles.
-INLINE void write_tiles(const TileMemory* sums, const bfloat16* bias, bfloat16* out, int64_t count, int64_t groups,
-                        int64_t outputs) {
-  for (int64_t group = 0; group < groups; ++group) {
-    const Floats added = bias ? load(bias + group * LANES) : Floats{};
-    for (int64_t token = 0; token < count; ++token)
-      store(out + token * outputs + group * LANES,
-            (Floats)load_words(sums[group].words + token * LANES) + added);
-  }
-}
-
-// At most BLOCK_TOKENS tokens times one or two groups of the weight. The rows after the last whole 16 are `padded`.
-template <class Weight>
-static void tiles_block(const bfloat16* x, const bfloat16* padded, const Weight& weight, int64_t group,
-                        const bfloat16* bias, bfloat16* out, int64_t tokens, int64_t steps, int64_t outputs,
-                        int64_t groups) {
-  const int64_t inner = steps * TILE_VALUES, stride = inner * sizeof(bfloat16);
+// At most BLOCK_TOKENS tokens times GROUPS groups of the weight. rows(token) are 16 rows of x, `stride` bytes apart. Calls
+// write(token, i, sums) for 16 outputs from i on.
+template <class T, int GROUPS, class Rows, class Weight, class Write>
+INLINE void tiles_block(const Rows& rows, int64_t stride, const Weight& weight, int64_t group, int64_t tokens,
+                        int64_t steps, const Write& write) {
+  using Total = std::conditional_t<std::is_same<T, bfloat16>::value, Floats, Ints>;
   const int64_t parts = Weight::UNPACKS || tokens > 2 * LANES ? (steps + BLOCK_STEPS - 1) / BLOCK_STEPS : 1;
   TileMemory sums[BLOCK_TOKENS / LANES * 2], buffer[Weight::UNPACKS ? 2 * BLOCK_STEPS : 1];
-  auto rows = [&](int64_t token) { return token + LANES <= tokens ? x + token * inner : padded; };
   for (int64_t part = 0; part < parts; ++part) {
-    const int64_t begin = part * steps / parts, count = (part + 1) * steps / parts - begin, skip = begin * TILE_VALUES;
-    const Part read = weight.read(group, groups, begin * LANES, count * LANES, buffer->words);
+    const int64_t begin = part * steps / parts, count = (part + 1) * steps / parts - begin;
+    const int64_t skip = begin * TILE_VALUES<T>;
+    const Part read = weight.read(group, GROUPS, begin * LANES, count * LANES, buffer->words);
+    if (Weight::UNPACKS) is_written(buffer);
     const auto* tiles = reinterpret_cast<const TileMemory*>(read.weight);
-    const int64_t distance = groups == 2 ? read.distance / TILE_WORDS : 0;
+    const int64_t distance = GROUPS == 2 ? read.distance / TILE_WORDS : 0;
     for (int64_t token = 0; token < tokens; token += 2 * LANES) {
       TileMemory* target = sums + token / LANES * 2;
       if (token + LANES < tokens)
         multiply_tiles<2>(rows(token) + skip, rows(token + LANES) + skip, stride, tiles, distance, count, part == 0,
                           target);
       else
-        multiply_tiles<1>(rows(token) + skip, nullptr, stride, tiles, distance, count, part == 0, target);
+        multiply_tiles<1, T>(rows(token) + skip, nullptr, stride, tiles, distance, count, part == 0, target);
       if (part + 1 < parts) continue;
-      for (int64_t i = token; i < std::min(tokens, token + 2 * LANES); i += LANES)
-        write_tiles(sums + i / LANES * 2, bias, out + i * outputs, std::min<int64_t>(LANES, tokens - i), groups,
-                    outputs);
+      for (int64_t row = token; row < std::min(tokens, token + 2 * LANES); ++row)
+        for (int i = 0; i < GROUPS; ++i)
+          write(row, i * LANES, (Total)load_words(sums[row / LANES * 2 + i].words + row % LANES * LANES));
     }
   }
 }
+#endif
 
+// ---------------------------------------------------------------------------------------------- floats, by vectors
+
+template <class T, class Weight>
+static void multiply_by_vectors(const T* x, const Weight& weight, const T* bias, T* out, int64_t tokens, int64_t inner,
+                                int64_t outputs, int threads) {
+  using Product = FloatProduct<T>;
+  const int64_t words = inner * sizeof(T) / sizeof(uint32_t), stride = words * Product::ROW_WORDS;
+  std::unique_ptr<float[]> wide;
+  if constexpr (WIDENS<T>) wide = widened(x, tokens, inner, threads);
+  const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
+  threads = threads_for(tokens * inner * outputs / 8, threads);
+  for_each_block(tokens, outputs, threads, false, [&](int64_t token, int64_t count, int64_t group, auto groups) {
+    const T* added = bias ? bias + group * GROUP : nullptr;
+    T* target = out + token * outputs + group * GROUP;
+    packed_block<Product, groups>(rows + token * stride, stride, weight, group, count, words,
+                                  [&](int64_t row, int i, Floats sums) {
+                                    store(target + row * outputs + i, sums + (added ? load(added + i) : Floats{}));
+                                  });
+  });
+}
+
+// ---------------------------------------------------------------------------------------------- bfloat16, by tiles
+
+#if HAS_TILES
 template <class Weight>
 static void multiply_by_tiles(const bfloat16* x, const Weight& weight, const bfloat16* bias, bfloat16* out,
                               int64_t tokens, int64_t inner, int64_t outputs, int threads) {
-  const int64_t steps = inner / TILE_VALUES, groups = outputs / LANES, pairs = (groups + 1) / 2;
-  const int64_t blocks = (tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, whole = tokens / LANES * LANES;
-  std::vector<bfloat16> padded(whole < tokens ? LANES * inner : 0);
+  const int64_t whole = tokens / LANES * LANES;
+  std::vector<bfloat16> padded(whole < tokens ? LANES * inner : 0);  // the rows after the last whole 16
   std::copy(x + whole * inner, x + tokens * inner, padded.begin());
-  const auto make_tiles = [] { return Tiles(true); };
-  parallel_for<Portions::IN_RUNS>(blocks * pairs, threads, make_tiles, [&](int64_t task, const Tiles&) {
-    const int64_t token = task / pairs * BLOCK_TOKENS, group = task % pairs * 2, output = group * LANES;
-    tiles_block(x + token * inner, padded.data(), weight, group, bias ? bias + output : nullptr,
-                out + token * outputs + output, std::min(BLOCK_TOKENS, tokens - token), steps, outputs,
-                std::min<int64_t>(2, groups - group));
+  is_written(padded.data());
+  for_each_block(tokens, outputs, threads, true, [&](int64_t token, int64_t count, int64_t group, auto groups) {
+    const auto rows = [&](int64_t row) { return row + LANES <= count ? x + (token + row) * inner : padded.data(); };
+    const bfloat16* added = bias ? bias + group * GROUP : nullptr;
+    bfloat16* target = out + token * outputs + group * GROUP;
+    tiles_block<bfloat16, groups>(rows, inner * sizeof(bfloat16), weight, group, count, inner / TILE_VALUES<bfloat16>,
+                                  [&](int64_t row, int i, Floats sums) {
+                                    store(target + row * outputs + i, sums + (added ? load(added + i) : Floats{}));
+                                  });
   });
 }
 #endif

@@ -204,6 +204,7 @@ static void multiply_tiles(int rows, const uint32_t* a, int a_stride, const uint
           store(target, load(target) * rescale[row + i]);
         }
       }
+      is_written(out);
       _tile_loadd(0, out, out_bytes);
       _tile_loadd(1, out + LANES, out_bytes);
       _tile_loadd(2, out + 2 * LANES, out_bytes);

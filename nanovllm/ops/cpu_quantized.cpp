@@ -7,7 +7,8 @@
 //
 // A word of the packed weight is four neighbouring inputs of one output, each plus 128: one instruction multiplies four
 // unsigned bytes by four signed ones, and the signed ones, x, may be repeated from memory. Of each sum, 128 times the sum
-// of x's row is subtracted at the end. Sums of integers are exact, whatever their order.
+// of x's row is subtracted at the end. Sums of integers are exact, whatever their order. Sixteen words of the weight are
+// also a tile (cpu_tiles.h), and a row of x is one of the other operand, so tiles multiply what vectors multiply.
 
 #if defined(__AVX512VNNI__)
 constexpr bool MULTIPLIES_BYTES = true;
@@ -58,11 +59,46 @@ struct ByteProduct {
   }
 };
 
+#if HAS_BYTE_TILES
+// Vectors multiply up to so many tokens about as fast as the weight comes from memory (on AMD's Zen 4; not timed with AMX).
+constexpr int64_t FEW_TOKENS = 4;
+
+INLINE bool by_byte_tiles(int64_t tokens) { return tokens > FEW_TOKENS && uses_tiles<int8_t>(); }
+
+// `words` words of each group of a weight; those of the next group are `distance` words further. A part at a time becomes
+// tiles of bytes, which the Product reads from words. Zeros fill the last tile, so it does not matter what they meet in x.
+template <class Product>
+struct ByteTiles {
+  static constexpr bool UNPACKS = true;
+  static constexpr int PARTS = Product::PARTS;
+  const uint32_t* weight;
+  int64_t words, distance;
+
+  int64_t steps() const { return (words * PARTS + LANES - 1) / LANES; }
+
+  Part read(int64_t group, int64_t groups, int64_t first, int64_t count, uint32_t* buffer) const {
+    uint32_t* target = buffer;
+    for (int64_t i = group; i < group + groups; ++i)
+      for (int64_t word = first / PARTS; word < (first + count) / PARTS; ++word) {
+        const uint32_t* source = weight + (i * distance + word) * GROUP;
+        __builtin_prefetch(source + WORDS_AHEAD * GROUP, 0, 2);
+        const Words packed = word < words ? load_words(source) : Words{};
+        for (int part = 0; part < PARTS; ++part, target += GROUP) store_words(target, Product::read(packed, 0, part));
+      }
+    return {buffer, count * GROUP};
+  }
+};
+#else
+INLINE bool by_byte_tiles(int64_t) { return false; }
+#endif
+
 // Rows of x as integers: the words that a Product reads, a scale per row, and the sum of each of its groups, `factor` times.
+// A tile may read beyond a row's end, and 16 rows where fewer are left: that memory exists, whatever is in it.
 template <class Product>
 struct Quantized {
   int64_t stride, groups;
-  std::unique_ptr<uint32_t[]> words;
+  std::unique_ptr<TileMemory[]> memory;
+  uint32_t* words;
   std::unique_ptr<float[]> scales;
   std::unique_ptr<int32_t[]> sums;
 
@@ -70,7 +106,8 @@ struct Quantized {
   Quantized(const T* x, int64_t tokens, int64_t inner, int64_t groups, int32_t factor, int64_t row_words, int threads)
       : stride(row_words),
         groups(groups),
-        words(new uint32_t[tokens * stride]),
+        memory(new TileMemory[(rows_of_memory(tokens) * stride + 15) / TILE_WORDS + 1]),
+        words(memory[0].words),
         scales(new float[tokens]),
         sums(new int32_t[tokens * groups]) {
     for_each_row(tokens, inner, threads, [&](int64_t row) {
@@ -89,6 +126,8 @@ struct Quantized {
 
  private:
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
+  static int64_t rows_of_memory(int64_t tokens) { return by_byte_tiles(tokens) ? (tokens + 15) / 16 * 16 : tokens; }
 
   // Returns the scale.
   template <class T>
@@ -109,23 +148,42 @@ struct Quantized {
   }
 };
 
+#if HAS_BYTE_TILES
+// tiles_block() for rows from `token` on, and their words from `first` on.
+template <int GROUPS, class Product, class Weight, class Write>
+INLINE void byte_tiles_block(const Quantized<Product>& x, int64_t token, int64_t first, const Weight& weight, int64_t group,
+                             int64_t tokens, int64_t steps, const Write& write) {
+  const auto rows = [&](int64_t row) {
+    return reinterpret_cast<const int8_t*>(&x.words[(token + row) * x.stride + first]);
+  };
+  is_written(x.words);
+  tiles_block<int8_t, GROUPS>(rows, x.stride * sizeof(uint32_t), weight, group, tokens, steps, write);
+}
+#endif
+
 template <class T>
 void linear_w8a8(const T* x, const uint32_t* weight, const float* scales, const uint8_t* /*zeros*/, const T* bias, T* out,
                  int64_t tokens, int64_t inner, int64_t outputs, int64_t /*groups*/, int threads) {
   const int64_t words = inner / 4;
   const Quantized<ByteProduct> rows(x, tokens, inner, 1, -128, words * ByteProduct::ROW_WORDS, threads);
   const PackedWeight packed{weight, words};
+  const bool tiles = by_byte_tiles(tokens);
   threads = threads_for(tokens * inner * outputs / 8, threads);
-  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto groups) {
+  for_each_block(tokens, outputs, threads, tiles, [&](int64_t token, int64_t count, int64_t group, auto groups) {
     const int64_t output = group * GROUP;
-    packed_block<ByteProduct, groups>(
-        &rows.words[token * rows.stride], rows.stride, packed, group, count, words,
-        [&](int64_t row, int i, Ints sums) {
-          const Floats exact = __builtin_convertvector(sums + rows.sums[token + row], Floats);
-          Floats result = exact * rows.scales[token + row] * load(scales + output + i);
-          if (bias) result += load(bias + output + i);
-          store(out + (token + row) * outputs + output + i, result);
-        });
+    const auto write = [&](int64_t row, int i, Ints sums) {
+      const Floats exact = __builtin_convertvector(sums + rows.sums[token + row], Floats);
+      Floats result = exact * rows.scales[token + row] * load(scales + output + i);
+      if (bias) result += load(bias + output + i);
+      store(out + (token + row) * outputs + output + i, result);
+    };
+#if HAS_BYTE_TILES
+    const ByteTiles<ByteProduct> copied{weight, words, words};
+    if (tiles && words % LANES == 0)
+      return byte_tiles_block<groups>(rows, token, 0, packed, group, count, words / LANES, write);
+    if (tiles) return byte_tiles_block<groups>(rows, token, 0, copied, group, count, copied.steps(), write);
+#endif
+    packed_block<ByteProduct, groups>(&rows.words[token * rows.stride], rows.stride, packed, group, count, words, write);
   });
 }
 
@@ -211,8 +269,9 @@ static void multiply_w4a8(const T* x, const uint32_t* nibbles, const float* scal
   const int64_t words = inner / 8, part_words = words / groups;
   const Quantized<NibbleProduct> rows(x, tokens, inner, groups, ZEROS ? -1 : -8, 2 * words, threads);
   const PackedWeight packed{nibbles, words};
+  const bool by_tiles = by_byte_tiles(tokens);
   threads = threads_for(tokens * inner * outputs / 8, threads);
-  for_each_block(tokens, outputs, threads, [&](int64_t token, int64_t count, int64_t group, auto pair) {
+  for_each_block(tokens, outputs, threads, by_tiles, [&](int64_t token, int64_t count, int64_t group, auto pair) {
     constexpr int VECTORS = pair * PER_GROUP;
     const int64_t tiles = (count + PACKED_TOKENS - 1) / PACKED_TOKENS;
     Floats sums[BLOCK_TOKENS * 2 * PER_GROUP];
@@ -227,6 +286,18 @@ static void multiply_w4a8(const T* x, const uint32_t* nibbles, const float* scal
         target.scale[v] = load(scales + at);
         if (ZEROS) target.zero[v] = load_bytes(zeros + at);
       }
+#if HAS_BYTE_TILES
+      if (by_tiles) {
+        target.sums = sums;
+        target.surplus = &rows.sums[token * groups + part];
+        const ByteTiles<NibbleProduct> weight{nibbles + first * GROUP, part_words, words};
+        byte_tiles_block<pair>(rows, token, 2 * first, weight, group, count, weight.steps(),
+                               [&](int64_t row, int i, Ints sum) {
+                                 target.finish(row, i / LANES, sum + target.start(row, i / LANES));
+                               });
+        continue;
+      }
+#endif
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t begin = tile * count / tiles, here = (tile + 1) * count / tiles - begin;
         target.sums = sums + begin * 2 * PER_GROUP;
@@ -362,7 +433,7 @@ static void multiply_few(const T* x, const uint32_t* nibbles, const T* scales, c
   const auto* rows = WIDENS<T> ? reinterpret_cast<const uint32_t*>(wide.get()) : reinterpret_cast<const uint32_t*>(x);
   const PackedWeight packed{nibbles, words};
   threads = threads_for(tokens * inner * outputs / 8, threads);
-  for_each_block(tokens, outputs, threads, [&](int64_t, int64_t, int64_t group, auto pair) {
+  for_each_block(tokens, outputs, threads, false, [&](int64_t, int64_t, int64_t group, auto pair) {
     constexpr int VECTORS = pair * PER_GROUP;
     Floats sums[PACKED_TOKENS * 2 * PER_GROUP];
     for (int64_t part = 0; part < groups; ++part) {

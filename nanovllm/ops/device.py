@@ -1,7 +1,5 @@
 """Chooses the runner's device and dtype, and allocates its memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

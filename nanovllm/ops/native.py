@@ -11,8 +11,6 @@ Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the res
 (~/.cache/nanovllm), and `NANOVLLM_NATIVE=0` leaves only plain torch on the CPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

@@ -7,8 +7,6 @@ Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the res
 (~/.cache/nanovllm). With `NANOVLLM_NATIVE=0`, nothing is compiled or loaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import logging

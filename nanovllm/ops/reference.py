@@ -4,8 +4,6 @@ In float64 these functions are as exact as the formulas; in bfloat16 they round 
 so that both produce the same activations. `nanovllm.ops` documents shapes and which arguments are overwritten.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

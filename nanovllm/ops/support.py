@@ -1,7 +1,5 @@
 """Whether Triton kernels can run here. Imports nothing of Triton."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

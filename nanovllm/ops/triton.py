@@ -6,8 +6,6 @@ bits of `exp` and `rsqrt`. Inputs that they do not cover (other dtypes, rows wit
 so do the operators that torch's own kernels serve well.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

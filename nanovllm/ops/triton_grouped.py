@@ -5,8 +5,6 @@ largest size that may be needed, and each program computes from the counts which
 (a grouped GEMM, as in CUTLASS and in vLLM's fused_moe).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -12,8 +12,6 @@ bit patterns. Loads, stores and selections work; all other operations give wrong
 kernels here: `tl.sum` and `tl.fma` in bfloat16, and atomics.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partialmethod
 from typing import Any

@@ -5,20 +5,17 @@ The messages are those of vLLM's NixlConnector and of the proxies that come with
 of both kinds understand one another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import html
 import logging
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from string import Template
 from typing import Any, TypeVar
 
 import httpcore
+import jinja2
 import msgspec
 from prometheus_client import Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -241,14 +238,8 @@ class RouterApp:
 
     async def overview(self, request: Request) -> Response:
         """GET /: the servers, each of which has a page that shows it at work."""
-        rows = []
-        for server in [*self.prefill, *self.decode]:
-            url, state = html.escape(server.url), "ready" if server.is_healthy else "problem"
-            cells = [server.role, f'<a href="{url}/">{url}</a>']
-            cells += [f'<span class="{state}">{html.escape(server.problem) or state}</span>']
-            cells += [f"{number:,}" for number in (server.num_running, server.num_answered, server.num_failures)]
-            rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-        return HTMLResponse(Template(OVERVIEW.read_text()).substitute(rows="\n".join(rows)))
+        page = jinja2.Template(OVERVIEW.read_text(), autoescape=True)
+        return HTMLResponse(page.render(servers=[*self.prefill, *self.decode]))
 
     async def health(self, request: Request) -> Response:
         """GET /health."""

@@ -3,8 +3,6 @@
 Requests go out through httpcore, the layer below httpx: it sends exactly the given headers, and takes half a millisecond less.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -39,17 +37,11 @@ REFUSED = httpcore.ConnectError, httpcore.ConnectTimeout
 
 
 class KVEngine(msgspec.Struct):
-    """One of a server's engines."""
+    """One of a server's engines, in its answer to GET /kv_transfer."""
 
     kv_role: str = "kv_both"
     kv_host: str | None = None
     kv_port: int | None = None
-
-
-class KVInformation(msgspec.Struct):
-    """The answer to GET /kv_transfer."""
-
-    engines: list[KVEngine]
 
 
 class Backend:
@@ -179,7 +171,7 @@ class Backend:
         if status != 200:
             hint = ": name its key with --api-key" if status in (401, 403) else ""
             return f"answers {status} to GET /kv_transfer{hint}"
-        engines = msgspec.json.decode(content, type=KVInformation).engines
+        engines = msgspec.json.decode(content, type=dict[str, list[KVEngine]]).get("engines", [])
         wanted = {"prefill": "producer", "decode": "consumer"}[self.role]
         given = {engine.kv_role for engine in engines} or {"none"}
         if wrong := given - {f"kv_{wanted}", "kv_both"}:

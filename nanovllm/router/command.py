@@ -1,7 +1,5 @@
 """The command `nanovllm router`. Imports nothing heavy before it runs, so that help and mistakes show at once."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

@@ -1,7 +1,5 @@
 """How a router routes, as flags. Imports nothing heavy, so that help and mistakes show at once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ A server that dies is started again, on its old port. One that is stopped or han
 process, however it ends: each watches the pipe that is its standard input.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib
@@ -161,10 +159,8 @@ def run_fleet(config: EngineConfig, arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     listener, access = Access.from_arguments(arguments).listen(arguments.api_key)
     resolve_model(config.model, config.revision)  # once for all servers, where the progress can be seen
-    try:
-        asyncio.run(_run(config, arguments, listener, access))
-    except asyncio.CancelledError:  # a signal came while the servers were starting
-        return 128 + signal.SIGTERM
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until the router handles signals
+    asyncio.run(_run(config, arguments, listener, access))
     return 0
 
 
@@ -178,9 +174,6 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         for process in fleet:
             process.kill()
 
-    loop, this_task = asyncio.get_running_loop(), asyncio.current_task()
-    assert this_task is not None
-    loop.add_signal_handler(signal.SIGTERM, this_task.cancel)
     try:
         await asyncio.gather(*(process.start() for process in fleet))
         urls = {role: [each.url for each in fleet if each.role == role] for role in ROLES}
@@ -191,7 +184,7 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, kill)  # a second signal does not wait
+            asyncio.get_running_loop().add_signal_handler(number, kill)  # a second signal does not wait
         await asyncio.gather(*(process.stop(access.shutdown_timeout + END_SECONDS) for process in fleet))
 
 

@@ -5,8 +5,6 @@ tokenizer, so it compares texts: it divides a request into pieces, and names eac
 prefix cache names its blocks. `scheduler.data_parallel.Router` does the same for the engines within one server, with real blocks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The router's server: its servers, its signals, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

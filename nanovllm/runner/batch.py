@@ -1,6 +1,6 @@
 """What a step's tensors are made of: a row for each running request, and buffers that never move.
 
-Built by notebooks/17_model_runner.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class RequestRows:
         del self.params[request_id]
         self.matchers.pop(request_id, None)
 
-    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int]) -> SamplingRow:
-        """What the sampler has to know of a request."""
+    def sampling_row(self, request_id: str, row: int, eos_token_ids: list[int], num_unseen: int = 0) -> SamplingRow:
+        """What the sampler has to know of a request, as if its last `num_unseen` tokens, which are drafts, were not there."""
         params = self.params[request_id]
         stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
-        tokens = self.token_ids[row, : self.num_tokens[row]]
+        tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
         return SamplingRow(params, tokens, int(self.num_prompt_tokens[row]), stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
@@ -55,7 +55,7 @@ class RequestRows:
 
         A request with `sampling_params` is admitted: it gets a free row (`_free_rows`, `row_of`), its `params` and
         `num_prompt_tokens` are kept, and its counters begin at zero. New tokens and blocks go behind those that the row has.
-        `num_tokens` is `num_known`, and one more if the last token is pending.
+        Behind these is what stands for tokens that are not known yet (`_unknown`): `num_tokens` counts them, `num_known` does not.
 
         Raises:
             InvariantError: "A is admitted, ...", if the request has a row already; "A ... up to token 4, 3 are known", if a step
@@ -72,14 +72,19 @@ class RequestRows:
         row = self.row_of[request_id]
         start, first = int(self.num_known[row]), int(self.num_blocks[row])
         known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
-        if end > known + scheduled.last_is_pending:
+        unknown = self._unknown(scheduled)
+        if end > known + len(unknown):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
-        self.token_ids[row, start:known] = new_tokens
+        self.token_ids[row, start : known + len(unknown)] = [*new_tokens, *unknown]
         self.block_tables[row, first : first + len(blocks)] = blocks
         self.num_known[row] = known
-        self.num_tokens[row] = known + scheduled.last_is_pending
+        self.num_tokens[row] = known + len(unknown)
         self.num_blocks[row] = first + len(blocks)
         return row
+
+    def _unknown(self, scheduled: ScheduledRequest) -> list[int]:
+        """What stands for the tokens of a share that are not known yet: a zero for a pending one, and drafts."""
+        return [0] * scheduled.last_is_pending + [*scheduled.draft_token_ids]
 
 
 def copy_blocks(copies: BlockCopies, source: list[Tensor], target: list[Tensor]) -> None:

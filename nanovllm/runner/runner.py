@@ -1,6 +1,6 @@
 """Turns a schedule into tensors, runs the model, and samples: the only place that knows both.
 
-Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/17_model_runner.ipynb, continued by 19, 22, 23, 25, 26, 31, 40, 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ class ModelRunner:
             self.model = load_model(
                 folder, model_config, self.dtype, self.device, max_positions, config.load_format, config.seed
             )
-            self.model.pack_weights()
-        if not config.enforce_eager:
-            with contextlib.suppress(MissingPartError):
-                load("nanovllm.models.fused:fuse_layers", "compiled operators")(self.model)
+            self.prepare_model(self.model)
         self.sampler = Sampler()
+
+    def prepare_model(self, model: Any) -> None:
+        """Arrange the weights, and let the layers run in one call if this machine can."""
+        model.pack_weights()
+        if not self.config.enforce_eager:
+            with contextlib.suppress(MissingPartError):
+                load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
 
     def allocate(self, num_blocks: int, num_host_blocks: int = 0) -> None:
         """Make the KV caches, the buffers and the CUDA graphs; `config.max_request_tokens` is known now.
@@ -90,13 +94,12 @@ class ModelRunner:
                 self.graphs = load("nanovllm.runner.cuda_graphs:capture_graphs", "CUDA graphs")(self)
         if moves_kv:
             create = load("nanovllm.kv_transfer.factory:create_worker_connector", "KV transfer")
-            caches = dict(zip(self.layers, self.kv_caches, strict=True))
+            caches = dict(zip(self.layers, self.kv_caches, strict=False))
             self.connector = create(config, self.model_config, caches, self.model, self.backend)
 
     def _make_caches(self, num_blocks: int, device: torch.device, make_cache: Any = zeros) -> list[Tensor]:
-        """One tensor per layer of this rank; none if `num_blocks` is 0."""
-        shape = self._cache_shape(num_blocks)
-        return [make_cache(shape, self.kv_dtype, device) for _ in self.layers if num_blocks]
+        """One tensor per layer of this rank, and of the model that drafts, if there is one; none if `num_blocks` is 0."""
+        return [make_cache(shape, self.kv_dtype, device) for shape in self._cache_shapes(num_blocks) if num_blocks]
 
     @property
     def layers(self) -> range:
@@ -123,7 +126,7 @@ class ModelRunner:
         self._query_start_loc, self._seq_lens, self._block_tables = (buffer(shape, torch.int32) for shape in shapes)
         # The newest token of each request's row, as sampled: it may be needed before it has come to the host.
         self._newest = torch.zeros(seqs, dtype=torch.int64, device=self.device)
-        self._picks = StepBuffer((4, seqs), torch.int64, self.device)  # see `prepare_inputs`
+        self._picks = StepBuffer((4, self.config.max_num_samples), torch.int64, self.device)  # see `prepare_inputs`
         # Marks the end of a step's uploads, on a GPU.
         self._uploaded = torch.cuda.Event() if self.device.type == "cuda" else None
 
@@ -143,7 +146,7 @@ class ModelRunner:
         max_seq_len = int(seq_lens.max(initial=1))
         width = -(-max_seq_len // size)
 
-        due = np.flatnonzero(seq_lens == self.rows.num_tokens[rows])
+        due, last_rows = self._due(schedule, seq_lens == self.rows.num_tokens[rows], ends)
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
         if self._uploaded is not None:
@@ -154,7 +157,7 @@ class ModelRunner:
         self._query_start_loc.array[1 : num_seqs + 1] = ends
         self._seq_lens.array[:num_seqs] = seq_lens
         self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
-        self._picks.array[:2, : len(due)] = ends[due] - 1, rows[due]
+        self._picks.array[:2, : len(due)] = last_rows, rows[due]
         self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
         if padded := self._padded_size(counts):
             self._pad(num_seqs, padded)
@@ -166,8 +169,16 @@ class ModelRunner:
             self._input_ids.device.index_copy_(0, places, self._newest.index_select(0, sources))
         if self._uploaded is not None:
             self._uploaded.record()
-        last_rows, due_rows = picks[:2, : len(due)]
-        return Batch(rows, counts, due, *inputs, last_rows, due_rows)
+        return Batch(rows, counts, due, *inputs, *picks[:2, : len(due)])
+
+    def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which requests get a token, each once more for each of its drafts; and after which row of the batch. The tokens of request i end
+        before row `ends[i]`."""
+        due = np.flatnonzero(caught_up)
+        num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
+        num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
+        due = due.repeat(num_drafts + 1)
+        return due, ends[due] - 1 - num_behind
 
     def _padded_size(self, counts: np.ndarray) -> int:
         """To how many sequences of one token each a step is padded, by its requests' numbers of tokens; 0: it stays as it is.
@@ -239,9 +250,12 @@ class ModelRunner:
         if hidden is None:
             return ModelRunnerOutput
         sampled = self._sample(batch, hidden, rows, mask)
+        output: Callable[[], ModelRunnerOutput] = lambda: ModelRunnerOutput(sampled())  # noqa: E731
+        if self.speculator is not None:
+            output = self.speculator.finish(schedule, batch, hidden, sampled)
         prompt_logprobs = self._start_prompt_logprobs(schedule, batch, hidden)
         anyone_unfinished = self._ask_around(schedule)
-        return lambda: ModelRunnerOutput(sampled(), prompt_logprobs(), anyone_unfinished())
+        return lambda: replace(output(), prompt_logprobs=prompt_logprobs(), anyone_unfinished=anyone_unfinished())
 
     def _forward(self, batch: Batch) -> Tensor | None:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
@@ -261,19 +275,28 @@ class ModelRunner:
         self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, received: Tensor | None
     ) -> Tensor:
         """Run the layers of this rank; returns hidden states, or what the next pipeline stage needs."""
-        caches = dict(zip(self.layers, self.kv_caches, strict=True))
+        caches = dict(zip(self.layers, self.kv_caches, strict=False))  # without those of a model that drafts
         connector = self.connector if self.config.kv_transfer is not None else None  # called for each layer
         with forward_context(ForwardContext(self.backend, caches, metadata, connector)):
             return self.model(input_ids, positions, received)
 
-    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[str, SamplingRow]:
-        """What the sampler has to know of the requests that get a token in this step, if it is this rank that samples."""
-        due = [(schedule.requests[i].request_id, int(batch.rows[i])) for i in batch.due if get_pp_group().is_last]
-        return {name: self.rows.sampling_row(name, row, self.model_config.eos_token_ids) for name, row in due}
+    def _sampling_rows(self, schedule: SchedulerOutput, batch: Batch) -> dict[Any, SamplingRow]:
+        """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by (request,
+        number of drafts before the token)."""
+        rows: dict[Any, SamplingRow] = {}
+        for i in np.unique(batch.due) if get_pp_group().is_last else ():
+            name, num_drafts = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids)
+            row, eos_token_ids = int(batch.rows[i]), self.model_config.eos_token_ids
+            for place in range(num_drafts + 1):
+                key = (name, place) if place else name
+                rows[key] = self.rows.sampling_row(name, row, eos_token_ids, num_drafts - place)
+        if self.speculator is not None:
+            self.speculator.mark(rows, schedule)
+        return rows
 
     def _sample(
-        self, batch: Batch, hidden: Tensor, rows: dict[str, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
-    ) -> Callable[[], dict[str, SampledToken]]:
+        self, batch: Batch, hidden: Tensor, rows: dict[Any, SamplingRow], mask: Callable[[Tensor], dict[str, str]]
+    ) -> Callable[[], dict[Any, SampledToken]]:
         """Requests that are due get a new token; only their last row becomes logits."""
         if not rows:
             return dict
@@ -329,7 +352,7 @@ class ModelRunner:
     @property
     def bytes_per_block(self) -> int:
         """Device memory that one KV block takes, over all layers of this rank."""
-        return len(self.layers) * math.prod(self._cache_shape(1)) * self.kv_dtype.itemsize
+        return sum(math.prod(shape) for shape in self._cache_shapes(1)) * self.kv_dtype.itemsize
 
     # ---------------------------------------------------------------- parts, each made when it is first needed
 
@@ -384,6 +407,17 @@ class ModelRunner:
         # The host has to know how many tokens go to which rank, in the middle of a step: no graph can hold that.
         eager = self.config.enforce_eager or getattr(self.model_config.moe, "enable_expert_parallel", False)
         return graph_maker(self.device, self.backend, eager)
+
+    @cached_property
+    def speculator(self) -> Any:
+        """Verifies drafts, and makes them; None without `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        return load("nanovllm.runner.speculative.speculator:Speculator", "speculative_config")(self)
+
+    def _cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
+        drafter = self.speculator.cache_shapes(num_blocks) if self.speculator is not None else []
+        return [self._cache_shape(num_blocks)] * len(self.layers) + drafter
 
 
 def graph_maker(device: torch.device, backend: object, enforce_eager: bool) -> Callable[[], Any] | None:

@@ -236,11 +236,12 @@ def truncate(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
             logits.index_copy_(0, upload(asking, torch.int64, logits.device), part)
 
 
-def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) that depends only on the request's seed and on the token's index in its output: not on the
-    batch, not on preemptions. (BLAKE2 as a counter-based
+def uniform(seed: int, index: int, stream: int = 0) -> float:
+    """A number in [0, 1) that depends only on the request's seed, on the token's index in its output, and on what it is drawn for
+    (`stream`): not on the batch, not on preemptions. (BLAKE2 as a counter-based
     generator, after Salmon et al. 2011.)"""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, index), digest_size=8).digest()
+    counter = struct.pack("<qqq", seed, index, stream) if stream else struct.pack("<qq", seed, index)
+    digest = hashlib.blake2b(counter, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -361,9 +362,7 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """The next tokens, `[num_rows]` int64, on the logits' device. Nothing in here waits for the device."""
-        logits = logits.float()
-        apply_constraints(logits, rows)
-        apply_penalties(logits, rows)
+        logits = self._allowed(logits, rows)
         random = [i for i, row in enumerate(rows) if not row.params.greedy]
         if len(random) == len(rows):
             return self._sample_random(logits, rows)
@@ -373,10 +372,21 @@ class Sampler:
             tokens.index_copy_(0, upload(random, torch.int64, logits.device), drawn)
         return tokens
 
+    def _allowed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Logits in float32 after constraints and penalties; may be the same tensor, changed."""
+        logits = logits.float()
+        apply_constraints(logits, rows)
+        apply_penalties(logits, rows)
+        return logits
+
     def _sample_random(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Temperature, truncation and draw: `[num_rows]` int64."""
+        uniforms = [uniform(row.params.seed or 0, row.num_output_tokens) for row in rows]
+        return draw(self._scaled(logits, rows), upload(uniforms, torch.float64, logits.device))
+
+    def _scaled(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+        """Logits of the distribution to draw from: a copy, divided by the temperature, without what truncation excludes."""
         temperatures = [moderate(row.params.temperature) for row in rows]
         logits = logits / upload(temperatures, torch.float32, logits.device).unsqueeze(1)
         truncate(logits, rows)
-        uniforms = [uniform(row.params.seed or 0, row.num_output_tokens) for row in rows]
-        return draw(logits, upload(uniforms, torch.float64, logits.device))
+        return logits

@@ -1,14 +1,16 @@
 """What runs in the next step: one token budget, three queues, one rule.
 
-Built by notebooks/13_scheduler.ipynb, continued by 23, 43: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/13_scheduler.ipynb, continued by 23, 42, 43: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from functools import cached_property
 from typing import Any
 
 from nanovllm.data.config import EngineConfig
+from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, Request, RequestStatus
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from nanovllm.kv.manager import KVCacheManager
@@ -113,6 +115,8 @@ class Scheduler:
             return SchedulerOutput()
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
+        if self.speculation is not None:
+            self.speculation.begin_step(self.running, bool(self.waiting or self.swapped), self.manager)
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)
@@ -136,12 +140,15 @@ class Scheduler:
         tokens (it then has `max_num_tokens`). Otherwise its `num_missing_tokens`, at most what the plan (`plan.num_tokens`) leaves of
         `config.token_budget`, and at most `config.long_prefill_token_threshold` if that is above 0; in prefill (`in_prefill`), also at
         most what `plan.num_prefill_tokens` leaves of `plan.max_prefill_tokens`. Without `config.enable_chunked_prefill`, all that it
-        misses, or 0 if that is more than the budget leaves.
+        misses, or 0 if that is more than the budget leaves. A request with drafts (`draft_token_ids`), which decodes, gets these, too, as
+        far as the budget goes.
         """
         is_last = request.num_tokens + request.num_pending_tokens >= request.max_num_tokens
         if request.num_pending_tokens and (self._in_stages or is_last):
             return 0  # the first stage cannot compute what the last one has not sampled; or the pending token is the last one
         wanted, budget = request.num_missing_tokens, self.config.token_budget - plan.num_tokens
+        if request.draft_token_ids and request.num_sent_tokens:
+            return min(wanted + len(request.draft_token_ids), budget)
         if not self.config.enable_chunked_prefill:
             return wanted if wanted <= budget else 0
         if self.config.long_prefill_token_threshold > 0:
@@ -238,7 +245,15 @@ class Scheduler:
     def _schedule(self, request: Request, share: int, new_blocks: list[int], plan: SchedulerOutput) -> None:
         before, new_tokens = request.num_computed_tokens, request.token_ids[request.num_sent_tokens :]
         scheduled = ScheduledRequest(request.request_id, before, share, new_tokens, new_blocks)
-        scheduled.samples = request.num_missing_tokens == share
+        scheduled.draft_token_ids = request.draft_token_ids[: max(0, share - request.num_missing_tokens)]
+        if request.num_missing_tokens + len(scheduled.draft_token_ids) == share:
+            scheduled.samples = 1 + len(scheduled.draft_token_ids)
+        if self.speculation is not None and scheduled.samples:
+            scheduled.num_drafts = self.speculation.num_drafts_to_make(request, len(self.running))
+            # They need slots, too: the draft model's keys and values are in the same blocks.
+            room = self.manager.allocate_slots(request, before + share + scheduled.num_drafts)
+            scheduled.num_drafts *= room is not None
+            scheduled.new_block_ids = [*new_blocks, *(room or ())]
         if request.num_sent_tokens == 0:  # the runner does not know the request: it needs the whole table
             scheduled.new_block_ids = list(self.manager.tables[request.request_id])
             scheduled.sampling_params, scheduled.num_prompt_tokens = request.sampling_params, request.num_prompt_tokens
@@ -278,17 +293,26 @@ class Scheduler:
         prompt_logprobs = result.prompt_logprobs.get(scheduled.request_id)
         if sampled is None and prompt_logprobs is None:
             return None
-        new_token_ids = [sampled.token_id] if sampled is not None and not sampled.error else []
-        output = EngineOutput(request.request_id, new_token_ids, num_cached_tokens=request.num_cached_tokens)
+        output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens)
         if prompt_logprobs is not None:
             output.prompt_logprobs, output.prompt_logprobs_start = prompt_logprobs, scheduled.start + 1
         if sampled is not None and sampled.error:
             self.finish(request, "error")
             output.finish_reason, output.grammar_error = "error", sampled.error
         elif sampled is not None:
-            self._append_token(request, sampled.token_id)
-            if sampled.logprobs is not None:
-                output.logprobs = [sampled.logprobs]
+            tokens = [sampled, *result.sampled_after.get(scheduled.request_id, ())]
+            if scheduled.draft_token_ids:  # rejected ones were computed in vain: nothing is erased
+                known = request.num_tokens + len(tokens) - 1
+                request.num_computed_tokens = min(request.num_computed_tokens, known)
+            for token in tokens:
+                self._append_token(request, token.token_id)
+                output.new_token_ids.append(token.token_id)
+                if token.logprobs is not None:
+                    output.logprobs = [*(output.logprobs or ()), token.logprobs]
+                if request.finish_reason is not None:
+                    break
+            if self.speculation is not None:
+                self.speculation.end_step(request, scheduled, result, len(output.new_token_ids), len(self.running))
             if request.finish_reason is not None:
                 output.finish_reason, output.stop_reason = request.finish_reason, request.stop_reason
                 output.kv_transfer_params = request.kv_transfer_params
@@ -374,12 +398,14 @@ class Scheduler:
 
         The requests' `num_computed_tokens` count this step already. If more tokens of a request are computed than known (`num_tokens`), the step
         computes a pending token: the request's share gets `last_is_pending`. Each request for which the step samples (`samples` of its share)
-        has one pending token more afterwards. Shares before number `first` are counted already.
+        has so many pending tokens more afterwards. Drafts (`draft_token_ids` of the share) are computed, but neither known nor pending. Shares
+        before number `first` are counted already.
         """
         self._steps_in_flight += (plan,)
         for scheduled in plan.requests[first:]:
             request = self.requests[scheduled.request_id]
-            scheduled.last_is_pending = request.num_computed_tokens > request.num_tokens
+            num_drafts = len(scheduled.draft_token_ids)
+            scheduled.last_is_pending = request.num_computed_tokens - num_drafts > request.num_tokens
             request.num_pending_tokens += scheduled.samples
 
     @property
@@ -390,21 +416,29 @@ class Scheduler:
         """True once the step samples for ⌈num_requests / pipeline_parallel_size⌉ requests: other stages need work, too."""
         return self._in_stages and plan.num_samples >= -(-num_requests // self.config.pipeline_parallel_size)
 
+    @cached_property
+    def speculation(self) -> Any:
+        """Drafts tokens, or says how many the runner shall draft; None without `config.speculative`."""
+        if self.config.speculative is None:
+            return None
+        return load("nanovllm.scheduler.speculation:Speculation", "speculative_config")(self.config.speculative)
+
     # ---------------------------------------------------------------- one step ahead
 
     @property
     def waits_for_tokens(self) -> bool:
-        """True if the next step has to wait for pending tokens, which a penalty or a grammar depends on."""
+        """True if the next step has to wait for pending tokens, which a penalty, a grammar or drafts depend on."""
         ahead = bool(self._steps_in_flight) and not self._in_stages
-        return ahead and any(r.looks_back and r.num_pending_tokens for r in self.running)
+        return ahead and any((r.looks_back or self.speculation) and r.num_pending_tokens for r in self.running)
 
     def _continue_decoding(self, plan: SchedulerOutput) -> list[Request]:
         """Do in less time what `_continue_running` would for the head of the queue, where each request misses one token.
 
         Returns the running requests from the first one on that it leaves to `_continue_running`: this one misses more tokens, or the
-        runner does not know it, or no block is free for it. In a pipeline, it leaves all.
+        runner does not know it, or no block is free for it. In a pipeline, and with drafts, it leaves all.
         """
-        block_size, count = self.manager.block_size, 0 if self._in_stages else self.config.token_budget
+        leaves_all = self._in_stages or self.speculation is not None
+        block_size, count = self.manager.block_size, 0 if leaves_all else self.config.token_budget
         for i, request in enumerate(self.running[:count]):
             start, pending, num_sent = request.num_computed_tokens, request.num_pending_tokens, request.num_sent_tokens
             num_tokens, end = len(request.token_ids), start + 1
@@ -416,7 +450,7 @@ class Scheduler:
             if blocks is None:
                 return self.running[i:]
             name, new = request.request_id, request.token_ids[num_sent:]
-            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, True, pending > 0))
+            plan.requests.append(ScheduledRequest(name, start, 1, new, blocks, None, 0, 1, pending > 0))
             request.num_computed_tokens, request.num_sent_tokens = end, num_tokens
             request.num_pending_tokens = pending + 1
             if end % block_size == 0:

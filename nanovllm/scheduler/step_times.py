@@ -1,7 +1,5 @@
 """How long a step will take, learned from the steps that ran: it turns `max_step_ms` into a number of prompt tokens."""
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import median
 

@@ -1,7 +1,5 @@
 """The routes of the server, and its process: its signals and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

@@ -1,7 +1,5 @@
 """Errors in OpenAI's shape: {"error": {"message", "type", "param", "code"}}, with the status that fits."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """One HTTP request as one or several engine requests: submitted together, read together, answered together."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

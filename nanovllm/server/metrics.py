@@ -3,9 +3,8 @@
 A sequence counts where it is generated. One that was aborted before its first token counts for engine 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
@@ -35,6 +34,11 @@ STATS: Table = {
     "external_prefix_cache_queries": (COUNTER, "Tokens asked for elsewhere", "num_external_queried_tokens"),
     "external_prefix_cache_hits": (COUNTER, "Tokens whose KV came from elsewhere", "num_external_hit_tokens"),
 }
+SPECULATION: Table = {
+    "spec_decode_num_drafts": (COUNTER, "Times that drafts of a sequence were verified", "spec_decoding.num_drafts"),
+    "spec_decode_num_draft_tokens": (COUNTER, "Drafted tokens that were verified", "spec_decoding.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": (COUNTER, "Drafted tokens that were right", "spec_decoding.num_accepted_tokens"),
+}
 REASONS = ("stop", "length", "abort", "error")
 
 
@@ -58,7 +62,7 @@ class MetricSet(Collector):
         for name, (family, text, attribute) in self.table.items():
             metric = family(self.prefix + name, text, labels=self.labels)
             for labels, source in self.sources():
-                metric.add_metric(labels, getattr(source, attribute))
+                metric.add_metric(labels, attrgetter(attribute)(source))
             yield metric
 
     def add(self, kind: type[Any], name: str, text: str, labels: Sequence[str] | None = None, **settings: Any) -> Any:
@@ -82,7 +86,10 @@ class Metrics(MetricSet, EngineObserver):
         labels = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
         names = ("model_name", "engine")
         super().__init__(
-            "nanovllm:", names, STATS, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
+            "nanovllm:",
+            names,
+            STATS | (SPECULATION if engine.config.speculative else {}),
+            lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False),
         )
 
         def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:
@@ -100,6 +107,17 @@ class Metrics(MetricSet, EngineObserver):
         ended = self.add(Counter, "request_success", "Completions that ended", [*names, "finished_reason"])
         self._ended = [{reason: ended.labels(*values, reason) for reason in REASONS} for values in labels]
         engine.observer = self
+
+    def collect(self) -> Iterable[Metric]:
+        """Also the accepted drafts by their place, if the engine drafts."""
+        yield from super().collect()
+        if SPECULATION.items() <= self.table.items():
+            name, labels = "spec_decode_num_accepted_tokens_per_pos", [*self.labels, "position"]
+            metric = COUNTER(self.prefix + name, "Drafted tokens that were right, by place", labels=labels)
+            for values, stats in self.sources():
+                for place, number in enumerate(stats.spec_decoding.num_accepted_tokens_per_pos):
+                    metric.add_metric([*values, str(place)], number)
+            yield metric
 
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Count the tokens of a completion, or its end."""

@@ -1,7 +1,5 @@
 """Checks before a request reaches the application: its host and origin, its key, and its body's size and contents."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The bodies of requests: OpenAI's, with vLLM's additional sampling fields, as pydantic models."""
 
-from __future__ import annotations
-
 import json
 import logging
 from typing import Annotated, Any, Literal, get_type_hints

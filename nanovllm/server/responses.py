@@ -1,7 +1,5 @@
 """Answers: OpenAI's objects as plain structures, and streams. A field that is UNSET does not appear in the JSON."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterable, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A web server that prints a line when it listens, ends slow clients' connections, and ends with exit code 0 when a signal comes."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,19 +4,18 @@ A template is a program that comes with the model. Jinja's sandbox blocks access
 nor the length of a string. A process can be limited and killed at any time; a thread cannot.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from nanovllm.distributed.processes import start_process
 
 # CPU time, so that other load on the machine does not count. A chat of a megabyte takes milliseconds.
 RENDER_SECONDS = 2.0
@@ -45,17 +44,9 @@ class LimitedProcess:
             if self._running is None:
                 # The same module search path, but with the working directory last: it may contain a model's files.
                 path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
-                ours, theirs = socket.socketpair()
-                with theirs:
-                    # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
-                    process = subprocess.Popen(
-                        [sys.executable, "-P", self.program, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"},
-                        stdin=subprocess.DEVNULL,
-                        process_group=0,  # only the parent handles Ctrl-C in a terminal
-                    )
-                self._running = process, Connection(ours.detach())
+                # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
+                environment = {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"}
+                self._running = start_process(["-P", self.program], environment)
             return self._running
 
     def ask(self, *question: Any) -> Any:

@@ -5,8 +5,6 @@ token on its own breaks such characters; decoding everything again for every tok
 emits text that no later token can change, and decodes each token once.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 

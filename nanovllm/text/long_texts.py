@@ -1,7 +1,5 @@
 """Tokenizes long texts beside an event loop: a few at a time, in portions, and stops early at a text that is too long."""
 
-from __future__ import annotations
-
 from anyio import CapacityLimiter
 from anyio.to_thread import run_sync
 

@@ -1,7 +1,5 @@
 """Divides long work on an event loop into portions of a few milliseconds, so that other tasks run between them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import TypeVar

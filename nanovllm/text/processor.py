@@ -11,7 +11,7 @@ import functools
 import random
 from typing import Any
 
-from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput
+from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
 from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
@@ -78,7 +78,13 @@ class CompletionState:
         self.finished = False
 
     def update(self, output: EngineOutput) -> CompletionOutput:
-        """Take the engine's next output; returns the new part of the completion.
+        """Take the engine's next output, token by token where a stop string may be between them; returns the new part of the completion."""
+        parts = output.by_token() if self.params.stop else [output]
+        pieces = [self._take(part) for part in parts if part is parts[0] or not self.finished]
+        return pieces[0] if len(pieces) == 1 else join_pieces(pieces)
+
+    def _take(self, output: EngineOutput) -> CompletionOutput:
+        """Take an output with one token, or one whose tokens need not be told apart.
 
         The new tokens pass through `detokenizer`, and their text through `stop_checker`. With "stop" as finish reason, the last token
         has no text, unless `params.include_stop_str_in_output`. When the engine reports an end, both are flushed. The new part has all

@@ -1,7 +1,5 @@
 """What a caller may send, in all its spellings, and the checks that it must pass before it is queued."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast

@@ -5,11 +5,9 @@ requests are numbers, and which contains only what is new. `named` introduces re
 missing field has its default or, if `SAME_AS_BEFORE` lists it, the value of the line before. A line with a snapshot repeats
 everything that a reader needs to start there.
 
-A share is [number, start, num_tokens, new block ids, sampled ids] or, for a decode step's single token without a new block, [number,
+A share is [number, start, num_tokens, new block ids, sampled ids], and the number of drafts if there are any; or, for a decode step's single token without a new block, [number,
 start, sampled id].
 """
-
-from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -153,7 +151,8 @@ class TraceEncoder:
             if share.num_tokens == 1 and len(sampled) == 1 and not share.new_block_ids:
                 written.append([number, share.start, sampled[0]])
             else:
-                written.append([number, share.start, share.num_tokens, share.new_block_ids, sampled])
+                drafts = [share.num_drafts] if share.num_drafts else []
+                written.append([number, share.start, share.num_tokens, share.new_block_ids, sampled, *drafts])
         return written
 
 
@@ -214,10 +213,10 @@ class TraceDecoder:
         types = [type(entry) for entry in share]
         if types == [int, int, int]:
             number, start, token = share
-            num_tokens, new_block_ids, sampled = 1, [], [token]
-        elif types == [int, int, int, list, list]:
-            number, start, num_tokens, new_block_ids, sampled = share
+            num_tokens, new_block_ids, sampled, drafts = 1, [], [token], []
+        elif types[:5] == [int, int, int, list, list] and types[5:] in ([], [int]):
+            number, start, num_tokens, new_block_ids, sampled, *drafts = share
         else:
             raise ValueError(f"not a share: {share}")
         request_id, length = self._names[number]
-        return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled)
+        return TracedRequest(request_id, start, num_tokens, length, new_block_ids, sampled, *drafts)

@@ -1,7 +1,5 @@
 """Records of the engine's steps: plain data for figures, counts and tests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +13,7 @@ class TracedRequest:
         num_prompt_tokens: separates prompt tokens from output tokens.
         new_block_ids: blocks that this step appended to its table (the whole table after an admission).
         sampled: token ids sampled at the end of the step; -1 if the reader must not see them.
+        num_drafts: how many of the tokens, at the end, were drafts. All of `sampled` but the last one are those that were accepted.
     """
 
     request_id: str
@@ -23,12 +22,20 @@ class TracedRequest:
     num_prompt_tokens: int
     new_block_ids: list[int]
     sampled: list[int] = field(default_factory=list)
+    num_drafts: int = 0
 
     @property
     def kind(self) -> str:
-        """ "decode" if the share is one token beyond the prompt; otherwise "prefill": known tokens that were not computed before, or
-        whose blocks were lost."""
-        return "decode" if self.num_tokens == 1 and self.start >= self.num_prompt_tokens else "prefill"
+        """ "decode" if the share is one token beyond the prompt, and drafts; otherwise "prefill": known tokens that were not computed before,
+        or whose blocks were lost."""
+        return (
+            "decode" if self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens else "prefill"
+        )
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that became tokens. The slots of the others, the last `num_drafts - num_accepted` ones, are written again."""
+        return max(0, len(self.sampled) - 1)
 
     @property
     def samples_first_token(self) -> bool:

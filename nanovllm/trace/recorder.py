@@ -1,7 +1,5 @@
 """Turns the scheduler's decisions into step records, for the engine and for a simulation of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -77,11 +75,10 @@ class StepRecorder:
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
         fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
+        lengths = [requests[r.request_id].num_prompt_tokens for r in plan.requests]
         fields["requests"] = [
-            TracedRequest(
-                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, [*r.new_block_ids]
-            )
-            for r in plan.requests
+            TracedRequest(r.request_id, r.start, r.num_tokens, length, [*r.new_block_ids], [], max(0, r.samples - 1))
+            for r, length in zip(plan.requests, lengths, strict=True)
         ]
         budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
@@ -119,14 +116,19 @@ class StepRecorder:
         Args:
             record: None for a step that began when no sink watched.
         """
-        ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
+        by_id = {output.request_id: output for output in outputs}
+        ends = {name: output.finish_reason for name, output in by_id.items() if output.finish_reason}
         self._begun = [begun for begun in self._begun if begun is not record]
         self._tell_latecomers(ends)
         if record is None:
             return
         record.duration = duration
         for request in record.requests:
-            if (token := result.sampled.get(request.request_id)) is not None:
+            if (
+                request.num_drafts and request.request_id in by_id
+            ):  # accepted drafts behind the request's end do not count
+                request.sampled += by_id[request.request_id].new_token_ids
+            elif (token := result.sampled.get(request.request_id)) is not None:
                 request.sampled.append(token.token_id)
         record.finished |= ends
         for sink, has_started in list(self._sinks.items()):

@@ -790,6 +790,7 @@ OTHER_VALUES: dict[str, Any] = {
     "kv_offloading_size": 0.5,
     "max_step_ms": 75.5,
     "kv_transfer_config": '{"kv_connector": "local", "engine_id": "one"}',
+    "speculative_config": '{"method": "ngram"}',
 }
 
 

@@ -31,6 +31,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "one at a time": {"max_num_seqs": 1},
     "steps as short as can be": {"max_step_ms": 0.001, "long_prefill_token_threshold": 20},
     "async scheduling": {"async_scheduling": True},
+    "n-grams": {"drafts": {"method": "ngram", "prompt_lookup_min": 1}},
+    "draft model": {"drafts": {"method": "draft_model"}},  # the model itself
     "n": {"n": 3},
     "reverse": {"reverse": True},
 }
@@ -39,6 +41,8 @@ IMPOSSIBLE = [
     {"whole prompts", "budget of 12"},  # refused: a whole prompt does not fit the budget
     {"blocks of 64", "recompute"},  # two blocks hold one request: nobody to preempt
     {"blocks of 64", "swap"},
+    {"static", "n-grams"},  # refused
+    {"static", "draft model"},
 ]
 
 
@@ -69,6 +73,11 @@ def run(checkpoint: str, features: tuple[str, ...]) -> tuple[LLM, list[list[list
     n, reverse, priorities = (
         options.pop(name, default) for name, default in (("n", 1), ("reverse", False), ("priorities", False))
     )
+    if drafts := options.pop("drafts", None):
+        model = {"model": checkpoint} if drafts["method"] == "draft_model" else {}
+        # Three drafts at any price.
+        always = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]}
+        options["speculative_config"] = drafts | model | always
     options["num_kv_blocks"] = options.pop("pool", 2048) // options["block_size"]
     llm = LLM(checkpoint, check_invariants=True, trace=True, **options)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, n=n)
@@ -87,7 +96,10 @@ def test_alone(feature: str, checkpoint: str, expected: list[list[int]]) -> None
     llm, tokens = run(checkpoint, (feature,))
     assert tokens == [[want] * FEATURES[feature].get("n", 1) for want in expected]
     steps, core = list(llm.trace or ()), llm.engine.core
+    drafts = core.stats.spec_decoding
     used = {
+        "n-grams": drafts.num_draft_tokens > 0,
+        "draft model": drafts.num_draft_tokens == drafts.num_accepted_tokens > 0,
         "no prefix cache": core.stats.num_hit_tokens == 0,
         "chunks of 1": all(r.num_tokens == 1 for s in steps for r in s.requests),
         "chunks of 7": max(r.num_tokens for s in steps for r in s.requests) == 7,

@@ -1,6 +1,7 @@
 // The CPU kernels as a program of their own, for CPUs that are emulated: reads tensors from standard input,
 // and writes results to standard output. Exits with 2 if a result depends on the batch or the chunk,
-// or if a 4-bit weight is not multiplied as the dequantized one.
+// or if a 4-bit weight is not multiplied as the dequantized one; with 4 if integers are not multiplied by the tiles that are
+// here, or for few tokens by them.
 #include "cpu_attention.cpp"
 #include "cpu_kernels.cpp"
 #include "cpu_quantized.cpp"
@@ -69,8 +70,8 @@ static void run_attention(int64_t tokens) {
 }
 
 // x[tokens, inner], the dequantized weight[outputs, inner], what pack_nibbles made of it, with scales for W4A16 and for W4A8,
-// and what pack_values made of another weight: W4A16, beside which the dequantized weight is multiplied, too, W4A8 and W8A8
-// -> three times out[tokens, outputs].
+// and what pack_values made of another weight: W4A16, beside which the dequantized weight is multiplied, too, W4A8 and W8A8,
+// by the functions that the layers call, and each token by itself -> three times out[tokens, outputs].
 template <class T>
 static void run_quantized(int64_t tokens, int64_t inner, int64_t outputs, int64_t groups) {
   const auto x = take<T>(tokens * inner), weight = take<T>(outputs * inner);
@@ -88,12 +89,25 @@ static void run_quantized(int64_t tokens, int64_t inner, int64_t outputs, int64_
                   groups, 1);
   same(out.data(), other.data(), tokens * outputs);
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
-  linear_w4a8<T>(x.data(), nibbles.data(), wide.data(), zeros.data(), nullptr, out.data(), tokens, inner, outputs,
-                 groups, 1);
+  const Addresses w4a8{nibbles.data(), wide.data(), zeros.data(), groups};
+  layer_w4a8<T>(x.data(), &w4a8, nullptr, out.data(), tokens, inner, outputs, 1);
+  for (int64_t token = 0; token < tokens; ++token) {
+    linear_w4a8<T>(x.data() + token * inner, nibbles.data(), wide.data(), zeros.data(), nullptr, other.data(), 1, inner,
+                   outputs, groups, 1);
+    same(other.data(), &out[token * outputs], outputs);
+  }
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
-  linear_w8a8<T>(x.data(), values.data(), row_scales.data(), nullptr, nullptr, out.data(), tokens, inner, outputs,
-                 1, 1);
+  const Addresses w8a8{values.data(), row_scales.data(), nullptr, 1};
+  layer_w8a8<T>(x.data(), &w8a8, nullptr, out.data(), tokens, inner, outputs, 1);
+  for (int64_t token = 0; token < tokens; ++token) {
+    linear_w8a8<T>(x.data() + token * inner, values.data(), row_scales.data(), nullptr, nullptr, other.data(), 1, inner,
+                   outputs, 1, 1);
+    same(other.data(), &out[token * outputs], outputs);
+  }
   std::fwrite(out.data(), sizeof(T), out.size(), stdout);
+#if HAS_BYTE_TILES
+  if ((emulated_byte_products > 0) != (tokens > FEW_TOKENS)) std::exit(4);  // both ways are to be tested
+#endif
 }
 
 int main(int count, char** arguments) {

@@ -63,7 +63,8 @@ def test_linear(program, tokens, inner, outputs, dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "inner", "outputs", "groups"), [(1, 32, 16, 1), (40, 672, 48, 7), (300, 576, 32, 9), (3, 576, 64, 18)]
+    ("tokens", "inner", "outputs", "groups"),
+    [(1, 32, 16, 1), (40, 672, 48, 7), (300, 576, 32, 9), (3, 576, 64, 18), (5, 96, 48, 3), (17, 1312, 80, 1)],
 )
 def test_quantized_weights(program, tokens, inner, outputs, groups, dtype, monkeypatch):
     monkeypatch.setattr(

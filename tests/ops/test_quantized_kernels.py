@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -328,6 +329,15 @@ def test_greedy_tokens_are_the_same_with_and_without_kernels(tiny_model: Path, m
     assert run(ENGINE, str(tiny_model), "w8a8", NANOVLLM_NATIVE="0") == f"{tokens}\n"
 
 
+def run_this_file(flags: str, after: str = "status") -> None:
+    """Its tests, with kernels that are compiled with these flags; then the Python expression `after` must be 0."""
+    code = "import ctypes, pytest, sys; from nanovllm.ops import native, native_quantized; native.is_available() or sys.exit(9); "
+    code += f"status = pytest.main(sys.argv[1:]); sys.exit({after})"
+    chosen = "not older and not emulated and not greedy"
+    report = run(code, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen, CXXFLAGS=flags)
+    assert " passed" in report and "skipped" not in report
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instructions of x86")
 @pytest.mark.parametrize(
     "flags",
@@ -335,8 +345,15 @@ def test_greedy_tokens_are_the_same_with_and_without_kernels(tiny_model: Path, m
     ["-mno-avx512vnni -O1", pytest.param("-mno-avx512f -O1", marks=pytest.mark.nightly), "-march=x86-64 -O1"],
 )
 def test_older_machines_compute_the_same(flags: str) -> None:
-    code = "import pytest, sys; from nanovllm.ops import native; native.is_available() or sys.exit(9); "
-    code += "sys.exit(pytest.main(sys.argv[1:]))"
-    chosen = "not older and not greedy"
-    report = run(code, "-q", "-p", "no:cacheprovider", __file__, "-k", chosen, CXXFLAGS=flags)
-    assert " passed" in report and "skipped" not in report
+    run_this_file(flags)
+
+
+def test_emulated_amx_computes_the_same() -> None:
+    cpu, tiles = Path("/proc/cpuinfo"), Path(__file__).parent / "amx.h"
+    if not (cpu.exists() and {"avx512_bf16", "avx512_vnni"} <= {*cpu.read_text().split()}):
+        pytest.skip("a CPU with AMX has AVX512_BF16 and VNNI, too, which are not emulated")
+    digest = hashlib.sha256(
+        tiles.read_bytes()
+    ).hexdigest()  # the cache keeps a library for each version of the emulation
+    count = "ctypes.c_int64.in_dll(native_quantized._library(), 'emulated_byte_products').value"
+    run_this_file(f"-O1 -include {tiles} -DEMULATION=0x{digest}", f"status or {count} == 0")

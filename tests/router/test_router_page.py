@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from string import Template
+from types import SimpleNamespace
 from typing import Any
+
+import jinja2
 
 from nanovllm.router.app import OVERVIEW
 
@@ -11,8 +13,10 @@ pytest_plugins = ["tests.browser"]
 
 
 def test_every_column_is_in_sight_on_a_phone(page: Any) -> None:
-    row = "".join(f"<td>{cell}</td>" for cell in ("prefill", "http://127.0.0.1:36491", "ready", "12", "10,231", "0"))
+    server = SimpleNamespace(role="prefill", url="http://127.0.0.1:36491", problem="")
+    vars(server).update(num_running=12, num_answered=10_231, num_failures=0)
     page.set_viewport_size({"width": 390, "height": 844})
-    page.set_content(Template(OVERVIEW.read_text()).substitute(rows=f"<tr>{row}</tr>"))
+    page.set_content(jinja2.Template(OVERVIEW.read_text()).render(servers=[server]))
     cells = [cell.bounding_box() for cell in page.locator("th, td").all()]
     assert len(cells) == 12 and all(cell["x"] + cell["width"] <= 390 for cell in cells)
+    assert page.get_by_text("10,231").count() == 1

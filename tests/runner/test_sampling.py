@@ -769,6 +769,7 @@ BAD: dict[str, list[Any]] = {
     "min_tokens": [None, -1, 17, *NOT_INTEGERS],
     "logprobs": [-1, 21, *NOT_INTEGERS],
     "prompt_logprobs": [-1, 21, *NOT_INTEGERS],
+    "num_speculative_tokens": [-1, *NOT_INTEGERS],
     "structured_outputs": [5, "x", [], True, {}, {"regex": None}, {"json": {}, "regex": "a"}, {"json_object": False}],
 }  # fmt: skip
 GOOD: dict[str, list[Any]] = {
@@ -791,6 +792,7 @@ GOOD: dict[str, list[Any]] = {
     "min_tokens": [0, 16],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
+    "num_speculative_tokens": [None, 0, 3],
     "structured_outputs": [None, {"json": {}}, {"regex": "a"}, StructuredOutputsParams(json_object=True)],
 }
 

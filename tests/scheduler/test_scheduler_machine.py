@@ -100,11 +100,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         stages=st.sampled_from([1, 1, 2, 3]),
         overlap=st.booleans(),
         limit=st.sampled_from([None, 1, 2, 5]),
+        drafts=st.sampled_from(["", "ngram", "draft_model"]),
+        num_drafts=st.integers(1, 5),
     )
     def start(
         self, block_size, num_blocks, max_num_seqs, extra_budget, threshold, chunked, policy, mode, host_blocks, caching, order,
-        stages, overlap, limit,
+        stages, overlap, limit, drafts, num_drafts,
     ) -> None:  # fmt: skip
+        if drafts and policy == "static":
+            policy = "chunked"
+        if drafts and stages > 1:
+            drafts = "ngram"
+        speculative = {"method": drafts, "num_speculative_tokens": num_drafts, "prompt_lookup_min": 1}
+        if drafts == "draft_model":
+            speculative["model"] = "the content runner's"
         config = EngineConfig(
             block_size=block_size,
             num_kv_blocks=num_blocks,
@@ -118,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=order,
             pipeline_parallel_size=stages,
             max_step_ms=limit,
+            speculative_config=speculative if drafts else None,
         )
         config.settle(40, num_blocks)
         self.config = config
@@ -214,23 +224,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             event("prefix hit")
         if any(scheduled.last_is_pending for scheduled in plan.requests):
             event("scheduled ahead")
+        if any(scheduled.draft_token_ids for scheduled in plan.requests):
+            event("verifies drafts")
         if self.config.pipeline_parallel_size > 1:
             self.check_division(plan)
         self.under_way.append((plan, self.runner.execute_model(plan)))
         self.take_results(self.ahead)
+
+    def seconds(self) -> float:
+        """How long a step took: at random, so that drafts pay now and then."""
+        return self.runner.random.choice([0.01, 0.011, 0.02])
 
     def check_division(self, plan: SchedulerOutput) -> None:
         """No step needs a token that the last stage has not sampled yet, and none takes more than its share."""
         on_their_way = {r.request_id for step, _ in self.under_way for r in step.requests if r.samples}
         assert not any(r.last_is_pending or r.request_id in on_their_way for r in plan.requests)
         stages, requests = self.config.pipeline_parallel_size, min(self.config.max_num_seqs, self.count)
-        assert sum(r.samples for r in plan.requests) <= -(-requests // stages)
+        assert sum(r.samples > 0 for r in plan.requests) <= -(-requests // stages)
         if sum(bool(step.requests) for step, _ in self.under_way) == stages - 1:
             event(f"{stages} steps under way")
 
     def take_results(self, keep: int = 0) -> None:
         while len(self.under_way) > keep:
             plan, result = self.under_way.popleft()
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.add(plan, self.seconds())
             for output in self.scheduler.update_from_output(plan, result):
                 self.outputs[output.request_id] += output.new_token_ids
                 if output.finish_reason:

@@ -197,6 +197,7 @@ class Core(EngineCore):
         self.scheduler = SimpleNamespace(  # type: ignore[assignment]
             update_from_output=self.update,
             check_invariants=lambda: self.events.append("checked"),
+            speculation=None,
             step_times=SimpleNamespace(add=lambda plan, seconds: self.times.append((plan, round(seconds, 6)))),
         )
         self._recorder = SimpleNamespace(finish=lambda *what: self.events.append(what[:2]))  # type: ignore[assignment]

@@ -6,8 +6,6 @@ position gets them at its own positions, with the tokens that differ most comput
 that another engine provides, and the next step computes the question as usual.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Control messages go from engine to engine, KV from rank to rank (`transport`). T
 for the scheduler wait in a mailbox until its next step; claims and releases of leases are answered at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import socket
@@ -344,7 +342,7 @@ class Side(KVConnectorScheduler):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.kv_transfer.check_extra("lease_seconds", "min_remote_tokens", "prefill_timeout", "timeout")
+        self.kv_transfer.extras(lease_seconds=0.0, min_remote_tokens=0, prefill_timeout=0.0, timeout=0.0)  # checks them
         self.identity = {"kv_connector": self.kv_transfer.kv_connector, **self.identity}
         self.address: tuple[str, int] | None = None
         self.credentials = credentials(self.identity, self.ranks)

@@ -11,8 +11,6 @@ A producer's blocks are held until the consumer has read them: for so long they 
 reader or with its time. What was read under a lease that had ended is thrown away.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Opens the stores of a connector, as its settings say."""
 
-from __future__ import annotations
-
 import psutil
 import torch
 

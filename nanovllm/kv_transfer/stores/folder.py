@@ -5,9 +5,6 @@ damage by a crash or a bad disk. A folder on a disk is a pool for this machine's
 system whose locks work, for engines on several machines; one on /dev/shm is shared memory.
 """
 
-from __future__ import annotations
-
-import fcntl
 import os
 import stat
 import time
@@ -16,6 +13,8 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import IO
+
+from filelock import FileLock
 
 from nanovllm.kv_transfer.stores.sealed import HEADER_BYTES, KEY_BYTES, Pair, SealedStore, seal
 
@@ -43,7 +42,7 @@ class FolderStore(SealedStore):
     """Entries as files of a folder.
 
     A file's modification time says when its entry was last used, so that all processes know it and it survives them. The file
-    `.size` holds the number of bytes of all entries; a process locks it while it writes or removes a file.
+    `.size` holds the number of bytes of all entries; a process holds the lock `.lock` while it writes or removes a file.
 
     Args:
         path: the folder; made, for this user only, if it is not there.
@@ -132,15 +131,8 @@ class FolderStore(SealedStore):
         Raises:
             TimeoutError: another process keeps the lock.
         """
-        with _open(self.path / ".size", "r+b") as books:
-            deadline = time.monotonic() + LOCK_SECONDS
-            while True:
-                with suppress(BlockingIOError):
-                    fcntl.flock(books, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                if time.monotonic() > deadline:
-                    raise TimeoutError("another process does not release its lock")
-                time.sleep(0.001)
+        lock = FileLock(self.path / ".lock", LOCK_SECONDS, mode=0o600, poll_interval=0.001)
+        with lock, _open(self.path / ".size", "r+b") as books:
             self._total = int.from_bytes(os.pread(books.fileno(), 8, 0), "little")
             try:
                 yield

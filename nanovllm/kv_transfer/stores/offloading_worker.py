@@ -1,7 +1,5 @@
 """Copies KV blocks from a rank's cache to its stores and back: the worker half of the connector in `offloading`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """Keeps KV blocks outside of this process: each entry behind a header that reveals damage, in a store that may fail at any time."""
 
-from __future__ import annotations
-
 import logging
 import struct
 import time

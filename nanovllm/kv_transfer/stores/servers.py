@@ -1,7 +1,5 @@
 """Keeps KV blocks in servers that engines share: Redis, and Mooncake's store."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

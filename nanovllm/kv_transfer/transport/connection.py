@@ -3,8 +3,6 @@
 A frame is a header and a message, and perhaps a payload; both parts end with their xxHash, which is as fast as memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import select
 import socket

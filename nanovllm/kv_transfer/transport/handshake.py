@@ -7,8 +7,6 @@ What follows is authenticated at its beginning but neither signed nor encrypted:
 tunnel (WireGuard, IPsec).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

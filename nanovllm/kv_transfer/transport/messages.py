@@ -1,7 +1,5 @@
 """Defines the messages that ranks exchange when they move KV blocks."""
 
-from __future__ import annotations
-
 import msgspec
 
 from nanovllm.kv_transfer.layout import KVLayout

@@ -1,7 +1,5 @@
 """Computes which parts of the KV cache two ranks of different engines have in common."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Keeps the book of a rank's transfers: which are open, how many threads touch their blocks, and which have ended."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -33,7 +33,7 @@ def extend(cls: Class) -> Class:
     Raises:
         TypeError: where the built class would behave differently: the class does not reopen a class of its own
             name, a member uses ``super()`` without arguments or ``__class__``, the body has ``__slots__``, or it
-            adds a field to a dataclass.
+            adds a field to a dataclass that has not got it.
     """
     name = cls.__name__
     if len(cls.__bases__) != 1 or cls.__bases__[0].__name__ != name:
@@ -42,10 +42,13 @@ def extend(cls: Class) -> Class:
     members = {name: value for name, value in vars(cls).items() if name not in _BOOKKEEPING}
     if members.get("__doc__") is None:
         members.pop("__doc__", None)
-    if "__slots__" in members:
+    if members.pop("__slots__", ()):  # those of a `msgspec.Struct` are empty if it only repeats fields
         raise TypeError(f"{name}: __slots__ cannot be added to a class that exists")
-    for field, annotation in vars(cls).get("__annotations__", {}).items() if dataclasses.is_dataclass(original) else ():
-        if "ClassVar" not in str(annotation):
+    known = [field.name for field in dataclasses.fields(original)] if dataclasses.is_dataclass(original) else None
+    for field, annotation in vars(cls).get("__annotations__", {}).items() if known is not None else ():
+        if known is not None and field in known:  # the built class has it: the cell only shows it
+            members.pop(field, None)
+        elif "ClassVar" not in str(annotation):
             raise TypeError(
                 f"{name}.{field}: @dataclass has already run, so a field cannot be added; "
                 f"write it where the class is first defined"

@@ -1,0 +1,84 @@
+"""How tokens are drafted before the model verifies them: plain data, under vLLM's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from nanovllm.data.checks import Keywords, Positive, check_fields
+
+# vLLM's limit, too: of drafts in one step.
+DraftCount = Annotated[int, Meta(ge=1, le=128)]
+DEFAULT_DRAFTS, DEFAULT_LOOKUP = 3, 5
+
+
+@dataclass
+class SpeculativeConfig(Keywords):
+    """Settings of speculative decoding.
+
+    Attributes:
+        method: who drafts. ngram: the request's own text, where its last tokens occurred before; draft_model: a small model; eagle,
+            eagle3: a head that reads the model's hidden states. By default "draft_model" if there is a `model`.
+        model: of the drafts: course model, folder or hub id. With "eagle3" it may be missing if a head comes with the course.
+        num_speculative_tokens: drafts per request and step, at most.
+        prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks up; each is the other one, or 5, if missing.
+        quantization: of the draft model while it is loaded, as for the model: w8a8, w4a8 or w4a16.
+        draft_sample_method: greedy: the likeliest token; probabilistic: drawn, which is verified by rejection sampling.
+        num_speculative_tokens_per_batch_size: [first, last, drafts] for numbers of running requests. By default, the engine drafts
+            what pays by its own measurements (`scheduler.speculation`).
+
+    Raises:
+        ValueError: a value that makes no sense; the message names the fix.
+    """
+
+    method: Literal["ngram", "draft_model", "eagle", "eagle3"] | None = None
+    model: str | None = None
+    num_speculative_tokens: DraftCount | None = None
+    prompt_lookup_max: Positive | None = None
+    prompt_lookup_min: Positive | None = None
+    quantization: Literal["w8a8", "w4a8", "w4a16"] | None = None
+    draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
+    num_speculative_tokens_per_batch_size: list[tuple[int, int, int]] | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.method is None and self.model is None:
+            raise ValueError('speculative_config needs a method, such as {"method": "ngram"}')
+        self.method = self.method or ("ngram" if self.model == "ngram" else "draft_model")
+        self.num_speculative_tokens = self.num_speculative_tokens or DEFAULT_DRAFTS
+        self.prompt_lookup_max = self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
+        self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            sizes = (
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+            raise ValueError(f"{sizes}: lower it")
+        if self.method in ("draft_model", "eagle") and self.model is None:
+            raise ValueError(f'method {self.method!r} needs a model that drafts: add "model"')
+        if self.quantization and self.method != "draft_model":
+            raise ValueError("quantization is for method 'draft_model': leave it out")
+        if self.draft_sample_method == "probabilistic" and self.method == "ngram":
+            raise ValueError("drafts of 'ngram' are not drawn: leave draft_sample_method out")
+
+    @classmethod
+    def of(cls, config: Any) -> SpeculativeConfig:
+        """What the flag of an `EngineConfig` asks for.
+
+        Raises:
+            ValueError: `speculative_config` is no JSON, has a value that makes no sense, or does not go with another setting.
+        """
+        try:
+            speculative = cls(**msgspec.json.decode(config.speculative_config, type=dict[str, Any]))
+        except (TypeError, msgspec.DecodeError) as error:
+            raise ValueError(f'speculative_config must be JSON such as {{"method": "ngram"}}: {error}') from error
+        if speculative.method != "ngram" and config.pipeline_parallel_size > 1:
+            mistake = f"speculative_config: method {speculative.method!r} drafts on one stage of all layers"
+            raise ValueError(f"{mistake}; use pipeline_parallel_size 1 or method 'ngram'")
+        if config.enable_expert_parallel and speculative.method != "ngram":
+            raise ValueError("speculative_config: with enable_expert_parallel only method 'ngram' drafts")
+        if config.batching_policy == "static":
+            raise ValueError("speculative_config needs batching_policy 'chunked' or 'prefill_first'")
+        return speculative

@@ -1,0 +1,302 @@
+"""EAGLE draft heads (EAGLE-1: Li et al. 2024, arXiv 2401.15077; EAGLE-3: Li et al. 2025, arXiv 2503.01840).
+
+A head is one decoder layer that reads what the target has computed. Of position i it takes the target's hidden states and the token at
+position i + 1, which the target has just chosen, and guesses the token at i + 2. To guess further, its own output stands in for the hidden
+states that only the target could compute. EAGLE-3 reads the residual stream of three of the target's layers, and guesses among the most
+frequent tokens only; EAGLE-1 reads the last hidden states, predicts the next ones, and leaves the rest to the target's output head.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanovllm.attention.base import Rotary
+from nanovllm.checkpoint.files import (
+    ConfigFile,
+    ModelFileError,
+    UnsupportedModelError,
+    check_supported,
+    described,
+    read_json,
+)
+from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
+from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
+from nanovllm.models.loader import CheckpointError, checkpoint_files, load_weights
+
+# What config.json calls a head with the layer of this architecture. Some files name the target's architecture.
+LLAMA = "LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM"
+LLAMA += " Eagle3Speculator Eagle3DraftModel"
+ARCHITECTURES = dict.fromkeys(LLAMA.split(), "LlamaForCausalLM")
+ARCHITECTURES |= {name: name for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")}
+ARCHITECTURES["Eagle3Qwen3ForCausalLM"] = "Qwen3ForCausalLM"
+EagleFile = described(
+    "EagleFile",
+    {
+        int: "draft_vocab_size target_hidden_size",
+        bool: "norm_before_residual norm_before_fc fc_norm norm_output",
+        str: "speculators_model_type",
+        list[int]: "eagle_aux_hidden_state_layer_ids",
+        dict[str, Any]: "eagle_config transformer_layer_config",
+    },
+)
+AuxFile = described("AuxFile", {list[int]: "eagle_aux_hidden_state_layer_ids", bool: "norm_before_fc"})
+UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
+# Tensors that another one says, too; and other names of those that there are.
+UNUSED = ("t2d",)
+HEADS = Path(__file__).parent / "heads"
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers at whose input EAGLE-3 reads the residual stream: early, in the middle, and late."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a head.
+
+    Attributes:
+        layer: of its layer; with the vocabulary of the target.
+        draft_vocab_size: tokens that it can guess.
+        aux_layers: of the target, see `default_aux_layers`; empty for EAGLE-1.
+        norm_before_residual: the layer adds to the normalised hidden states.
+        has_embedding, has_head, fc_bias: the file has these tensors; otherwise embedding or output head are the target's.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool
+    has_embedding: bool
+    has_head: bool
+    fc_bias: bool
+
+    @classmethod
+    def of(cls, raw: dict[str, Any], tensors: dict[str, Tensor], num_layers: int) -> EagleConfig:
+        """From a parsed config.json, and the names of the tensors.
+
+        Args:
+            num_layers: of the target.
+
+        Raises:
+            UnsupportedModelError: a head of another kind; the message says what is supported.
+            ModelFileError: a field that is missing, or of another type.
+        """
+        fields = EagleFile.read(raw, "config.json")
+        check_supported("speculators_model_type", fields.get("speculators_model_type", "eagle3"), ["eagle", "eagle3"])
+        inner = AuxFile.read(fields.get("eagle_config", {}), "config.json: eagle_config")
+        raw = raw | fields.get("transformer_layer_config", {})
+        architectures = ConfigFile.read(raw, "config.json").get("architectures") or ["LlamaForCausalLM"]
+        check_supported("a draft head of architecture", architectures[0], ARCHITECTURES)
+        kind = ARCHITECTURES[architectures[0]]
+        if "midlayer.self_attn.q_norm.weight" in tensors:
+            kind = "Qwen3ForCausalLM"
+        layer = ModelConfig.from_dict(raw | {"architectures": [kind], "quantization_config": None})
+        layer = replace(layer, architecture="draft head")  # in messages
+        if layer.num_layers != 1 or (wrong := [name for name in UNSUPPORTED if fields.get(name, inner.get(name))]):
+            what = f"{layer.num_layers} layers" if layer.num_layers != 1 else wrong[0]
+            raise UnsupportedModelError(
+                f"a draft head with {what} is not supported; supported is one layer, without {', '.join(UNSUPPORTED)}"
+            )
+        is_eagle3 = "midlayer.hidden_norm.weight" in tensors
+        aux = fields.get("eagle_aux_hidden_state_layer_ids") or inner.get("eagle_aux_hidden_state_layer_ids")
+        aux_layers = tuple(aux or default_aux_layers(num_layers)) if is_eagle3 else ()
+        if list(aux_layers) != sorted({*aux_layers} & {*range(num_layers)}):
+            what = f"the draft head reads layers {list(aux_layers)}, and the model has layers 0 to {num_layers - 1}"
+            raise UnsupportedModelError(f"{what}: use a head that was trained for this model")
+        vocab_size = fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
+        norm_first = fields.get("norm_before_residual", False)
+        embedding, head, bias = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias"))
+        return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
+
+
+class EagleAttention(SelfAttention):
+    """The attention of EAGLE-3, whose inputs are a token's embedding and hidden states, side by side."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, 0)
+        sizes = config.head_dim, config.num_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(2 * config.hidden_size, *sizes, config.qkv_bias)
+
+
+class EagleLayer(nn.Module):
+    """The one layer: a decoder layer, whose first norms are EAGLE-3's."""
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        layer, size = config.layer, (config.layer.hidden_size, config.layer.rms_norm_eps)
+        if config.aux_layers:
+            self.input_layernorm, self.hidden_norm = RMSNorm(*size), RMSNorm(*size)
+        self.self_attn = EagleAttention(layer) if config.aux_layers else SelfAttention(layer, 0)
+        self.post_attention_layernorm = RMSNorm(*size)
+        self.mlp = MLP(layer.hidden_size, layer.intermediate_size, layer.mlp_bias)
+
+    def forward(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`, for inputs that are normalised already."""
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, rotary), residual)
+        return self.mlp(x), residual
+
+
+class EagleModel(nn.Module):
+    """What both kinds of heads have in common.
+
+    Args:
+        config: its shape.
+        target: whose embedding and output head it uses, unless it has its own.
+
+    Attributes:
+        draft_to_target: `[draft_vocab_size]` int64, the target's ids of the tokens that it can guess.
+        aux_layers: see `EagleConfig`; what `LlamaModel.collect_hidden_states` takes.
+        num_kv_heads, head_dim: of its KV cache, over all ranks.
+    """
+
+    draft_to_target: Tensor
+    cos_sin: Tensor
+
+    def __init__(self, config: EagleConfig, target: LlamaForCausalLM) -> None:
+        super().__init__()
+        self.config, self.aux_layers = config.layer, config.aux_layers
+        self.num_kv_heads, self.head_dim = config.layer.num_kv_heads, config.layer.head_dim
+        hidden, vocab_size = config.layer.hidden_size, config.layer.vocab_size
+        self.fc = Linear(hidden * (len(config.aux_layers) or 2), hidden, config.fc_bias)
+        self.midlayer = EagleLayer(config)
+        # The target's modules are called, and are no part of this one.
+        self.embed: Any = target.model.embed_tokens.forward
+        self.score: Any = target.compute_logits
+        if config.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(vocab_size, hidden)
+            self.embed = self.embed_tokens.forward
+        if config.has_head:
+            self.lm_head = ParallelLMHead(config.draft_vocab_size, hidden)
+            self.score = self.lm_head.forward
+
+    def combine_hidden_states(self, aux: Tensor) -> Tensor:
+        """What a first draft step takes as `hidden`, `[num_tokens, hidden_size]`, of what the target has computed: for EAGLE-3 its auxiliary
+        states side by side, `[num_tokens, 3 * hidden_size]`; for EAGLE-1 its last hidden states."""
+        return self.fc(aux) if self.aux_layers else aux
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """`[num_rows, hidden_size]` to `[num_rows, draft_vocab_size]`."""
+        return self.score(x)
+
+    def checkpoint_places(self) -> dict[str, list[Place]]:
+        """See `LlamaForCausalLM.checkpoint_places`."""
+        layers = [(path, module) for path, module in self.named_modules() if isinstance(module, Layer)]
+        return {name: [place] for path, layer in layers for name, place in layer.places(path)}
+
+    def checkpoint_name(self, name: str) -> str:
+        """See `LlamaForCausalLM.checkpoint_name`; these are EAGLE-3's own names."""
+        return name
+
+
+class Eagle3(EagleModel):
+    """EAGLE-3: reads three residual streams, and has an output head of its own."""
+
+    def __init__(self, config: EagleConfig, target: LlamaForCausalLM) -> None:
+        super().__init__(config, target)
+        self.norm = RMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One draft step.
+
+        Args:
+            input_ids: `[num_tokens]` int64, the token after each position.
+            positions: `[num_tokens]` int64.
+            hidden: `[num_tokens, hidden_size]`, of `combine_hidden_states`, or the second result of the step before.
+
+        Returns: what `compute_logits` takes, and what stands in for the hidden states of the guessed tokens; `[num_tokens, hidden_size]`.
+        """
+        embedded, normed = self.midlayer.input_layernorm(self.embed(input_ids)), self.midlayer.hidden_norm(hidden)
+        residual = (normed if self.norm_before_residual else hidden).clone()  # is overwritten
+        x, residual = self.midlayer(torch.cat([embedded, normed], 1), residual, Rotary(positions, self.cos_sin))
+        return self.norm.add(x, residual)
+
+
+class Eagle1(EagleModel):
+    """EAGLE-1, and EAGLE-2, which has the same head: its output is like the target's last hidden states."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """One draft step, as in `Eagle3.forward`; both results are the same tensor."""
+        x = self.fc(torch.cat([self.embed(input_ids), hidden], 1))
+        x, residual = self.midlayer(x, x.clone(), Rotary(positions, self.cos_sin))
+        return residual.add_(x), residual
+
+
+# ---------------------------------------------------------------- files
+
+
+def shipped_head(model_name: str) -> Path | None:
+    """The EAGLE-3 head that comes with this package for a model, by the name that a user gives; None if there is none."""
+    file = HEADS / f"{model_name}-eagle3.safetensors"
+    return file if file.is_file() else None
+
+
+@torch.inference_mode()
+def load_draft_model(
+    folder: Path, target: LlamaForCausalLM, dtype: torch.dtype, device: torch.device | str, max_positions: int
+) -> EagleModel:
+    """Load a head for a target.
+
+    Args:
+        folder: with config.json and safetensors files under the names of EAGLE, SpecForge, speculators or vLLM; or one safetensors file with
+            the configuration in its metadata.
+        max_positions: length of the longest sequence.
+
+    Raises:
+        ValueError: a head that cannot be loaded, or that does not fit the target; the message says what would work.
+    """
+    raw, tensors = read_head(Path(folder))
+    config, targets = EagleConfig.of(raw, tensors, target.config.num_layers), target.config
+    for what, its, has in (
+        ("hidden size", config.layer.hidden_size, targets.hidden_size),
+        ("target's hidden size", raw.get("target_hidden_size") or targets.hidden_size, targets.hidden_size),
+        ("vocabulary", config.layer.vocab_size, targets.vocab_size),
+    ):
+        if its != has:
+            raise UnsupportedModelError(
+                f"the draft head '{folder}' has a {what} of {its}, and the model one of {has}: use a head that was trained for this model"
+            )
+    offsets = tensors.pop("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+    ids = torch.arange(len(offsets), device="cpu") + offsets
+    if len(ids) != config.draft_vocab_size or ids.min() < 0 or ids.max() >= targets.vocab_size:
+        raise ModelFileError(
+            f"'{folder}': d2t must map the {config.draft_vocab_size} tokens of the draft to ids of the model"
+        )
+    with torch.device("meta"):
+        model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
+    load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
+    model = model.to_empty(device=device).to(dtype)
+    model.register_buffer("cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False)
+    model.register_buffer("draft_to_target", ids.to(device), persistent=False)
+    load_weights(model, tensors.items())  # type: ignore[arg-type]
+    for module in model.modules():
+        if getattr(module, "packable", False):
+            module.pack()  # type: ignore[operator]
+    return model.eval()
+
+
+def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration and the tensors of a head, under EAGLE-3's own names; those stored in 8 bits are dequantized."""
+    raw, found = read_json(path / "config.json"), dict[str, Tensor]()
+    for file in [path] if path.is_file() else checkpoint_files(path):
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                if path.is_file():
+                    raw = json.loads((tensors.metadata() or {}).get("config", "{}"))
+                found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
+    for name in [name for name in found if name.endswith(".weight_scale")]:
+        found[name.removesuffix("_scale")] = found[name.removesuffix("_scale")] * found.pop(name)
+    names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in found}
+    return raw, {new: found[name] for name, new in names.items() if new not in UNUSED}

@@ -1,0 +1,81 @@
+"""`nanovllm train-eagle`: train an EAGLE-3 draft head for a model."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from nanovllm.data.checks import Positive
+from nanovllm.data.config import COURSE_MODEL
+from nanovllm.data.flags import Flags, Seconds, UsageError
+from nanovllm.data.parts import load
+
+
+@dataclass
+class TrainingRecipe(Flags):
+    """How to train a draft head.
+
+    Attributes:
+        data: chats to be answered by the model, a file with a line of JSON for each: {"messages": [...]}; or a text file to learn as it is
+            (default: chats that the model writes itself)
+        num_samples: chats, or pieces of text
+        sample_length: longest sample, in tokens
+        steps: draft tokens in a row that the head learns to guess
+        draft_vocab_size: tokens that the head can guess: the most frequent ones of the data
+        epochs: passes over the data
+        batch_size: samples per batch
+        learning_rate: the highest, after a warm-up; then it falls along a cosine
+        seed: of the chats, of the weights, and of the order
+        device: where to run (auto: a GPU if there is one)
+        time_limit: minutes after which the head is written, trained so far (default: no limit); at most 40 % of them go into writing chats
+        quantize: int8: store the matrices in 8 bits, with a scale per row
+
+    Raises:
+        ValueError: a value that is not allowed; the message names the fix.
+    """
+
+    data: str | None = None
+    num_samples: Positive = 2000
+    sample_length: Annotated[int, Meta(ge=32)] = 512
+    steps: Annotated[int, Meta(ge=1, le=16)] = 6
+    draft_vocab_size: Positive = 8192
+    epochs: Positive = 4
+    batch_size: Positive = 16
+    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-3
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    time_limit: Seconds | None = None
+    quantize: Literal["none", "int8"] = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.data and not (Path(self.data).is_file() and Path(self.data).stat().st_size):
+            raise ValueError(
+                f"there is nothing in {self.data!r} to train on: name a text file, or chats as lines of JSON"
+            )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of the command."""
+    parser.add_argument("model", nargs="?", default=COURSE_MODEL, help="as for serve (default: %(default)s)")
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="for the head; the same command goes on with what it finds there"
+    )
+    TrainingRecipe.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train, and print the folder.
+
+    Raises:
+        UsageError: a model, a folder or flags that do not fit; the message says what would.
+    """
+    recipe = TrainingRecipe.from_arguments(arguments)
+    try:
+        print(load("nanovllm.offline.train_eagle:train_eagle", "train-eagle")(arguments.model, arguments.out, recipe))
+    except ValueError as error:
+        raise UsageError(str(error)) from error

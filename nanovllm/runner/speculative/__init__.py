@@ -1,0 +1,1 @@
+"""Drafts tokens with a model, and verifies drafts (lecture 42)."""

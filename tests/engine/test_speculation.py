@@ -1,0 +1,193 @@
+"""Drafts change no token: every way to draft, at every temperature, with all options of a request, on several ranks and engines."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.outputs import RequestOutput
+from tests.oracle import make_checkpoint, reference_tokens
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "max_model_len": 160, "check_invariants": True}
+# Tokens that a text consists of: few, so that it repeats itself, and drafts are now right and now wrong.
+FEW = {token: 60.0 for token in (70, 71, 72, 73)}
+FREE: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "logit_bias": FEW}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": FREE | {"temperature": 0},
+    "greedy, any token": {"temperature": 0, "max_tokens": 20, "ignore_eos": True},
+    "drawn": FREE | {"temperature": 1, "seed": 3},
+    "drawn from the likeliest": FREE | {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 4},
+    "penalties": FREE
+    | {"temperature": 0.8, "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    "several": FREE | {"temperature": 1, "n": 3, "seed": 5},
+    "log-probabilities": FREE | {"temperature": 1, "logprobs": 3, "prompt_logprobs": 2, "seed": 6},
+    "a stop string": FREE | {"temperature": 1, "stop": ["gff", "fge"], "seed": 7, "logprobs": 0},
+    "a late stop string": FREE | {"temperature": 1, "stop": ["g"], "min_tokens": 9, "seed": 8},
+    "a stop token": FREE | {"temperature": 1, "stop_token_ids": [73], "min_tokens": 6, "seed": 9},
+    "the end of text": {"temperature": 1, "max_tokens": 40, "logit_bias": FEW | {2: 59.0}, "seed": 10},
+    **{f"{count} tokens": FREE | {"temperature": 0, "max_tokens": count} for count in (1, 2, 3, 4)},
+}
+ALWAYS = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "n-grams": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 4},
+    "the model itself": {"method": "draft_model", "model": "{itself}"},
+    "its 8-bit copy": {"method": "draft_model", "model": "{itself}", "quantization": "w8a8"},
+    "another model": {"method": "draft_model", "model": "{other}"},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(make_checkpoint(folder / name, seed=seed)) for name, seed in (("itself", 0), ("other", 1))}
+
+
+def drafting(name: str, models: dict[str, str], **more: Any) -> dict[str, Any]:
+    return (
+        json.loads(json.dumps(DRAFTS[name]).replace("{itself}", models["itself"]).replace("{other}", models["other"]))
+        | more
+    )
+
+
+PROMPTS = [[5 + i * 7 % 300 for i in range(length)] for length in (1, 16, 43)]
+
+
+def answers(llm: LLM, params: dict[str, dict[str, Any]] = PARAMS) -> list[RequestOutput]:
+    """Each prompt with each of the parameters, all at once."""
+    pairs = [(prompt, SamplingParams(**options)) for options in params.values() for prompt in PROMPTS]
+    return llm.generate([p for p, _ in pairs], [params for _, params in pairs], use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, str]) -> list[RequestOutput]:
+    return answers(LLM(models["itself"], **OPTIONS))
+
+
+def check_equal(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        check_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+        for one, other in zip(ours.outputs, theirs.outputs, strict=True):
+            check_logprobs(one.logprobs, other.logprobs)
+            one, other = (replace(output, logprobs=None, cumulative_logprob=None) for output in (one, other))
+            assert one == other, "the token ids, the text or its end"
+
+
+def check_logprobs(found: Any, expected: Any) -> None:
+    """They are the same but for their rounding: torch's log_softmax rounds by the number of rows."""
+    assert (found is None) == (expected is None)
+    for ours, theirs in zip(found or [], expected or [], strict=True):
+        assert (ours or {}).keys() == (theirs or {}).keys()
+        for token, entry in (theirs or {}).items():
+            assert ours[token].logprob == pytest.approx(entry.logprob, abs=1e-4) and ours[token].rank == entry.rank
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_no_token_changes(name: str, models: dict[str, str], expected: list[RequestOutput]) -> None:
+    llm = LLM(models["itself"], speculative_config=drafting(name, models, **ALWAYS), **OPTIONS)
+    for _ in range(2):  # the second time, prompts are in the prefix cache
+        check_equal(answers(llm), expected)
+    stats = llm.engine.core.stats.spec_decoding
+    assert stats.num_drafts > 100 and stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos) > 0
+    assert stats.num_accepted_tokens < stats.num_draft_tokens <= 3 * stats.num_drafts
+    assert stats.num_accepted_tokens_per_pos == sorted(stats.num_accepted_tokens_per_pos, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_blocks": 24, "max_num_seqs": 8},
+        {"num_kv_blocks": 24, "max_num_seqs": 8, "preemption_mode": "swap", "swap_space": 0.01},
+        {"max_num_batched_tokens": 12, "max_num_seqs": 8},
+        {"async_scheduling": True},
+        {"enable_prefix_caching": False, "enforce_eager": True, "attention_backend": "torch"},
+        {"tensor_parallel_size": 2},
+        {"block_size": 1, "num_kv_blocks": 4096},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["n-grams", "its 8-bit copy"])
+def test_no_token_changes_with(
+    options: dict[str, Any], name: str, models: dict[str, str], expected: list[RequestOutput]
+) -> None:
+    llm = LLM(models["itself"], speculative_config=drafting(name, models, **ALWAYS), **(OPTIONS | options))
+    check_equal(answers(llm), expected)
+    assert llm.engine.core.stats.spec_decoding.num_accepted_tokens > 0
+    assert llm.engine.core.stats.num_preemptions > 0 or options.get("num_kv_blocks") != 24
+    llm.engine.core.close()
+
+
+def test_no_token_changes_in_a_pipeline(models: dict[str, str], expected: list[RequestOutput]) -> None:
+    config = drafting("n-grams", models, **ALWAYS)
+    llm = LLM(models["itself"], speculative_config=config, pipeline_parallel_size=2, **OPTIONS)
+    check_equal(answers(llm), expected)
+    assert llm.engine.core.stats.spec_decoding.num_accepted_tokens > 0
+    llm.engine.core.close()
+
+
+@pytest.mark.parametrize("name", ["n-grams", "the model itself"])
+def test_drafts_after_a_prefill_elsewhere(name: str, models: dict[str, str]) -> None:
+    """The blocks come without the draft model's keys and values: its drafts are worse at first, and no token is."""
+    config = drafting(name, models, **ALWAYS)
+    producer = LLM(models["itself"], kv_role="producer", **OPTIONS)
+    consumer = LLM(models["itself"], kv_role="consumer", speculative_config=config, **OPTIONS)
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    asked = {"prompt_token_ids": PROMPTS[-1], "kv_transfer_params": {"do_remote_decode": True}}
+    (held,) = producer.generate(asked, first, use_tqdm=False)
+    given = {"prompt_token_ids": PROMPTS[-1], "kv_transfer_params": held.kv_transfer_params}
+    (output,) = consumer.generate(given, first.clone(max_tokens=40), use_tqdm=False)
+    assert output.num_cached_tokens == len(PROMPTS[-1]) - 1
+    assert output.outputs[0].token_ids == reference_tokens(models["itself"], PROMPTS[-1], 40)
+    assert consumer.engine.core.stats.spec_decoding.num_drafts > 0
+    for llm in (producer, consumer):
+        llm.engine.core.close()
+
+
+def test_a_request_can_do_without(models: dict[str, str]) -> None:
+    llm = LLM(models["itself"], speculative_config=drafting("the model itself", models, **ALWAYS), **OPTIONS)
+    options = PARAMS["greedy"]
+    for limit, most in ((0, 0), (1, 1), (2, 2), (100, 3)):
+        answers(llm, {"one": options | {"num_speculative_tokens": limit}})
+        stats = llm.engine.core.stats.spec_decoding
+        assert sum(number > 0 for number in stats.num_accepted_tokens_per_pos) == most
+
+
+def test_drafts_save_steps(models: dict[str, str]) -> None:
+    """The step of the prompt makes a token, the next one another one and the first drafts; each further step makes four."""
+    llm = LLM(models["itself"], speculative_config=drafting("the model itself", models, **ALWAYS), **OPTIONS)
+    llm.generate([PROMPTS[-1]], SamplingParams(temperature=0, max_tokens=33, ignore_eos=True), use_tqdm=False)
+    assert llm.engine.core.num_steps == 2 + -(-31 // 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, {}, "needs a method"),
+        ("nonsense", {}, "must be JSON"),
+        ({"method": "medusa"}, {}, "method must be one of ngram, draft_model, eagle, eagle3"),
+        ({"method": "ngram", "prompt_lookup": 3}, {}, "did you mean prompt_lookup_m"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, {}, "num_speculative_tokens must be"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, {}, "prompt_lookup_min .5. is above"),
+        ({"method": "draft_model"}, {}, 'add "model"'),
+        ({"method": "ngram", "quantization": "w8a8"}, {}, "is for method 'draft_model'"),
+        ({"method": "ngram", "draft_sample_method": "probabilistic"}, {}, "leave draft_sample_method out"),
+        ({"model": "x"}, {"pipeline_parallel_size": 2}, "use pipeline_parallel_size 1 or method 'ngram'"),
+        ({"method": "ngram"}, {"batching_policy": "static"}, "needs batching_policy"),
+    ],
+)
+def test_refusals(config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(speculative_config=config if isinstance(config, str) else json.dumps(config), **options)
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(models: dict[str, str], tmp_path: pathlib.Path) -> None:
+    other = make_checkpoint(tmp_path / "other")
+    shape = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 300}))
+    with pytest.raises(ValueError, match="300 tokens, the model 320: a draft model needs the same tokenizer"):
+        LLM(models["itself"], speculative_config={"method": "draft_model", "model": str(other)}, **OPTIONS)

@@ -1,0 +1,180 @@
+"""Which tokens are drafted, how many, and what the scheduler does with those that are wrong."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from nanovllm.data.config import EngineConfig
+from nanovllm.data.request import EngineRequest, Request
+from nanovllm.data.sampling_params import SamplingParams
+from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledRequest, SchedulerOutput
+from nanovllm.data.speculative_config import SpeculativeConfig
+from nanovllm.kv.manager import KVCacheManager
+from nanovllm.scheduler.scheduler import Scheduler
+from nanovllm.scheduler.speculation import PROBE, NgramProposer, Speculation
+
+
+def searched(token_ids: list[int], count: int, longest: int, shortest: int) -> list[int]:
+    """What `NgramProposer` proposes, by reading the whole text."""
+    for length in range(longest, shortest - 1, -1):
+        for place in range(len(token_ids) - length):
+            if token_ids[place : place + length] == token_ids[-length:]:
+                return token_ids[place + length : place + length + count]
+    return []
+
+
+def test_an_ngram_proposes_what_followed_first() -> None:
+    assert NgramProposer(3, 2).propose([1, 2, 3, 9, 2, 3, 7, 1, 2, 3], 2) == [9, 2]
+    assert NgramProposer(3, 2).propose([1, 2, 3, 9], 2) == [] == NgramProposer(3, 2).propose([4], 2)
+    assert NgramProposer(1, 1).propose([5, 5], 4) == [5]  # as far as the text goes
+    rng = random.Random(3)
+    for _ in range(100):
+        longest = rng.randint(1, 4)
+        shortest, count = rng.randint(1, longest), rng.randint(1, 5)
+        proposer, text = NgramProposer(longest, shortest), [rng.randrange(4)]
+        for _ in range(20):
+            text += [rng.randrange(4) for _ in range(rng.randint(1, 4))]
+            assert proposer.propose(text, count) == searched(text, count, longest, shortest)
+
+
+def make_request(num_tokens: int = 3, max_tokens: int = 90, **options: Any) -> Request:
+    request = Request(EngineRequest("A", list(range(num_tokens)), SamplingParams(max_tokens=max_tokens, **options)))
+    request.max_num_tokens = num_tokens + max_tokens
+    return request
+
+
+def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any) -> Speculation:
+    """One that has seen a step without drafts of `plain` seconds, and one where each request's draft took `row` seconds more."""
+    speculation = Speculation(SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options))
+    for drafts in ([], [7]) if plain else ():
+        shares = [
+            ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)
+        ]
+        speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
+    speculation._num_steps = 1
+    return speculation
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "row", "num_requests", "wanted"),
+    [
+        (0.5, 0.1, 1, 3),  # 0.5, 0.25 and 0.125 are above 0.1, the next power is not
+        (0.5, 0.6, 1, 0),
+        (0.88, 0.1, 8, 1),  # a row costs as much as 0.8 tokens
+        (0.95, 0.1, 8, 4),
+        (0.7, 0.1, 8, 0),
+        (1.0, 0.9, 1, 8),
+        (0.9, -0.1, 4, 8),  # no row is measured as less than nothing
+    ],
+)
+def test_a_row_pays_if_its_chance_is_above_its_price(
+    monkeypatch: pytest.MonkeyPatch, acceptance: float, row: float, num_requests: int, wanted: int
+) -> None:
+    speculation, request = make_speculation(1.0, row, num_requests), make_request()
+    monkeypatch.setattr(speculation, "acceptance", lambda request: acceptance)
+    assert speculation.count(request, num_requests) == wanted
+    speculation._num_steps = 3 * PROBE  # to measure again what it has left
+    assert speculation.count(request, num_requests) == (0 if wanted else 1)
+    speculation._paused = True
+    assert speculation.count(request, num_requests) == 0
+
+
+def test_it_drafts_all_as_long_as_no_price_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculation = make_speculation()
+    assert speculation.count(make_request(), 1) == 8
+    monkeypatch.setattr(speculation, "acceptance", lambda request: 1e-9)
+    assert speculation.count(make_request(), 1) == 8
+
+
+def test_a_table_of_batch_sizes_decides_alone() -> None:
+    speculation = make_speculation(1.0, 9.0, num_speculative_tokens_per_batch_size=[[1, 2, 5], [3, 4, 20]])
+    assert [speculation.count(make_request(), n) for n in (1, 2, 3, 5)] == [5, 5, 8, 0]
+
+
+def test_a_request_drafts_no_further_than_its_end() -> None:
+    speculation = make_speculation()
+    assert [speculation.limit(make_request(max_tokens=n)) for n in (1, 2, 5, 9, 20)] == [0, 1, 4, 8, 8]
+    assert speculation.limit(make_request(num_speculative_tokens=2)) == 2
+    assert speculation.limit(make_request(num_speculative_tokens=0)) == 0
+    assert speculation.limit(make_request(structured_outputs={"regex": "a"})) == 0
+
+
+def test_acceptance_follows_a_request_and_begins_with_that_of_all() -> None:
+    speculation, good, bad = make_speculation(), make_request(), make_request()
+    for _ in range(30):
+        speculation._count_accepted(good, 2, 2)
+        speculation._count_accepted(bad, 2, 0)
+    # A rejected draft ends the trial: of 60 there were 30 tried twice and 30 tried once.
+    assert speculation.acceptance(good) > 0.9 and speculation.acceptance(bad) < 0.1
+    assert 0.3 < speculation.acceptance(make_request()) < 0.8
+    for _ in range(30):
+        speculation._count_accepted(bad, 2, 2)
+    assert speculation.acceptance(bad) > 0.9  # what was long ago counts little
+    assert speculation.stats.num_accepted_tokens_per_pos[:3] == [60, 60, 0]
+
+
+NEVER = '{"method": "ngram", "num_speculative_tokens_per_batch_size": []}'  # it drafts nothing itself
+
+
+def make_scheduler(num_blocks: int = 40, **options: Any) -> Scheduler:
+    config = EngineConfig(block_size=4, max_num_batched_tokens=32, max_num_seqs=4, **options)
+    config.settle(model_max_len=4096, num_kv_blocks=num_blocks)
+    return Scheduler(config, KVCacheManager(num_blocks, 4, config.enable_prefix_caching))
+
+
+def test_rejected_drafts_are_taken_back_and_blocks_are_named_when_verified() -> None:
+    scheduler, request = make_scheduler(speculative_config=NEVER), make_request(6)
+    scheduler.add_request(request)
+
+    def step(drafts: list[int], first: int, *after: int) -> ScheduledRequest:
+        request.draft_token_ids = drafts
+        [share] = (plan := scheduler.schedule()).requests
+        scheduler.check_invariants()
+        more = [SampledToken(token) for token in after]
+        scheduler.update_from_output(plan, ModelRunnerOutput({"A": SampledToken(first)}, sampled_after={"A": more}))
+        scheduler.check_invariants()
+        return share
+
+    def num_found() -> int:
+        other = Request(EngineRequest("B", [*request.token_ids, 99], SamplingParams()))
+        return len(scheduler.manager.get_computed_blocks(other))
+
+    assert (step([], 70).samples, num_found()) == (1, 1)
+    share = step([71, 72, 73], 71, 88)  # 72 is wrong
+    assert request.draft_token_ids == []  # what was verified is not verified again
+    assert (share.num_tokens, share.samples, list(share.draft_token_ids)) == (4, 4, [71, 72, 73])
+    assert (request.token_ids[6:], request.num_computed_tokens, num_found()) == ([70, 71, 88], 8, 2)
+    share = step([80, 81, 82], 80, 81, 82, 83)  # all are right
+    assert (share.start, share.new_token_ids) == (8, [71, 88])
+    assert (request.token_ids[9:], request.num_computed_tokens, num_found()) == ([80, 81, 82, 83], 12, 3)
+
+
+@pytest.mark.parametrize(("stop", "max_tokens", "reason"), [([81], 90, "stop"), ([], 4, "length")])
+def test_what_follows_the_end_in_a_run_is_dropped(stop: list[int], max_tokens: int, reason: str) -> None:
+    scheduler, request = make_scheduler(speculative_config=NEVER), make_request(6, max_tokens, stop_token_ids=stop)
+    scheduler.add_request(request)
+    scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(70)}))
+    request.draft_token_ids = [80, 81, 82, 83][: max_tokens - 2]
+    after = [SampledToken(token) for token in (81, 82, 83, 84)]
+    [output] = scheduler.update_from_output(
+        scheduler.schedule(), ModelRunnerOutput({"A": SampledToken(80)}, sampled_after={"A": after})
+    )
+    assert output.finish_reason == reason and output.new_token_ids == ([80, 81] if stop else [80, 81, 82])
+    assert not scheduler.requests and scheduler.manager.pool.num_free == 40
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_prompts_and_short_memory_come_before_drafts(others: int) -> None:
+    speculation, manager = make_speculation(), KVCacheManager(40, 4)
+    request = make_request()
+    request.num_computed_tokens, request.draft_token_ids = 2, [5, 6]
+    request.token_ids += [9] * 2
+    request.num_computed_tokens = len(request.token_ids) - 1
+    speculation.begin_step([request], bool(others), manager)
+    assert (request.draft_token_ids == []) == bool(others) == speculation._paused
+    request.draft_token_ids = [5, 6]
+    speculation.begin_step([request], False, KVCacheManager(2, 4))
+    assert request.draft_token_ids == []
