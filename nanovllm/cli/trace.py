@@ -144,7 +144,7 @@ def summary(trace: Trace) -> dict[str, str]:
     speed = f"{num_outputs.total() / duration:,.1f}" if duration > 0 else "-"
     numbers = f"{trace.steps[0].step:,} to {trace.steps[-1].step:,}" if len(trace) else "none"  # as the page shows them
     drafts = [share for record in steps for share in record.requests if share.num_drafts]
-    num_drafts, accepted = sum(s.num_drafts for s in drafts), sum(max(0, len(s.sampled) - 1) for s in drafts)
+    num_drafts, accepted = sum(s.num_drafts for s in drafts), sum(s.num_accepted for s in drafts)
     length = f"{1 + accepted / max(1, len(drafts)):.2f} tokens per step"
     drafted = {"drafts accepted": f"{accepted:,} of {num_drafts:,} ({length})"} if drafts else {}
     ranks = {p: max(0, -(-len(ttft) * p // 100) - 1) for p in (50, 99)}

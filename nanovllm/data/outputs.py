@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from itertools import zip_longest
 from typing import Any
 
 import msgspec
 
+from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.structured_outputs import GrammarError
 
 
@@ -107,31 +107,6 @@ class OutputCollector:
         """The whole request so far."""
         assert self._last is not None
         return replace(self._last, outputs=[join_pieces(self._pieces[index]) for index in sorted(self._pieces)])
-
-
-@dataclass
-class SpecDecodingStats:
-    """What became of drafts (lecture 42), since the engine started.
-
-    Attributes:
-        num_drafts: how often drafts of a request were verified.
-        num_draft_tokens: drafted tokens that were verified.
-        num_accepted_tokens: those that the request got.
-        num_accepted_tokens_per_pos: the same by their place in the draft.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-
-    def add(self, num_drafts: int, num_draft_tokens: int, per_pos: list[int]) -> None:
-        """Count more of them."""
-        self.num_drafts += num_drafts
-        self.num_draft_tokens += num_draft_tokens
-        self.num_accepted_tokens += sum(per_pos)
-        both = zip_longest(self.num_accepted_tokens_per_pos, per_pos, fillvalue=0)
-        self.num_accepted_tokens_per_pos = [old + new for old, new in both]
 
 
 @dataclass

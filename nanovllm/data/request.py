@@ -152,8 +152,5 @@ class EngineOutput(msgspec.Struct, gc=False):
     def by_token(self) -> list[EngineOutput]:
         """The same as an output for each new token; the last one has all else."""
         tokens, logprobs = self.new_token_ids, self.logprobs
-        parts = [
-            EngineOutput(self.request_id, [token], logprobs and logprobs[i : i + 1])
-            for i, token in enumerate(tokens[:-1])
-        ]
+        parts = [EngineOutput(self.request_id, [t], logprobs and [logprobs[i]]) for i, t in enumerate(tokens[:-1])]
         return [*parts, msgspec.structs.replace(self, new_token_ids=tokens[-1:], logprobs=logprobs and logprobs[-1:])]

@@ -1,1 +1,1 @@
-"""Work done before serving: makes quantized checkpoints (lecture 41)."""
+"""Work done before serving: makes quantized checkpoints and draft heads (lectures 41, 42)."""

@@ -195,13 +195,14 @@ class Trainer:
 
     def loss(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The loss over a batch, and the share of first guesses that are the target's likeliest token."""
-        total, right = torch.zeros((), device=self.device), []
+        total, right, cap = torch.zeros((), device=self.device), [], self.target.config.logit_soft_cap
         for step, (logits, places, is_there) in enumerate(self.drafts(numbers, self.recipe.steps, free=False)):
             # What the target thinks of a token is at the place before it. One that the head cannot guess teaches nothing.
             best = self.best[places - 1]
             counts = is_there & (best >= 0)
             with torch.no_grad():
-                p = (self.states[places - 1, len(self.scale) :] @ self.target_head.T).float().softmax(-1)
+                scores = (self.states[places - 1, len(self.scale) :] @ self.target_head.T).float()
+                p = (scores if not cap else cap * (scores / cap).tanh()).softmax(-1)
             logits = logits.float()
             errors = logits.logsumexp(-1) - (p * logits).sum(-1)  # the cross-entropy
             total = total + DECAY**step * (errors * counts).sum() / counts.sum().clamp(min=1)
@@ -346,8 +347,9 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     begin, limit = time.monotonic(), 60 * (recipe.time_limit or math.inf)
     folder, out = resolve_model(name_or_folder).resolve(), Path(out).expanduser()
     config, device = ModelConfig.from_pretrained(folder), choose_device(recipe.device)
-    if config.kv_lora_rank or config.num_layers < 7:
-        raise UnsupportedModelError("a head can be trained for a model with ordinary attention and at least 7 layers")
+    if config.kv_lora_rank or config.num_layers < 7 or config.quantization is not None:
+        kind = "an unquantized model with ordinary attention and at least 7 layers"
+        raise UnsupportedModelError(f"a head can be trained for {kind}; it then serves the quantized model, too")
     work = out / "training"  # apart from the head, which is all of the safetensors files in its folder
     work.mkdir(parents=True, exist_ok=True)
     samples = load_samples(str(folder), work, recipe, device.type, begin + 0.4 * limit)

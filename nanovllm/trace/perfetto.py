@@ -35,8 +35,9 @@ def trace_events(steps: Iterable[StepRecord]) -> Iterator[dict[str, Any]]:
         for share in step.requests:
             track = tracks[share.request_id]
             cached = {"cached": found} if (found := step.admitted.get(share.request_id)) else {}
+            drafts = {"drafts": share.num_drafts, "accepted": share.num_accepted} if share.num_drafts else {}
             name = f"{share.kind} {share.num_tokens}"
-            yield span(name, track, step, start=share.start, blocks=share.new_block_ids, **cached)
+            yield span(name, track, step, start=share.start, blocks=share.new_block_ids, **cached, **drafts)
             if share.samples_first_token:
                 yield instant("first token", share.request_id, end)
         for request_id, mode in step.preempted.items():

@@ -33,6 +33,11 @@ class TracedRequest:
         )
 
     @property
+    def num_accepted(self) -> int:
+        """Drafts that became tokens. The slots of the others, the last `num_drafts - num_accepted` ones, are written again."""
+        return max(0, len(self.sampled) - 1)
+
+    @property
     def samples_first_token(self) -> bool:
         """Whether the request's output begins in this step, after the prompt's last token."""
         return bool(self.sampled) and self.start + self.num_tokens == self.num_prompt_tokens

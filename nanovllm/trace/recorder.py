@@ -75,14 +75,11 @@ class StepRecorder:
         fields |= {name: [r.request_id for r in queue] for name, queue in queues.items()}
         fields |= {"num_free_blocks": pool.num_free, "num_blocks": pool.num_blocks, "num_evictions": pool.num_evictions}
         fields |= {"arrived": self._arrived, "finished": self._ended, "held": self._held()}
+        lengths = [requests[r.request_id].num_prompt_tokens for r in plan.requests]
         fields["requests"] = [
-            TracedRequest(
-                r.request_id, r.start, r.num_tokens, requests[r.request_id].num_prompt_tokens, [*r.new_block_ids]
-            )
-            for r in plan.requests
+            TracedRequest(r.request_id, r.start, r.num_tokens, length, [*r.new_block_ids], [], max(0, r.samples - 1))
+            for r, length in zip(plan.requests, lengths, strict=True)
         ]
-        for share, scheduled in zip(fields["requests"], plan.requests, strict=True):
-            share.num_drafts = max(0, scheduled.samples - 1)
         budget = min(scheduler.config.token_budget, plan.num_tokens + plan.max_prefill_tokens - plan.num_prefill_tokens)
         record = StepRecord(step=step, start=start, duration=0.0, token_budget=budget, **fields)
         # The next step may begin before this one is finished: everything up to now belongs to this one.

@@ -30,9 +30,13 @@ RECIPE: dict[str, Any] = dict(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A model with as many layers as it takes."""
-    name, changes = VARIANTS["llama"]
-    VARIANTS["llama-deep"] = name, changes | {"num_hidden_layers": 8, "max_position_embeddings": 64}
-    return make_checkpoint(tmp_path_factory.mktemp("deep") / "model", "llama-deep")
+    return deep(tmp_path_factory.mktemp("deep") / "model", "llama")
+
+
+def deep(folder: pathlib.Path, variant: str) -> pathlib.Path:
+    name, changes = VARIANTS[variant]
+    VARIANTS[f"{variant}-deep"] = name, changes | {"num_hidden_layers": 8}
+    return make_checkpoint(folder, f"{variant}-deep")
 
 
 def load(folder: pathlib.Path, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
@@ -41,8 +45,10 @@ def load(folder: pathlib.Path, aux: tuple[int, ...] = ()) -> LlamaForCausalLM:
     return target
 
 
-def test_the_head_in_training_is_the_engine_s(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize("variant", ["llama", "llama3-rope", "qwen3", "gemma2"])
+def test_the_head_in_training_is_the_engine_s(variant: str, folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Drafts from each position of a sample, in float32: one by one through the paged cache, and all at once."""
+    folder = folder if variant == "llama" else deep(tmp_path / "model", variant)
     train_eagle(str(folder), tmp_path, TrainingRecipe(**RECIPE))
     target, plain = load(folder, (2, 4, 5)), load(folder)
     head = load_draft_model(tmp_path, plain, torch.float32, "cpu", 64)

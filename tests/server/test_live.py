@@ -42,6 +42,7 @@ from nanovllm.trace.format import HIDDEN_TOKEN, TraceDecoder, header_line, parse
 from nanovllm.trace.stream import MAX_CHARACTERS, MAX_PROMPT_TOKENS, RequestTexts, StepBroadcast
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace
 from tests.server_process import ServerProcess, wait_until
+from tests.trace.drafting import drafting_trace
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -606,9 +607,27 @@ def test_the_summary_of_a_trace(recorded: pathlib.Path, capsys: pytest.CaptureFi
     assert rows["requests"] == "8" and rows["ended"] == "8 length"
     assert rows["tokens generated"] == str(8 * 12)
     assert rows["preemptions"] == str(sum(len(step.preempted) for step in trace)) != "0"
+    assert "drafts accepted" not in rows
     found = sum(tokens for step in trace for tokens in step.admitted.values())
     assert rows["prompt tokens from the prefix cache"].startswith(f"{found} of ") and found
     assert rows["KV blocks held at most"] == "20 of 20 (100%)"
+
+
+def test_a_trace_with_drafts_sums_them_up(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, path, events = drafting_trace(), tmp_path / "run.jsonl", tmp_path / "run.json"
+    trace.save(path)
+    assert main(["trace", str(path)]) == 0
+    rows = dict(re.findall(r"│ (\S.*?) +│ +(.*?) │", capsys.readouterr().out))
+    drafts = [share for record in trace for share in record.requests if share.num_drafts]
+    proposed, accepted = sum(share.num_drafts for share in drafts), sum(len(share.sampled) - 1 for share in drafts)
+    assert rows["drafts accepted"] == f"{accepted} of {proposed} ({1 + accepted / len(drafts):.2f} tokens per step)"
+    sampled = [token for record in trace for share in record.requests for token in share.sampled]
+    assert rows["tokens generated"] == str(len(sampled)) and 0 < accepted < proposed
+    assert main(["trace", str(path), "--perfetto", str(events)]) == 0
+    spans = [
+        event["args"] for event in json.loads(events.read_text())["traceEvents"] if "drafts" in event.get("args", {})
+    ]
+    assert [(span["drafts"], span["accepted"]) for span in spans] == [(s.num_drafts, s.num_accepted) for s in drafts]
 
 
 def test_a_trace_becomes_a_picture_and_events(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:

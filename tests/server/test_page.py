@@ -22,6 +22,7 @@ from nanovllm.data.config import COURSE_MODEL
 from nanovllm.lab.viz import SimulatedRequest, simulate
 from nanovllm.lab.viz.page import photograph
 from tests.server_process import ServerProcess, wait_until
+from tests.trace.drafting import drafting_trace
 
 pytest_plugins = ["tests.browser"]
 
@@ -532,6 +533,30 @@ def replaying(path: pathlib.Path, folder: pathlib.Path) -> Iterator[str]:
         process.wait(60)
 
 
+def test_tokens_per_verification_of_drafts_are_among_the_figures(page: Page, tmp_path: pathlib.Path) -> None:
+    trace = drafting_trace()
+    trace.save(tmp_path / "run.jsonl")
+    drafts = [share for record in trace for share in record.requests if share.num_drafts]
+    first = next(i for i, record in enumerate(trace) if any(share.num_drafts for share in record.requests))
+    with replaying(tmp_path / "run.jsonl", tmp_path) as url:
+        page.goto(url)
+        expect(page.locator("#connection")).to_have_text("replay")
+        slider = page.get_by_label("Step", exact=True)
+        slider.fill(str(trace.steps[first - 1].step))
+        expect(figure(page, "drafts")).to_be_hidden()
+        slider.press("End")
+        length = 1 + sum(share.num_accepted for share in drafts) / len(drafts)
+        expect(figure(page, "drafts")).to_have_text(f"{length:.2f}")
+        for width in (360, 800, 1100, 1440):  # rows of tiles have no gaps
+            page.set_viewport_size({"width": width, "height": 900})
+            boxes = page.locator("#figures > div").evaluate_all(
+                "tiles => tiles.map((t) => t.offsetWidth * t.offsetHeight)"
+            )
+            whole = page.locator("#figures").evaluate("box => box.clientWidth * box.clientHeight")
+            assert len(boxes) == 7 and 0.96 * whole < sum(boxes) <= whole
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 def test_a_recorded_trace_is_replayed(page: Page, tmp_path: pathlib.Path) -> None:
     requests = [SimulatedRequest(4 * i, 20 + 7 * i, 30) for i in range(6)]
     trace = simulate(requests, num_kv_blocks=12, max_num_batched_tokens=64)
@@ -544,6 +569,7 @@ def test_a_recorded_trace_is_replayed(page: Page, tmp_path: pathlib.Path) -> Non
         expect(page.locator("#chat")).to_be_hidden()
         expect(page.locator("#load")).to_be_hidden()
         expect(page.locator(".nv-position")).to_have_text(f"step 0 of 0–{trace.steps[-1].step}")
+        expect(figure(page, "drafts")).to_be_hidden()
         first = picture(page, "pool")
         page.get_by_label("Step", exact=True).press("End")
         expect(figure(page, "preempted")).to_have_text(str(sum(len(step.preempted) for step in trace)))

@@ -34,6 +34,7 @@ from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, Tra
 from tests.examples import examples
 from tests.oracle import make_checkpoint
 from tests.stages import StagedExecutor
+from tests.trace.drafting import SPECULATION, drafting_engine
 
 IDS = st.sampled_from(["a", "b", 'quoted "c"', "d\n", "é", "f"])
 COUNTS = st.integers(0, 10**6)
@@ -56,8 +57,8 @@ def records(draw: st.DrawFn) -> StepRecord:
     known = st.sampled_from(sorted(lengths))
     queues = [draw(st.lists(known, max_size=4)) for _ in range(3)]
     shares = [
-        TracedRequest(r, draw(COUNTS), draw(st.integers(1, 3)), lengths[r], draw(BLOCKS), draw(BLOCKS))
-        for r in draw(st.lists(known, max_size=4))
+        TracedRequest(r, draw(COUNTS), size, lengths[r], draw(BLOCKS), draw(BLOCKS), draw(st.integers(0, size - 1)))
+        for r, size in draw(st.lists(st.tuples(known, st.integers(1, 4)), max_size=4))
     ]
     snapshot = Snapshot(
         {r: draw(BLOCKS) for r in queues[1]},
@@ -194,15 +195,50 @@ def test_one_who_is_mentioned_long_after_its_end_is_not_remembered() -> None:
     assert len(encoder._known) <= 2 + MIN_KNOWN + 1
 
 
-def test_tokens_can_be_hidden() -> None:
-    trace = crowd(1)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_tokens_can_be_hidden(drafts: bool, checkpoint: str) -> None:
+    trace = drafting_engine(checkpoint)[1] if drafts else crowd(1)
     encoder, decoder = TraceEncoder({}, hide_tokens=True), TraceDecoder({})
     for step in trace:
         shown = decoder.decode(encoder.encode(step))
         for mine, theirs in zip(step.requests, shown.requests, strict=True):
             assert theirs.sampled == [HIDDEN_TOKEN] * len(mine.sampled)
+            assert theirs.num_accepted == mine.num_accepted
             mine.sampled = theirs.sampled
         assert shown.requests == step.requests
+
+
+# ---------------------------------------------------------------- drafts
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "num_kv_blocks": 14}], ids=str
+)
+def test_a_trace_tells_what_became_of_drafts(checkpoint: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
+    """From a file: which tokens each request got, in which steps, and which slots were written again."""
+    core, recorded, outputs = drafting_engine(checkpoint, **options)
+    recorded.save(tmp_path / "run.jsonl")
+    trace = Trace.load(tmp_path / "run.jsonl")
+    known: dict[str, int] = {}  # of each request, tokens that are computed
+    told: dict[str, list[int]] = {request_id: [] for request_id in outputs}
+    for record in trace:
+        known |= dict.fromkeys(record.admitted, -1) | {r: -1 for r in record.preempted}
+        for share in record.requests:
+            assert known.get(share.request_id, -1) in (-1, share.start), "it goes on behind its last computed token"
+            known[share.request_id] = share.start + share.num_tokens - share.num_drafts + share.num_accepted
+            told[share.request_id] += share.sampled
+            assert not share.num_drafts or share.kind == "decode"
+    assert told == outputs
+    drafts = [share for record in trace for share in record.requests if share.num_drafts]
+    assert core.scheduler.speculation is not None
+    stats = core.scheduler.speculation.stats
+    assert stats.num_drafts == len(drafts) and stats.num_draft_tokens == sum(s.num_drafts for s in drafts)
+    assert 0 < stats.num_accepted_tokens == sum(s.num_accepted for s in drafts) < stats.num_draft_tokens
+    assert {s.num_accepted for s in drafts} >= {0, 3}
+    assert any(record.preempted for record in trace) == bool(options)
+    _, plain, same = drafting_engine(checkpoint, speculative_config=None)
+    assert same | {"r4": []} == outputs | {"r4": []}, "r4 is aborted after some step"
+    assert not any(share.num_drafts for record in plain for share in record.requests)
 
 
 # ---------------------------------------------------------------- files that are none, or not whole
@@ -271,6 +307,8 @@ def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
         ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 has not been named"),
         ('{"step": 0, "start": 0, "requests": [[0, 1]]}', "not a share"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}', "not a share"),
+        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], [3]]]}', "not a share"),
+        ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], 3, 3]]}', "not a share"),
         ('{"step": 0, "start": 0} and more', "malformed"),
     ],
 )
@@ -343,7 +381,7 @@ class Witness:
 
     def check(self, trace: Trace) -> None:
         """Every record of the trace leads to the state that was seen."""
-        ended: set[str] = set()
+        ended, rejected = set[str](), dict[str, int]()
         for i, (record, state) in enumerate(zip(trace, pool_states(trace), strict=True)):
             ended -= record.arrived.keys()
             if record.snapshot is not None:
@@ -354,7 +392,14 @@ class Witness:
                 assert state.tables == truth.tables, record.step
                 assert state.ref_counts == truth.ref_counts
                 written = {r: n for r, n in truth.num_computed.items() if r not in ended}
-                assert written == {r: n for r, n in state.num_tokens.items() if r not in ended}
+                told = {r: n for r, n in state.num_tokens.items() if r not in ended}
+                # The scheduler counts drafts as computed until it knows that they are rejected.
+                rejected |= {s.request_id: s.num_drafts - s.num_accepted for s in record.requests}
+                computed = {s.request_id for s in record.requests}
+                assert written.keys() == told.keys()
+                for r, number in written.items():
+                    more = rejected.get(r, 0)
+                    assert number - told[r] == more or (r not in computed and number == told[r]), (record.step, r)
                 if record.snapshot is not None:
                     assert state.cached == truth.cached
                 assert not state.cached & {b for b, count in enumerate(state.ref_counts) if count}
@@ -417,6 +462,9 @@ ENGINES: list[dict[str, Any]] = [
     {"async_scheduling": True, "enable_prefix_caching": False},
     {"pipeline_parallel_size": 3},
     {"pipeline_parallel_size": 2, "preemption_mode": "swap", "swap_space": 0.01},
+    {"speculative_config": SPECULATION},
+    {"speculative_config": SPECULATION, "preemption_mode": "swap", "swap_space": 0.01},
+    {"speculative_config": SPECULATION, "pipeline_parallel_size": 2},
 ]
 WEIGHTS = {"add": 8, "step": 10, "abort": 2, "watch": 2, "unwatch": 1, "refresh": 2, "reset cache": 1, "break": 0.3}
 
@@ -471,6 +519,8 @@ class Session:
         prompt = [3 + (first + 11 * i) % 300 for i in range(draw.randint(1, 30))]
         stops = list(range(0, 320, 16)) if draw.random() < 0.5 else []
         params = SamplingParams(max_tokens=draw.randint(1, 25), seed=draw.randint(0, 99), stop_token_ids=stops)
+        if self.core.config.speculative is not None:  # answers that n-grams can foresee, some of the time
+            params.logit_bias = dict.fromkeys((5, 6, 7), 100.0)
         self.core.add_request(EngineRequest(name, prompt, params))
 
     def break_off(self) -> None:
@@ -530,6 +580,8 @@ def test_who_starts_at_any_moment_ends_with_the_truth(
     assert (
         any(max(step.admitted.values(), default=0) for steps in seen for step in steps) == config.enable_prefix_caching
     )
+    shares = [share for steps in seen for step in steps for share in step.requests if share.num_drafts]
+    assert {bool(share.num_accepted) for share in shares} == ({True, False} if config.speculative else set())
     if trace is not None:
         witness.check(trace)
     else:

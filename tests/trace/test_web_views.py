@@ -16,6 +16,7 @@ from nanovllm.trace.format import TraceEncoder, header_line
 from nanovllm.trace.record import Snapshot, StepRecord
 from nanovllm.trace.trace import Trace, TracedRequest
 from tests.browser import open_site
+from tests.trace.drafting import drafting_trace
 
 pytest_plugins = ["tests.browser"]
 
@@ -104,6 +105,8 @@ TRACES = {
     "prefill first": lambda: prefix_trace(20, 4, batching_policy="prefill_first", max_num_batched_tokens=512),
     "evictions": lambda: prefix_trace(40, 5, num_kv_blocks=24, max_num_seqs=4),
     "many": lambda: prefix_trace(80, 6, num_kv_blocks=300, max_num_seqs=80),
+    "drafts": drafting_trace,
+    "drafts and a preemption": lambda: drafting_trace(30),
 }
 
 
@@ -182,9 +185,10 @@ def steps_from(trace: Trace, middle: int) -> list[StepRecord]:
         lengths |= record.arrived
     state, first = list(pool_states(trace))[middle], trace.steps[middle]
     live = {*first.waiting, *first.running, *first.swapped, *state.tables}
-    snapshot = Snapshot(
-        state.tables, state.num_tokens, sorted(state.cached), {i: lengths[i] for i in lengths if i in live}
-    )
+    # A snapshot is taken before it is known which drafts are rejected.
+    vain = {share.request_id: share.num_drafts - share.num_accepted for share in first.requests}
+    scheduled = {request_id: number + vain.get(request_id, 0) for request_id, number in state.num_tokens.items()}
+    snapshot = Snapshot(state.tables, scheduled, sorted(state.cached), {i: lengths[i] for i in lengths if i in live})
     return [StepRecord(**(vars(first) | {"snapshot": snapshot})), *trace.steps[middle + 1 :]]
 
 
@@ -507,6 +511,58 @@ def test_rates(site):
     assert got == [sum(sampled[16:20]) / 4, sum(sampled[18:20]) / 4, 0, pytest.approx(16 / (23 + 26))]
 
 
+DRAFTS = [
+    {"nanovllm_trace": 2, "settings": {"block_size": 4, "num_blocks": 8, "token_budget": 16}},
+    {"named": [[0, "a", 3]], "arrived": [0], "admitted": [[0, 0]], "running": [0], "requests": [[0, 0, 3, [1], [7]]]},
+    # One draft of three is accepted; the slots of positions 5 and 6 are written again.
+    {"requests": [[0, 3, 4, [2], [7, 8], 3]]},
+    {"requests": [[0, 5, 4, [3], [9, 9, 9, 9], 3]]},
+    {"requests": [[0, 9, 4]]},
+]
+
+
+def draft_lines(hidden: bool = False) -> str:
+    """A trace of one request with drafts; if `hidden`, without token ids."""
+    header, *records = json.loads(json.dumps(DRAFTS))
+    for record in records if hidden else []:
+        record["requests"] = [
+            [*share[:-1], -1] if len(share) == 3 else [*share[:4], [-1] * len(share[4]), *share[5:]]
+            for share in record["requests"]
+        ]
+    steps = [{"step": i, "start": float(i), "duration": 1.0} | record for i, record in enumerate(records)]
+    return "\n".join(json.dumps(line) for line in [header, *steps])
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_rejected_drafts_are_not_computed(site, hidden):
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          return Array.from({ length: history.length }, (_, i) => {
+            const [state, record, story] = [history.stateAt(i), history.record(i), history.requestStory("a", i)];
+            return {
+              computed: story.computedTokens, output: story.outputTokens, kind: record.share(0).kind, parts: record.parts(0),
+              filled: [1, 2, 3].map((block) => state.filled(block)), fading: [1, 2, 3].map((block) => state.fading(block)),
+              acceptance: history.acceptanceLength(i) ?? null, firstToken: history.requests.get("a").firstToken,
+            };
+          });
+        }""",
+        draft_lines(hidden),
+    )
+    assert [each["computed"] for each in got] == [3, 5, 9, 10] and [each["output"] for each in got] == [1, 3, 7, 8]
+    assert [each["kind"] for each in got] == ["prefill", "decode", "decode", "decode"]
+    assert [each["filled"] for each in got] == [[3, 0, 0], [4, 1, 0], [4, 4, 1], [4, 4, 2]]
+    assert [each["fading"] for each in got] == [[0, 0, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0]]
+    assert [each["acceptance"] for each in got] == [None, 2, 3, 3]
+    assert [each["parts"] for each in got] == [
+        [["prefill", 3]],
+        [["decode", 1], ["accepted draft", 1], ["rejected draft", 2]],
+        [["decode", 1], ["accepted draft", 3]],
+        [["decode", 1]],
+    ]
+    assert {each["firstToken"] for each in got} == {0}
+
+
 HEADER = json.dumps({"nanovllm_trace": 2, "settings": {"block_size": 16, "num_blocks": 8}})
 STEP = {"step": 0, "start": 0.0, "duration": 1.0}
 
@@ -527,6 +583,8 @@ STEP = {"step": 0, "start": 0.0, "duration": 1.0}
         ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 0]]}], "a damaged share"),
         ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 0, 5, 1, []]]}], "a damaged share"),
         ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [7]}], "a damaged share"),
+        ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], [3]]]}], "a damaged share"),
+        ([HEADER, STEP | {"named": [[0, "a", 5]], "requests": [[0, 5, 4, [], [], 3, 3]]}], "a damaged share"),
         ([HEADER, STEP | {"named": [7]}], "damaged names of requests"),
         ([HEADER, STEP | {"requests": 7}], "requests is not a list"),
         ([HEADER, STEP | {"waiting": [9]}], "request 9 was not named"),
@@ -841,6 +899,62 @@ def test_the_timeline_shows_kinds_of_tokens(site):
         assert (request_id, got["pale"][number]) in bars, "its decode"
         kinds = [color for r, _, color in sorted(got["bars"], key=lambda bar: bar[1]) if r == request_id]
         assert kinds[0] == request_color(number).upper() and kinds[-1] == got["pale"][number]
+
+
+def test_drafts_have_the_colours_of_what_became_of_them(site):
+    """One of three is accepted. In the batch, the budget, the timeline and memory, rejected ones fade."""
+    got = site.evaluate(
+        """text => {
+          const history = readTrace(text);
+          const middle = (picture, { x, y, width, height }, down = 0.5) => colorAt(picture, x + width / 4, y + height * down);
+          const [batch, budget, timeline] = ["batch", "budget", "timeline"].map((name) => drawn(name, history, 1));
+          const bar = budget.regions.find((r) => r.kind === "request");
+          const run = timeline.regions.filter((r) => r.kind === "request" && r.x > 80)[1];
+          const [pool, tables] = ["pool", "tables"].map((name) => drawn(name, history, 1));
+          const block = pool.regions.find((r) => r.id === 2); // of two by two cells
+          const entry = tables.regions.findLast((r) => r.id === 2 && r.x < 300); // a strip of four
+          return {
+            wanted: ["decode", "accepted draft", "rejected draft", "rejected draft"].map((kind) => LIGHT.ofTokens(kind, 0).toUpperCase()),
+            batch: batch.regions.map((region) => middle(batch, region, 0.1)),
+            budget: [1, 3, 5, 7].map((part) => colorAt(budget, bar.x + (bar.width * part) / 8, bar.y + 4)),
+            timeline: [0.77, 0.59, 0.41, 0.23].map((down) => colorAt(timeline, run.x + run.width / 2, run.y + run.height * down)),
+            fill: LIGHT.fill(0).toUpperCase(),
+            pool: [[1, 1], [3, 1], [1, 3], [3, 3]].map(([x, y]) => colorAt(pool, block.x + (block.width * x) / 4 - 2, block.y + (block.width * y) / 4 - 2)),
+            tables: [1, 3, 5, 7].map((part) => colorAt(tables, entry.x + (entry.width * part) / 8, entry.y + 4)),
+          };
+        }""",
+        draft_lines(),
+    )
+    assert len(set(got["wanted"])) == 3
+    for view in ("batch", "budget", "timeline"):
+        assert got[view] == got["wanted"], view
+    for view in ("pool", "tables"):
+        assert got[view] == [got["fill"], got["wanted"][2], got["wanted"][2], "#FFFFFF"], view
+
+
+def test_drafts_are_told(site):
+    """In words beside the pictures, and in legends: there only if there are any."""
+    views = ("tables", "pool", "timeline", "budget", "attention", "batch")
+    told, words = site.evaluate(
+        """async ([texts, names]) => {
+          const { describeStep } = await import("/web/story.js");
+          const { tellChanges } = await import("/web/film.js");
+          const histories = texts.map((text) => readTrace(text));
+          const [drafts] = histories;
+          const legends = histories.map((history) => names.map((name) => drawn(name, history, 1).texts.map(({ text }) => text)));
+          return [legends, [describeStep(drafts, 1), tellChanges(drafts, 1), tellChanges(drafts, 3)]];
+        }""",
+        [[draft_lines(), encode(small_trace())], views],
+    )
+    for view, mine, others in zip(views, *told, strict=True):
+        assert "rejected draft" in mine and "rejected draft" not in others, view
+        assert ("accepted draft" in mine) == (view in ("timeline", "budget", "batch")), view
+    assert "decode: reads 3 in 1 page, writes 4, 1 of 3 drafts accepted" in told[0][views.index("attention")]
+    assert "0 prefill, 1 decode, 3 drafted of 16 tokens" in words[0]
+    assert words[1:] == [
+        "This step computes: 0 prefill and 1 decode tokens. Drafts accepted: 1 of 3.",
+        "This step computes: 0 prefill and 1 decode tokens.",
+    ]
 
 
 def test_another_step_is_another_picture(site):

@@ -46,7 +46,7 @@ def extend(cls: Class) -> Class:
         raise TypeError(f"{name}: __slots__ cannot be added to a class that exists")
     known = [field.name for field in dataclasses.fields(original)] if dataclasses.is_dataclass(original) else None
     for field, annotation in vars(cls).get("__annotations__", {}).items() if known is not None else ():
-        if field in known:  # the built class has it: the cell only shows it
+        if known is not None and field in known:  # the built class has it: the cell only shows it
             members.pop(field, None)
         elif "ClassVar" not in str(annotation):
             raise TypeError(

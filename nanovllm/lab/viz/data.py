@@ -248,6 +248,8 @@ class _PoolReplay:
             self.tables, self.num_tokens = dict(snapshot.tables), dict(snapshot.num_tokens)
             self.full = set(snapshot.cached)
             self.ended &= self.tables.keys()
+        for share in (each for each in record.requests if each.num_drafts and each.request_id not in self.ended):
+            self.num_tokens[share.request_id] -= share.num_drafts - share.num_accepted  # rejected ones do not count
         self.ended.update(r for r in record.finished if r in self.tables)
 
     def _release(self, request_id: str) -> None:

@@ -114,7 +114,8 @@ def mark_style(kind: str, color: str) -> dict[str, Any]:
         "decode": {"facecolor": pale(color), "edgecolor": color},
         "cached": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "////"},
         "transferred": {"facecolor": BACKGROUND, "edgecolor": color, "hatch": "..."},
-        "drafted": {"facecolor": BACKGROUND, "edgecolor": color, "linestyle": "--"},
+        "accepted draft": {"facecolor": mix(color, BACKGROUND, 0.3), "edgecolor": color},
+        "rejected draft": {"facecolor": mix(color, BACKGROUND, 0.8), "edgecolor": color, "linestyle": "--"},
         "free": {"facecolor": BACKGROUND, "edgecolor": FAINT},
     }[kind]
 

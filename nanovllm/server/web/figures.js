@@ -1,4 +1,4 @@
-/** The engine in six figures. */
+/** The engine in six figures, or in seven if it drafts tokens. */
 
 import { byId, count, element, setText } from "./dom.js";
 
@@ -7,6 +7,7 @@ const WINDOW = 5; // seconds over which rates are taken
 const TILES = {
   running: "Running",
   rate: "Tokens/s",
+  drafts: "Acceptance",
   kv: "KV cache",
   hits: "Prefix hits",
   preempted: "Preemptions",
@@ -17,7 +18,8 @@ const TILES = {
  *
  * `now` is a moment of the engine's clock in seconds: after its last step time goes on, and rates fall to 0; undefined
  * is the end of the record. `sampled` and `computed` are tokens a second, the latter with those of prompts; `hits` is
- * undefined while no request was admitted, `stepSeconds` and `batch` while nothing was computed. */
+ * undefined while no request was admitted, `acceptance` (tokens per verification of drafts) while nothing was drafted,
+ * `stepSeconds` and `batch` while nothing was computed. */
 export function figuresAt(history, index, now) {
   const record = history.record(index);
   const hasEnded = (id) => history.requests.get(id)?.ended <= index; // false for undefined
@@ -39,6 +41,7 @@ export function figuresAt(history, index, now) {
     held: idle ? 0 : record.numBlocks - record.numFree, // who has ended gives its blocks back with the next record
     blocks: record.numBlocks,
     hits: history.prefixHitRate(index),
+    acceptance: history.acceptanceLength(index),
     preemptions: record.sums.preemptions,
     stepSeconds: typical.length ? mean((step) => step.duration) : undefined,
     batch: typical.length ? mean((step) => step.size) : undefined,
@@ -88,6 +91,8 @@ export class FigureRow {
     const working = now.stepSeconds !== undefined;
     this._set("running", String(now.running), `${now.waiting} waiting${swapped}`);
     this._set("rate", short(now.sampled), `${short(now.computed)} tokens incl. prefill`);
+    byId("figures").classList.toggle("with-drafts", now.acceptance !== undefined);
+    if (now.acceptance !== undefined) this._set("drafts", now.acceptance.toFixed(2), "tokens/verification");
     this._set("kv", percent(share), `${now.held.toLocaleString("en")} of ${count(now.blocks, "block")}`);
     this._set("hits", now.hits === undefined ? "–" : percent(now.hits), "of prompt tokens");
     this._set("preempted", now.preemptions.toLocaleString("en"), "in total");

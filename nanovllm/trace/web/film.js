@@ -22,8 +22,9 @@ export function tellChanges(history, index) {
   const told = Object.entries(lists).map(([what, ids]) => [what, listNames(history, ids)]).filter(([, names]) => names);
   const cached = [...record.admitted.values()].reduce((sum, tokens) => sum + tokens, 0);
   if (cached) told.push(["Prompt tokens found in the prefix cache", cached]);
-  const [decode, tokens] = [record.numDecode, record.numTokens];
-  if (!told.length) told.push(["This step computes", `${tokens - decode} prefill and ${decode} decode tokens`]);
+  const { numTokens, numDecode: decode, numDrafts: drafts, numAcceptedDrafts: accepted } = record;
+  if (!told.length) told.push(["This step computes", `${numTokens - decode - drafts} prefill and ${decode} decode tokens`]);
+  if (drafts) told.push(["Drafts accepted", `${accepted} of ${drafts}`]);
   return told.map(([what, names]) => `${what}: ${names}.`).join(" ");
 }
 

@@ -92,22 +92,23 @@ export class TraceReader {
   #share(record, row, share) {
     const short = share?.length === 3;
     const damaged = () => this.#error("a damaged share of a request");
-    if (!Array.isArray(share) || (!short && share.length !== 5)) throw damaged();
+    if (!Array.isArray(share) || (!short && share.length !== 5 && share.length !== 6)) throw damaged();
     const known = this.#known(share[0]);
     const count = short ? 1 : share[2];
-    if (!Number.isInteger(share[1]) || !Number.isInteger(count)) throw damaged();
+    const drafts = share[5] ?? 0;
+    if (![share[1], count, drafts].every(Number.isInteger)) throw damaged();
     record.ids[row] = known.id;
     record.starts[row] = share[1];
     record.counts[row] = count;
     record.numTokens += count;
-    record.decodes[row] = count === 1 && share[1] >= known.promptTokens ? 1 : 0;
+    record.decodes[row] = count - drafts === 1 && share[1] >= known.promptTokens ? 1 : 0;
     if (short) {
       record.firstSampled[row] = share[2];
       return;
     }
     const [, , , blocks, sampled] = share;
     if (!Array.isArray(blocks) || !Array.isArray(sampled)) throw damaged();
-    record.addShare(row, blocks, sampled);
+    record.addShare(row, blocks, sampled, drafts);
   }
 
   #snapshot({ tables = [], num_tokens = [], cached = [] }) {
@@ -176,7 +177,7 @@ export class History {
     this.peakLengths = NO_IDS; // lengths of the tables at that time
     this.peakHolders = 0; // most requests with a table at a time
     this.usedBlocks = new Set(); // blocks that were ever held or had content in the prefix cache
-    this.seen = new Set(); // of "cached", "preempted", "swapped", "held", "aborted": what a legend has to explain
+    this.seen = new Set(); // of "cached", "preempted", "swapped", "held", "aborted", "drafts": what a legend has to explain
     const caching = settings.enable_prefix_caching ?? true;
     this.#tail = new PoolState(settings.num_blocks, settings.block_size, caching);
   }
@@ -258,6 +259,7 @@ export class History {
       this.#noteAdmission(this.#info(id), cached, known, note);
     }
     if (record.swapped.length) this.seen.add("swapped");
+    if (record.drafts.size) this.seen.add("drafts");
     if (Object.keys(record.held).length) this.seen.add("held");
     for (const id of record.resumed) note(this.#info(id), "resumed: its blocks are copied back from host memory");
     for (const [id, mode] of record.preempted) {
@@ -291,17 +293,19 @@ export class History {
     for (const [id, text] of record.text) this.#info(id).text += text;
   }
 
-  // Tokens of a request's answer once a share has sampled: it computed all but those that it sampled.
+  // Tokens of a request's answer once a share has sampled: it computed all but those that it sampled, and drafts.
   #outputAfter(record, row, info) {
-    return record.starts[row] + record.counts[row] + record.numSampled(row) - info.promptTokens;
+    const known = record.starts[row] + record.counts[row] - (record.drafts.get(row) ?? 0);
+    return known + record.numSampled(row) - info.promptTokens;
   }
 
   // Whatever was not seen of the steps before: how far the requests are, and who has ended.
   #noteSnapshot(record, index, note) {
     for (const [id, computed] of record.snapshot.numTokens) {
       const info = this.#info(id);
-      // All of its tokens are computed but the newest one; this step's share has not sampled yet.
-      const least = computed - info.promptTokens + (record.ids.includes(id) ? 0 : 1);
+      // All of its tokens are computed but the newest one; this step's share has not sampled yet, and its drafts are no tokens yet.
+      const row = record.ids.indexOf(id);
+      const least = computed - info.promptTokens + (row < 0 ? 1 : -(record.drafts.get(row) ?? 0));
       if (computed >= info.promptTokens) info.outputTokens = Math.max(info.outputTokens, least);
       if (info.firstSeen === index) info.outputBefore = info.outputTokens;
     }
@@ -351,11 +355,13 @@ export class History {
 
   // Sums since the beginning, so that any window is the difference of two.
   #noteSums(record, previous) {
-    const sums = { ...(previous?.sums ?? { sampled: 0, hit: 0, queried: 0, preemptions: 0 }) };
+    const sums = { ...(previous?.sums ?? { sampled: 0, hit: 0, queried: 0, preemptions: 0, verified: 0, accepted: 0 }) };
     for (let row = 0; row < record.size; row++) sums.sampled += record.numSampled(row);
     for (const cached of record.admitted.values()) sums.hit += cached;
     sums.queried = this.#numQueried;
     sums.preemptions += record.preempted.size;
+    sums.verified += record.drafts.size;
+    sums.accepted += record.numAcceptedDrafts;
     record.sums = sums;
   }
 
@@ -426,6 +432,12 @@ export class History {
   prefixHitRate(index = this.length - 1) {
     const { hit, queried } = this.record(index)?.sums ?? {};
     return queried ? hit / queried : undefined;
+  }
+
+  // Tokens that requests got per verification of their drafts, on average up to the record; undefined without drafts.
+  acceptanceLength(index = this.length - 1) {
+    const { verified, accepted } = this.record(index)?.sums ?? {};
+    return verified ? 1 + accepted / verified : undefined;
   }
 
   // ---------------------------------------------------------------- stories

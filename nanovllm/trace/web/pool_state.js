@@ -17,10 +17,11 @@ export class StepRecord {
     this.ids = size ? new Array(size) : NOTHING;
     this.starts = new Int32Array(size);
     this.counts = new Int32Array(size);
-    this.decodes = new Uint8Array(size); // 1: one token beyond the prompt
+    this.decodes = new Uint8Array(size); // 1: one token beyond the prompt, and drafts
     this.firstSampled = new Int32Array(size).fill(NO_TOKEN);
     this.moreSampled = NO_ENTRIES; // row -> all sampled ids, where a share sampled several
     this.newBlocks = NO_ENTRIES; // row -> blocks appended to the table
+    this.drafts = NO_ENTRIES; // row -> how many of the tokens, at the end, are drafts
     this.numTokens = 0; // computed in the step
   }
 
@@ -34,16 +35,49 @@ export class StepRecord {
     return this.moreSampled.has(row) ? this.moreSampled.get(row).length : 1;
   }
 
-  addShare(row, newBlocks, sampled) {
+  addShare(row, newBlocks, sampled, drafts = 0) {
     const added = (map, value) => (map === NO_ENTRIES ? new Map() : map).set(row, value);
     if (newBlocks.length) this.newBlocks = added(this.newBlocks, newBlocks);
     if (sampled.length) this.firstSampled[row] = sampled[0];
     if (sampled.length > 1) this.moreSampled = added(this.moreSampled, sampled);
+    if (drafts) this.drafts = added(this.drafts, drafts);
   }
 
-  // Computed tokens that lie beyond their prompts, one for each decoding request.
+  // Drafts of the share in this row that the model confirmed: it sampled them, and one token more.
+  numAccepted(row) {
+    return Math.min(this.drafts.get(row) ?? 0, Math.max(0, this.numSampled(row) - 1));
+  }
+
+  // Drafts of the share in this row that were computed in vain: their slots are written again.
+  numRejected(row) {
+    return (this.drafts.get(row) ?? 0) - this.numAccepted(row);
+  }
+
+  // The tokens of the share in this row by their marks, in order: [mark, number].
+  parts(row) {
+    const kind = this.decodes[row] ? "decode" : "prefill";
+    const drafts = this.drafts.get(row);
+    if (!drafts) return [[kind, this.counts[row]]];
+    const parts = [[kind, this.counts[row] - drafts]];
+    parts.push(["accepted draft", this.numAccepted(row)], ["rejected draft", this.numRejected(row)]);
+    return parts.filter(([, number]) => number);
+  }
+
+  // Computed tokens that are neither drafts nor of prompts, one for each decoding request.
   get numDecode() {
     return this.decodes.reduce((sum, each) => sum + each, 0);
+  }
+
+  get numDrafts() {
+    let sum = 0;
+    for (const drafts of this.drafts.values()) sum += drafts;
+    return sum;
+  }
+
+  get numAcceptedDrafts() {
+    let sum = 0;
+    for (const row of this.drafts.keys()) sum += this.numAccepted(row);
+    return sum;
   }
 
   get requests() {
@@ -56,12 +90,13 @@ export class StepRecord {
     const newBlocks = this.newBlocks.get(row) ?? NOTHING;
     const kind = this.decodes[row] ? "decode" : "prefill";
     const [id, start, numTokens] = [this.ids[row], this.starts[row], this.counts[row]];
-    return { id, start, numTokens, newBlocks, sampled, kind };
+    return { id, start, numTokens, newBlocks, sampled, kind, numDrafts: this.drafts.get(row) ?? 0 };
   }
 }
 
 // The pool right after a step was scheduled. `tables` (id -> block ids) and `numTokens` (id -> tokens
-// written) describe the requests that hold blocks; `hits`, `allocated`, `evicted` and `released` are the
+// written) describe the requests that hold blocks; `rejected` (id -> number) tells how many tokens behind those are
+// drafts that this very step computed in vain. `hits`, `allocated`, `evicted` and `released` are the
 // blocks to which it happened in this very step: found in the prefix cache, handed out, handed out although
 // their content could still be found, given up by the last holder.
 export class PoolState {
@@ -87,6 +122,7 @@ export class PoolState {
     this.allocated = new Set();
     this.evicted = new Set();
     this.released = new Set();
+    this.rejected = new Map();
     this.#holders = this.#filled = null;
   }
 
@@ -95,6 +131,7 @@ export class PoolState {
     copy.numBlocks = this.numBlocks;
     copy.tables = new Map(this.tables); // the tables themselves are never changed, only replaced
     copy.numTokens = new Map(this.numTokens);
+    copy.rejected = new Map(this.rejected);
     copy.refCounts = this.refCounts.slice();
     copy.cached = this.cached.slice();
     for (const name of ["hits", "allocated", "evicted", "released"]) copy[name] = new Set(this[name]);
@@ -118,6 +155,7 @@ export class PoolState {
     if (record.held !== this.held) this.#hold(record.held);
     for (let row = 0; row < record.size; row++) this.#take(record, row);
     if (record.snapshot) this.#replace(record.snapshot);
+    for (const row of record.drafts.keys()) this.#reject(record.ids[row], record.numRejected(row));
     for (const id of record.finished.keys()) if (this.tables.has(id)) this.#ended.add(id);
     for (const block of this.released) if (this.refCounts[block]) this.released.delete(block);
     for (const block of this.allocated) this.cached[block] = 0;
@@ -130,6 +168,13 @@ export class PoolState {
     refCounts.set(this.refCounts);
     cached.set(this.cached);
     Object.assign(this, { numBlocks, refCounts, cached });
+  }
+
+  // What was scheduled for the request ends with so many drafts that are rejected.
+  #reject(id, number) {
+    if (!number || this.#ended.has(id) || !this.numTokens.has(id)) return;
+    this.numTokens.set(id, this.numTokens.get(id) - number);
+    this.rejected.set(id, number);
   }
 
   // Transfers hold these tables now, and those of the record before no longer.
@@ -226,6 +271,18 @@ export class PoolState {
   filled(block) {
     if (!this.#filled) this.#index();
     return this.#filled[block];
+  }
+
+  // Slots behind the filled ones in which this step wrote rejected drafts: of the request's `place`-th block, and of a block.
+  fadingOf(id, place) {
+    const start = Math.max(this.numTokens.get(id) ?? 0, place * this.blockSize);
+    const end = (this.numTokens.get(id) ?? 0) + (this.rejected.get(id) ?? 0);
+    return Math.max(0, Math.min(end, (place + 1) * this.blockSize) - start);
+  }
+
+  fading(block) {
+    if (!this.rejected.size) return 0;
+    return Math.max(0, ...this.holders(block).map((id) => this.fadingOf(id, this.tables.get(id).indexOf(block))));
   }
 
   refCount(block) {

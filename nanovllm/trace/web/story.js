@@ -1,7 +1,7 @@
 // The story of a step, a request or a block in words: what the player shows beside its pictures.
 import { requestColor } from "./views.js";
 import { BLOCKED_BY } from "./views_steps.js";
-import { inDigits } from "./views_style.js";
+import { inDigits, tokensByKind } from "./views_style.js";
 
 const ENDINGS = { stop: "complete (stop)", length: "at its token limit (length)", abort: "aborted" };
 const PREEMPTIONS = {
@@ -32,11 +32,6 @@ function inTime(history, span) {
   const unit = history.settings.time_unit;
   if (unit) return countOf(Number(span.toPrecision(3)), unit.replace(/s$/, ""));
   return span < 1 ? `${Number((span * 1000).toPrecision(3))} ms` : `${Number(span.toPrecision(3))} s`;
-}
-
-/** Tokens that the step computes, "32 prefill, 5 decode". */
-function tokensByKind(record) {
-  return `${inDigits(record.numTokens - record.numDecode)} prefill, ${record.numDecode} decode`;
 }
 
 /** One step in a sentence, for readers who do not see the pictures. */
@@ -102,6 +97,7 @@ export class StoryPanel {
     this._facts([
       ["tokens", `${inDigits(record.numTokens)} of at most ${inDigits(record.tokenBudget)}`],
       ["of these", record.numTokens && tokensByKind(record)],
+      ["accepted", record.numDrafts && `${record.numAcceptedDrafts} of ${countOf(record.numDrafts, "draft")}`],
       ["duration", record.duration && inTime(history, record.duration)],
       ["blocks", `${inDigits(record.numBlocks - record.numFree)} of ${inDigits(record.numBlocks)} held`],
       ["arrived", this._chips(record.arrived)],
@@ -146,9 +142,10 @@ export class StoryPanel {
     const record = this.history.record(this.index);
     const row = record.ids.indexOf(id);
     if (row >= 0) {
-      const { start, numTokens } = record.share(row);
+      const { start, numTokens, numDrafts } = record.share(row);
       const where = numTokens === 1 ? `position ${start}` : `positions ${start} to ${start + numTokens - 1}`;
-      return `running, computes ${countOf(numTokens, "token")}: ${where}`;
+      const drafts = numDrafts ? `; ${record.numAccepted(row)} of ${countOf(numDrafts, "draft")} accepted` : "";
+      return `running, computes ${countOf(numTokens, "token")}: ${where}${drafts}`;
     }
     return {
       "to come": "not arrived yet",

@@ -1,5 +1,5 @@
 // Views of one step's computation: the pages that attention reads and writes, and the packed batch.
-import { drawTokens, makeView, outlineFocus, writeText } from "./views_style.js";
+import { DRAFT_MARKS, drawParts, drawTokens, makeView, outlineFocus, writeText } from "./views_style.js";
 
 const HIGHEST_LIST = 460;
 const LABEL = 92;
@@ -43,7 +43,7 @@ function pagesLayout(record, tables, width) {
 export const ATTENTION_VIEW = makeView({
   title: "What attention reads",
   nothing: "The pages that each request's attention reads",
-  marks: ["read", "written now"],
+  marks: ["read", "written now", "rejected draft"],
   height(history, width, index) {
     return 20 + Math.max(24, pagesLayout(history.record(index), history.stateAt(index).tables, width).height);
   },
@@ -79,7 +79,7 @@ function drawReader(ctx, scene, record, row, table, layout, x0, y, regions) {
   const numPages = Math.ceil(start / size);
   const pages = numPages === 1 ? "1 page" : `${numPages} pages`;
   const reads = start ? `reads ${start} in ${pages}` : "reads nothing before";
-  const words = `${kindOf(record, row)}: ${reads}, writes ${count}`;
+  const words = `${kindOf(record, row)}: ${reads}, writes ${count}${draftsInWords(record, row)}`;
   const left = layout.behind ? x0 + LABEL + table.length * (layout.side + layout.gap) + 8 : x0 + LABEL;
   writeText(ctx, info.label, x0 + 4, middle, { color: theme.ink, bold: true, width: LABEL - 8 });
   writeText(ctx, words, left, middle, { color: theme.ink, size: 11, width: x0 + layout.wide - left - 4 });
@@ -91,7 +91,7 @@ function drawReader(ctx, scene, record, row, table, layout, x0, y, regions) {
     const x = x0 + LABEL + (i % layout.perLine) * (layout.side + layout.gap);
     const top = y + layout.words + Math.floor(i / layout.perLine) * layout.low;
     const page = { x, y: top, width: layout.side, height: layout.low - 4 };
-    drawPage(ctx, theme, info.number, page, [i * size, size], start, count);
+    drawPage(ctx, theme, info.number, page, [i * size, size], start, count, record.numRejected(row));
     if (layout.side >= 22) writePageId(ctx, theme, block, page);
     if (perSplit && i % perSplit === 0 && i > 0 && i < used) {
       ctx.fillStyle = theme.ink;
@@ -103,13 +103,16 @@ function drawReader(ctx, scene, record, row, table, layout, x0, y, regions) {
   });
 }
 
-// A page from position `first` on: what is read is pale, what this step writes is solid, the rest is empty.
-function drawPage(ctx, theme, number, { x, y, width, height }, [first, size], start, count) {
+// A page from position `first` on: what is read is pale, what this step writes is solid, rejected drafts at its end fade, the
+// rest is empty.
+function drawPage(ctx, theme, number, { x, y, width, height }, [first, size], start, count, rejected) {
   const at = (position) => x + (width * Math.min(size, Math.max(0, position - first))) / size;
   ctx.fillStyle = theme.pale(number);
   ctx.fillRect(x, y, at(start) - x, height);
+  const [kept, end] = [at(start + count - rejected), at(start + count)];
   ctx.fillStyle = theme.fill(number);
-  ctx.fillRect(at(start), y, at(start + count) - at(start), height);
+  ctx.fillRect(at(start), y, kept - at(start), height);
+  if (end > kept) drawTokens(ctx, theme, "rejected draft", kept, y, end - kept, height, number);
   ctx.strokeStyle = theme.rim(number);
   ctx.lineWidth = 1;
   if (width >= 9) ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
@@ -143,7 +146,7 @@ function batchHeight(record, width) {
 export const BATCH_VIEW = makeView({
   title: "The packed batch",
   nothing: "The tokens of a step as the model gets them",
-  marks: ["prefill", "decode"],
+  marks: ["prefill", "decode", ...DRAFT_MARKS],
   height: (history, width, index) => batchHeight(history.record(index), width),
   draw(ctx, { width, height }, scene) {
     const record = scene.history.record(scene.index);
@@ -171,21 +174,28 @@ function drawTokenCells(ctx, scene, record, width) {
   for (let row = 0; row < record.size; row++) {
     const id = record.ids[row];
     const { number, label } = history.requests.get(id);
-    const ink = record.decodes[row] ? theme.ink : theme.inkOn(theme.fill(number));
+    const kinds = record.parts(row).flatMap(([kind, count]) => Array(count).fill(kind));
     for (let i = 0; i < record.counts[row]; i++, packed++) {
       const [x, y] = [LABEL + (packed % perLine) * TOKEN_CELL, 6 + Math.floor(packed / perLine) * TOKEN_LINE];
       if (packed % perLine === 0) labelTokenRows(ctx, theme, y);
-      drawTokens(ctx, theme, kindOf(record, row), x, y, TOKEN_CELL - 3, 24, number);
+      drawTokens(ctx, theme, kinds[i], x, y, TOKEN_CELL - 3, 24, number);
+      const ink = inkOn(theme, kinds[i], number);
       const middle = x + (TOKEN_CELL - 3) / 2;
       const position = record.starts[row] + i;
       writeText(ctx, label, middle, y + 12.5, { ...look, color: ink });
-      writeText(ctx, String(position), middle, y + 36, look);
-      writeText(ctx, String(slotOf(state, id, position) ?? "–"), middle, y + 54, look);
+      const fading = kinds[i] === "rejected draft" ? { color: theme.muted } : {};
+      writeText(ctx, String(position), middle, y + 36, { ...look, ...fading });
+      writeText(ctx, String(slotOf(state, id, position) ?? "–"), middle, y + 54, { ...look, ...fading });
       outlineFocus(ctx, scene, "request", id, { x, y, width: TOKEN_CELL - 3, height: 24 });
       regions.push({ x, y, width: TOKEN_CELL - 3, height: 64, kind: "request", id });
     }
   }
   return regions;
+}
+
+function inkOn(theme, kind, number) {
+  if (kind === "rejected draft") return theme.muted;
+  return kind === "decode" ? theme.ink : theme.inkOn(theme.ofTokens(kind, number));
 }
 
 function labelTokenRows(ctx, theme, y) {
@@ -210,7 +220,7 @@ function drawSegments(ctx, scene, record, width, bottom) {
     const box = { x: 4 + packed * scale, y: 24, width: record.counts[row] * scale, height: 24 };
     const wide = Math.max(0.6, box.width - (box.width > 5 ? 1 : 0));
     const { number } = history.requests.get(id);
-    drawTokens(ctx, theme, kindOf(record, row), box.x, box.y, wide, box.height, number);
+    drawParts(ctx, theme, record.parts(row), box.x, box.y, scale, box.height, number, box.width - wide);
     outlineFocus(ctx, scene, "request", id, box);
     regions.push({ ...box, kind: "request", id });
     if (row < listed) {
@@ -234,10 +244,15 @@ function describeSegment(ctx, { history, index, theme }, record, row, packed, y,
   const blocks = table.slice(Math.floor(start / size), Math.ceil((start + count) / size));
   const range = (noun, from) => (count === 1 ? `${noun} ${from}` : `${noun}s ${from}–${from + count - 1}`);
   const where = `${blocks.length === 1 ? "block" : "blocks"} ${blocks.join(" ")}`;
-  const words = `${range("row", packed)}, ${range("position", start)}, ${where}`;
+  const words = `${range("row", packed)}, ${range("position", start)}, ${where}${draftsInWords(record, row)}`;
   drawTokens(ctx, theme, kindOf(record, row), 4, y - 6, 12, 12, number);
   writeText(ctx, label, 22, y, { color: theme.ink, bold: true, width: LABEL - 26 });
   writeText(ctx, words, LABEL, y, { color: theme.ink, width: width - LABEL - 4 });
+}
+
+function draftsInWords(record, row) {
+  const drafts = record.drafts.get(row);
+  return drafts ? `, ${record.numAccepted(row)} of ${drafts} drafts accepted` : "";
 }
 
 function kindOf(record, row) {

@@ -16,8 +16,9 @@ function cellColumns(blockSize) {
   return columns;
 }
 
-// The first `filled` of the block's cells in the colours of its owners (numbers of requests), a stripe each.
-function drawBlock(ctx, theme, { x, y, width, height }, filled, blockSize, owners) {
+// The first `filled` of the block's cells in the colours of its owners (numbers of requests), a stripe each; the `fading`
+// cells behind them are slots of rejected drafts.
+function drawBlock(ctx, theme, { x, y, width, height }, filled, blockSize, owners, fading = 0) {
   const square = width === height;
   const across = square ? cellColumns(blockSize) : blockSize;
   const cellWidth = width / across;
@@ -25,16 +26,20 @@ function drawBlock(ctx, theme, { x, y, width, height }, filled, blockSize, owner
   const edge = owners.length ? theme.rim(owners[0]) : theme.muted;
   ctx.fillStyle = theme.background;
   ctx.fillRect(x, y, width, height);
-  const boxes = [[y, width, Math.floor(filled / across) * cellHeight]];
-  if (filled % across) boxes.push([y + boxes[0][2], (filled % across) * cellWidth, cellHeight]);
   const stripe = width / Math.max(1, Math.min(4, owners.length));
-  for (const [top, boxWidth, boxHeight] of boxes) {
-    owners.slice(0, 4).forEach((owner, i) => {
-      const right = Math.min(boxWidth, (i + 1) * stripe);
-      ctx.fillStyle = theme.fill(owner);
-      if (right > i * stripe) ctx.fillRect(x + i * stripe, top, right - i * stripe, boxHeight);
-    });
-  }
+  const fill = (cells, colorOf) => {
+    const boxes = [[y, width, Math.floor(cells / across) * cellHeight]];
+    if (cells % across) boxes.push([y + boxes[0][2], (cells % across) * cellWidth, cellHeight]);
+    for (const [top, boxWidth, boxHeight] of boxes) {
+      owners.slice(0, 4).forEach((owner, i) => {
+        const right = Math.min(boxWidth, (i + 1) * stripe);
+        ctx.fillStyle = colorOf(owner);
+        if (right > i * stripe) ctx.fillRect(x + i * stripe, top, right - i * stripe, boxHeight);
+      });
+    }
+  };
+  if (fading) fill(filled + fading, (owner) => theme.ofTokens("rejected draft", owner));
+  fill(filled, (owner) => theme.fill(owner));
   if (cellWidth >= 4 && cellHeight >= 4) {
     ctx.fillStyle = theme.background;
     for (let i = 1; i < across; i++) ctx.fillRect(x + i * cellWidth - 0.35, y, 0.7, height);
@@ -45,6 +50,11 @@ function drawBlock(ctx, theme, { x, y, width, height }, filled, blockSize, owner
     ctx.lineWidth = 1;
     ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
   }
+}
+
+// The height at which a block's id is written: in the middle, but not over slots that fade.
+function idHeight(box, filled, blockSize, fading) {
+  return box.y + box.height * (fading ? (filled > blockSize / 2 ? 0.2 : 0.8) : 0.5);
 }
 
 // A text on a patch of background, so that it can be read on any block.
@@ -63,7 +73,7 @@ function drawPhysical(ctx, scene, state, block, box, gap) {
   const holders = state.holders(block);
   if (holders.length) {
     const owners = holders.map((id) => history.requests.get(id).number);
-    drawBlock(ctx, theme, box, state.filled(block), state.blockSize, owners);
+    drawBlock(ctx, theme, box, state.filled(block), state.blockSize, owners, state.fading(block));
     const what = freshness(state, block);
     const color = theme.rim(owners.at(-1)); // of the request that found or allocated it
     if (what && gap >= 4) drawFreshBox(ctx, theme, what, box, color);
@@ -167,10 +177,10 @@ const CACHE_MARKS = ["cached block", "prefix hit", "overwritten"];
 export const POOL_VIEW = makeView({
   title: "The pool of blocks",
   nothing: "All blocks of the pool, and the requests that hold them",
-  marks: ["free", "new block", ...CACHE_MARKS, "in transfer"],
+  marks: ["free", "new block", ...CACHE_MARKS, "in transfer", "rejected draft"],
   legend({ settings, seen }) {
     const cache = settings.enable_prefix_caching === false ? [] : CACHE_MARKS;
-    return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : [])];
+    return ["free", "new block", ...cache, ...(seen.has("held") ? ["in transfer"] : []), "rejected draft"];
   },
   height(history, width) {
     const { pitch, rows } = poolLayout(history, width);
@@ -215,7 +225,8 @@ function describePool(state, drawn) {
 }
 
 function drawPoolText(ctx, theme, state, block, box) {
-  const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+  const y = idHeight(box, state.filled(block), state.blockSize, state.fading(block));
+  const x = box.x + box.width / 2;
   const shared = state.refCount(block) > 1;
   const both = shared && box.height >= 30;
   if (both) drawBadge(ctx, theme, `×${state.refCount(block)}`, x, y + 8, { bold: true });
@@ -237,7 +248,7 @@ function isMapped(history) {
 export const TABLES_VIEW = makeView({
   title: "Block tables",
   nothing: "The block table of each request",
-  marks: ["new block", "prefix hit", "overwritten"],
+  marks: ["new block", "prefix hit", "overwritten", "rejected draft"],
   follows: (history) => !isMapped(history),
   height(history, width, index) {
     return isMapped(history) ? mappedHeight(history) : rowsLayout(history, width, history.stateAt(index)).height;
@@ -294,7 +305,7 @@ function drawMapped(ctx, size, scene, state) {
     regions.push({ x: 0, y, width: left + strip, height: table.length * 20, kind: "request", id });
     table.forEach((block, i) => {
       const box = { x: left, y, width: strip, height: 15 };
-      drawBlock(ctx, theme, box, filledOf(state, id, i), state.blockSize, [number]);
+      drawBlock(ctx, theme, box, filledOf(state, id, i), state.blockSize, [number], state.fadingOf(id, i));
       if (words) writeWords(ctx, scene, state, id, i, box);
       writeText(ctx, String(i), left - 5, y + 8, { color: theme.muted, size: 11, align: "right" });
       if (!concerns(scene, state, block)) veil(ctx, theme, box);
@@ -433,11 +444,12 @@ function drawTableRow(ctx, scene, state, info, layout, { x, y, lines }, regions)
   table.forEach((block, i) => {
     const [across, line] = [i % layout.perLine, Math.floor(i / layout.perLine)];
     const box = { x: x + label + across * (side + gap), y: y + line * pitch, width: side, height: side };
-    drawBlock(ctx, theme, box, filledOf(state, info.id, i), state.blockSize, [info.number]);
+    const [filled, fading] = [filledOf(state, info.id, i), state.fadingOf(info.id, i)];
+    drawBlock(ctx, theme, box, filled, state.blockSize, [info.number], fading);
     if (state.refCount(block) > 1 && side >= 10) drawSharers(ctx, scene, state, block, info.id, box);
     const what = freshIn(scene, state, info.id, block);
     if (what) drawFresh(ctx, theme, what, box.x, box.y, side, theme.rim(info.number));
-    if (layout.ids) drawBadge(ctx, theme, String(block), box.x + side / 2, box.y + side / 2);
+    if (layout.ids) drawBadge(ctx, theme, String(block), box.x + side / 2, idHeight(box, filled, state.blockSize, fading));
     if (!concerns(scene, state, block)) veil(ctx, theme, box, gap / 2);
     regions.push({ ...box, kind: "block", id: block });
   });

@@ -1,7 +1,7 @@
 // Views of single steps and of what is summed up over steps: the token budget, the queues, the use of the
 // pool.
 import {
-  MARGIN, drawEvent, drawLimit, drawTokens, inDigits, makeView, mixColors, outlineFocus, writeText,
+  DRAFT_MARKS, MARGIN, drawEvent, drawLimit, drawParts, inDigits, makeView, mixColors, outlineFocus, tokensByKind, writeText,
 } from "./views_style.js";
 import { drawAxis, stepWindow, veilFuture } from "./views_timeline.js";
 
@@ -12,7 +12,7 @@ const FLAT = 0.4; // the share of a limit below which the limit would press what
 export const BUDGET_VIEW = makeView({
   title: "Token budget",
   nothing: "How each step spends its token budget",
-  marks: ["prefill", "decode", "token budget"],
+  marks: ["prefill", "decode", ...DRAFT_MARKS, "token budget"],
   height: () => 76 + 96 + AXIS_HEIGHT,
   draw(ctx, { width, height }, scene) {
     const regions = drawBudgetHistory(ctx, scene, width, 80, height - AXIS_HEIGHT);
@@ -25,8 +25,8 @@ export const BUDGET_VIEW = makeView({
 function drawBudgetBar(ctx, scene, width) {
   const { history, index, theme } = scene;
   const record = history.record(index);
-  const { numTokens, numDecode: decode, tokenBudget: budget } = record;
-  const words = `step ${record.step}: ${inDigits(numTokens)} tokens (${inDigits(numTokens - decode)} prefill, ${decode} decode)`;
+  const { numTokens, tokenBudget: budget } = record;
+  const words = `step ${record.step}: ${inDigits(numTokens)} tokens (${tokensByKind(record)})`;
   writeText(ctx, words, 4, 12, { color: theme.ink, width: width - 8 });
   const end = BAR_ENDS.find((each) => each >= numTokens && each <= 0.25 * budget) ?? Math.max(1, budget, numTokens);
   const plot = width - 8;
@@ -51,12 +51,14 @@ function drawBudgetBar(ctx, scene, width) {
   for (let row = 0; row < record.size; row++) {
     const { number, label } = history.requests.get(record.ids[row]);
     const wide = record.counts[row] * scale;
-    const kind = record.decodes[row] ? "decode" : "prefill";
-    drawTokens(ctx, theme, kind, x, 27, Math.max(0.6, wide - (wide > 4 ? 1 : 0)), 26, number);
-    if (wide > 24) {
+    const parts = record.parts(row);
+    drawParts(ctx, theme, parts, x, 27, scale, 26, number, wide > 4 ? 1 : 0);
+    const [kind, count] = parts[0]; // the part that carries the name
+    const room = count * scale;
+    if (room > 24) {
       const color = kind === "decode" ? theme.ink : theme.inkOn(theme.fill(number));
-      const text = wide > 60 ? `${label}: ${record.counts[row]}` : String(record.counts[row]);
-      writeText(ctx, text, x + wide / 2, 40.5, { color, align: "center", width: wide - 4 });
+      const text = room > 60 ? `${label}: ${record.counts[row]}` : String(record.counts[row]);
+      writeText(ctx, text, x + room / 2, 40.5, { color, align: "center", width: room - 4 });
     }
     regions.push({ x, y: 27, width: wide, height: 26, kind: "request", id: record.ids[row] });
     x += wide;
@@ -99,14 +101,15 @@ function drawStack(ctx, theme, history, record, x, bottom, cell, scale) {
   let y = bottom;
   for (let row = 0; row < record.size; row++) {
     const { number } = history.requests.get(record.ids[row]);
-    const high = record.counts[row] * scale;
-    ctx.fillStyle = record.decodes[row] ? theme.pale(number) : theme.fill(number);
-    ctx.fillRect(x, y - high, wide, high);
-    if (record.decodes[row] && high > 4) {
-      ctx.fillStyle = theme.rim(number);
-      ctx.fillRect(x, y - high, wide, 1);
+    for (const [kind, count] of record.parts(row)) {
+      y -= count * scale;
+      ctx.fillStyle = theme.ofTokens(kind, number);
+      ctx.fillRect(x, y, wide, count * scale);
     }
-    y -= high;
+    if (record.decodes[row] && record.counts[row] * scale > 4) {
+      ctx.fillStyle = theme.rim(number);
+      ctx.fillRect(x, y, wide, 1);
+    }
   }
 }
 

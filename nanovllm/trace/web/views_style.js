@@ -71,6 +71,14 @@ export class Theme {
     return this.#remember(`pale ${number % this.colors.length}`, () => mixColors(this.fill(number), this.background, share));
   }
 
+  // The colour in which tokens of a kind are filled: an accepted draft is between prefill and decode, a rejected one fades.
+  ofTokens(kind, number) {
+    if (kind === "prefill") return this.fill(number);
+    if (kind === "decode") return this.pale(number);
+    const share = kind === "accepted draft" ? 0.3 : 0.8;
+    return this.#remember(`${kind} ${number % this.colors.length}`, () => mixColors(this.fill(number), this.background, share));
+  }
+
   // Black or white, whichever reads better on the colour (contrast as in WCAG 2).
   inkOn(color) {
     return this.#remember(`ink ${color}`, () => {
@@ -103,13 +111,10 @@ export class Theme {
 
 // Tokens of a kind as a box, in the colours of request `number`.
 export function drawTokens(ctx, theme, kind, x, y, width, height, number) {
-  if (kind === "prefill") {
-    outlineBox(ctx, x, y, width, height, theme.fill(number), theme.rim(number));
-  } else if (kind === "decode") {
-    outlineBox(ctx, x, y, width, height, theme.pale(number), theme.rim(number));
-  } else {
-    outlineBox(ctx, x, y, width, height, theme.hatch(ctx, theme.rim(number)), theme.rim(number));
-  }
+  const fill = kind === "cached" ? theme.hatch(ctx, theme.rim(number)) : theme.ofTokens(kind, number);
+  const fades = kind === "rejected draft";
+  outlineBox(ctx, x, y, width, height, fill, fades ? fill : theme.rim(number));
+  if (fades && width > 5 && height > 5) dashBox(ctx, theme.rim(number), x, y, width, height);
 }
 
 // A box with an edge of one pixel inside its bounds; one that is too thin for an edge has none.
@@ -120,6 +125,30 @@ export function outlineBox(ctx, x, y, width, height, fill, edge) {
   if (thin || fill === edge) return;
   ctx.fillStyle = fill;
   ctx.fillRect(x + 1, y + 1, width - 2, height - 2);
+}
+
+function dashBox(ctx, color, x, y, width, height) {
+  ctx.strokeStyle = color;
+  ctx.lineWidth = 1;
+  ctx.setLineDash([2, 2]);
+  ctx.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
+  ctx.setLineDash([]);
+}
+
+// A share's tokens by their marks (`StepRecord.parts`) from left to right, `size` pixels each; the last `gap` pixels stay free.
+export function drawParts(ctx, theme, parts, x, y, size, height, number, gap = 0) {
+  parts.forEach(([kind, count], i) => {
+    const wide = count * size - (i === parts.length - 1 ? gap : 0);
+    drawTokens(ctx, theme, kind, x, y, Math.max(0.6, wide), height, number);
+    x += count * size;
+  });
+}
+
+// How many tokens of each kind a step computes, "32 prefill, 5 decode, 9 drafted".
+export function tokensByKind(record) {
+  const { numTokens, numDecode, numDrafts } = record;
+  const drafted = numDrafts ? `, ${inDigits(numDrafts)} drafted` : "";
+  return `${inDigits(numTokens - numDecode - numDrafts)} prefill, ${numDecode} decode${drafted}`;
 }
 
 const LINES = {
@@ -168,6 +197,8 @@ export function drawEvent(ctx, theme, kind, x, y, size) {
   ctx.stroke();
 }
 
+const TOKEN_KINDS = new Set(["prefill", "decode", "accepted draft", "rejected draft", "cached"]);
+export const DRAFT_MARKS = ["accepted draft", "rejected draft"];
 const LEGEND_WORDS = {
   free: "free block",
   cached: "from the prefix cache",
@@ -217,7 +248,7 @@ function drawLegend(ctx, theme, kinds, x, y, width) {
 
 function drawLegendMark(ctx, theme, gray, kind, x, y) {
   const box = [x + 3, y - 6, 18, 12];
-  if (kind === "prefill" || kind === "decode" || kind === "cached") drawTokens(ctx, gray, kind, ...box, 0);
+  if (TOKEN_KINDS.has(kind)) drawTokens(ctx, gray, kind, ...box, 0);
   else if (kind === "free") outlineBox(ctx, ...box, theme.background, theme.faint);
   else if (kind === "cached block") outlineBox(ctx, ...box, gray.hatch(ctx, theme.muted), theme.muted);
   else if (kind === "in transfer") drawTransferring(ctx, theme, ...box);
@@ -284,12 +315,13 @@ export function drawFresh(ctx, theme, what, x, y, side, color) {
 }
 
 // A view as the player wants it. Given are its title, the words for when there is `nothing` to show, the
-// marks that its legend may explain and those that it needs for a history, the height of the picture (without
-// the legend), and `draw(ctx, size, scene)`, which draws it and returns its regions. Where the legend `follows`, it
+// marks that its legend may explain and those that it needs for a history (those of drafts only if there are any), the
+// height of the picture (without the legend), and `draw(ctx, size, scene)`, which draws it and returns its regions. Where the legend `follows`, it
 // is right below them, though the picture may be higher.
 export function makeView({ title, nothing, marks = [], legend = () => marks, height, draw, follows = () => false }) {
   const isEmpty = (history) => history.length === history.first;
-  const below = (history, width) => (isEmpty(history) ? 0 : legendHeight(legend(history), width - 8));
+  const needed = (history) => legend(history).filter((mark) => !DRAFT_MARKS.includes(mark) || history.seen.has("drafts"));
+  const below = (history, width) => (isEmpty(history) ? 0 : legendHeight(needed(history), width - 8));
   return {
     title,
     legend: marks,
@@ -309,7 +341,7 @@ export function makeView({ title, nothing, marks = [], legend = () => marks, hei
       const bottom = whole - below(history, width);
       const regions = draw(ctx, { width, height: bottom }, scene);
       const end = follows(history) ? Math.max(30, ...regions.map((r) => r.y + r.height)) : bottom;
-      drawLegend(ctx, theme, legend(history), 4, Math.min(end, bottom), width - 8);
+      drawLegend(ctx, theme, needed(history), 4, Math.min(end, bottom), width - 8);
       return regions;
     },
   };

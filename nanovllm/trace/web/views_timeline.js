@@ -1,7 +1,7 @@
 // Requests by steps: when each waited, was prefilled, decoded, was preempted, ended. Long traces are shown a
 // window at a time.
 import {
-  FONT, MARGIN, clamp, drawEvent, drawState, drawTokens, isSame, makeView, outlineBox, writeText,
+  DRAFT_MARKS, FONT, MARGIN, clamp, drawEvent, drawState, drawTokens, isSame, makeView, outlineBox, writeText,
 } from "./views_style.js";
 
 const NARROWEST = 4; // pixels a step; with more steps than fit, a window is shown
@@ -91,7 +91,7 @@ function rowsOf(history, window, index, most, selection = null) {
   return { infos: infos.filter((info) => now.has(info)), hidden: infos.length - now.size };
 }
 
-const ALL_MARKS = ["prefill", "decode", "cached", "stalled", "waiting", "swapped"];
+const ALL_MARKS = ["prefill", "decode", ...DRAFT_MARKS, "cached", "stalled", "waiting", "swapped"];
 ALL_MARKS.push("first token", "preempted", "finished", "aborted");
 const RARE_MARKS = new Set(["cached", "swapped", "preempted", "aborted"]);
 
@@ -153,16 +153,16 @@ function drawLabels(ctx, scene, rows, pitch, width, regions) {
 }
 
 // What each request did in the window, equal kinds of neighbouring records joined: {kind, row, from, to,
-// tokens, cached}.
+// tokens, cached, parts}; with drafts, the kind is "drafts".
 function collectRuns(history, window, rows) {
   const open = new Map();
   const runs = [];
   const rowsIn = new Map(); // a queue, which many records share -> its requests that have a row
-  const add = (row, kind, at, tokens, cached) => {
+  const add = (row, kind, at, tokens = 0, cached = 0, parts = null) => {
     const run = open.get(row);
-    if (run?.kind === kind && run.to === at && kind !== "prefill") run.to = at + 1;
+    if (run?.kind === kind && run.to === at && kind !== "prefill" && !parts) run.to = at + 1;
     else {
-      const begun = { kind, row, from: at, to: at + 1, tokens, cached };
+      const begun = { kind, row, from: at, to: at + 1, tokens, cached, parts };
       open.set(row, begun);
       runs.push(begun);
     }
@@ -178,13 +178,13 @@ function collectRuns(history, window, rows) {
       const row = rows.get(record.ids[i]);
       if (!row) continue;
       busy.set(row, at);
-      const kind = record.decodes[i] ? "decode" : "prefill";
-      add(row, kind, at, record.counts[i], record.admitted.get(record.ids[i]) ?? 0);
+      if (record.drafts.has(i)) add(row, "drafts", at, record.counts[i], 0, record.parts(i));
+      else add(row, record.decodes[i] ? "decode" : "prefill", at, record.counts[i], record.admitted.get(record.ids[i]));
     }
     if (!record.size) continue;
-    for (const row of inQueue(record.waiting)) if (busy.get(row) !== at) add(row, "waiting", at, 0, 0);
-    for (const row of inQueue(record.swapped)) if (busy.get(row) !== at) add(row, "swapped", at, 0, 0);
-    for (const row of inQueue(record.running)) if (busy.get(row) !== at) add(row, "stalled", at, 0, 0);
+    for (const row of inQueue(record.waiting)) if (busy.get(row) !== at) add(row, "waiting", at);
+    for (const row of inQueue(record.swapped)) if (busy.get(row) !== at) add(row, "swapped", at);
+    for (const row of inQueue(record.running)) if (busy.get(row) !== at) add(row, "stalled", at);
   }
   return runs;
 }
@@ -198,6 +198,7 @@ function drawRuns(ctx, theme, runs, window, pitch) {
     const { number } = row.info;
     const x = window.x(from);
     if (kind === "prefill") drawPrefill(ctx, theme, run, x, window.cell, height, numbered);
+    else if (kind === "drafts") drawDrafts(ctx, theme, run, x, window.cell, height);
     else if (kind === "decode") drawDecodes(ctx, theme, number, x, row.y, to - from, window.cell, height);
     else drawState(ctx, theme, kind, x, window.x(to), row.y, number);
   }
@@ -226,6 +227,17 @@ function drawDecodes(ctx, theme, number, x, y, count, cell, height) {
   if (cell < 7) return;
   ctx.fillStyle = theme.rim(number);
   for (let i = 1; i < count; i++) ctx.fillRect(x + i * cell - 0.5, top, 1, height);
+}
+
+// A step's tokens by what became of them, from the bottom up.
+function drawDrafts(ctx, theme, { row, tokens, parts }, x, cell, height) {
+  const { number } = row.info;
+  let bottom = row.y + height / 2;
+  for (const [kind, count] of parts) {
+    const high = (count * height) / tokens;
+    drawTokens(ctx, theme, kind, x, bottom - high, cell - (cell > 6 ? 1 : 0), high, number);
+    bottom -= high;
+  }
 }
 
 function drawEvents(ctx, theme, info, window, y, pitch) {
