@@ -56,7 +56,9 @@ engine.process EngineLoop.run
                             distributed.expert_parallel? ExpertDispatcher.dispatch
                     runner.structured_output? StructuredOutputManager.start
                     runner.sampling Sampler.start
+                    runner.speculative.verification? keep_accepted
         scheduler.scheduler Scheduler.update_from_output
+            scheduler.speculation? Speculation.end_step
         scheduler.transfers? update_from_transfers
 engine.async_engine AsyncEngine._deliver
     text.processor OutputProcessor.process
