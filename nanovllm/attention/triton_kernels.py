@@ -78,29 +78,30 @@ def _attend(
     total = tl.zeros([q.shape[0]], tl.float32)  # the sum of 2^(score - peak)
     channel = tl.arange(0, q.shape[1])
     PADDED: tl.constexpr = q.shape[1] != HEAD_DIM
-    # With a window, every tile needs the mask. Latents wait for memory, and a second loop would only take registers.
-    ONE_LOOP: tl.constexpr = WINDOWED or ROPE > 0
     # Of a prompt's tiles few are last: filling a pipeline would take longer than they do. But loads then pass through registers.
-    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not ONE_LOOP else None
-    for MASKED in tl.static_range(ONE_LOOP, 2):
+    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not WINDOWED and ROPE == 0 else None
+    # With a window, every tile needs the mask. Latents wait for memory, and a second loop would only take registers.
+    for MASKED in tl.static_range(WINDOWED or ROPE > 0, 2):
         stop = end if MASKED else whole
         for start in tl.range(begin, stop, TILE_KEYS, num_stages=LAST if MASKED else None):
             position = start + tl.arange(0, TILE_KEYS)
             exists = position < end
             block = _load(table_ptr + position // BLOCK_SIZE, exists, exists, MASKED, False)
             offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
+            # Constants are added to the base, once: an addition to a tile of addresses is one for each thread.
             keys = cache_ptr + offset[:, None] + channel[None, :]
+            values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
             # "ieee" keeps float32 exact; 16-bit products are exact in any case.
             if ROPE:
                 rotated = tl.arange(0, q_rope.shape[1])
-                rope_keys = cache_ptr + offset[:, None] + (HEAD_DIM + rotated)[None, :]
-                v = _load(keys + value_offset, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                rope_keys = cache_ptr + HEAD_DIM + offset[:, None] + rotated[None, :]
+                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
                 k_rope = _load(rope_keys, exists[:, None], rotated[None, :] < ROPE, MASKED, q_rope.shape[1] != ROPE)
                 scores = tl.dot(q, tl.trans(v), input_precision="ieee")
                 scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
             else:
                 k = _load(keys, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                v = _load(keys + value_offset, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
                 if WIDEN is not None:
                     page = cache_ptr + (block.to(tl.int64) * block_stride + BLOCK_SIZE * HEAD_DIM)
                     k, v, k_scale, v_scale = WIDEN(k, v, page, position % BLOCK_SIZE, value_offset, exists, q.dtype)

@@ -165,8 +165,7 @@ class EngineConfig(Flags):
             self.kv_transfer = load("nanovllm.data.kv_transfer_config:KVTransferConfig.of", "KV transfer")(self)
         self.speculative: SpeculativeConfig | None = None
         if self.speculative_config:
-            of = load("nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config")
-            self.speculative = of(self)
+            self.speculative = load("nanovllm.data.speculative_config:SpeculativeConfig.of", "speculative_config")(self)
 
     def _check_combinations(self) -> None:
         backend, budget = self.distributed_executor_backend, self.max_num_batched_tokens

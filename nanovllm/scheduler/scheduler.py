@@ -116,7 +116,8 @@ class Scheduler:
         plan = SchedulerOutput(removed_ids=self._removed_ids)
         self._removed_ids = plan.removed_ids  # preemptions of this very step belong to it too
         if self.speculation is not None:
-            self.speculation.begin_step(self.running, bool(self.waiting or self.swapped), self.manager)
+            seats = self.config.max_num_seqs - len(self.running) - len(self.receiving)
+            self.speculation.begin_step(self.running, (self.waiting or self.swapped) and seats > 0, self.manager)
         chunked = self.config.batching_policy == "chunked"  # otherwise, a step is all prefill or all decode
         if chunked and self.config.max_step_ms and not all(r.in_prefill for r in self.running):
             plan.max_prefill_tokens = self.step_times.prefill_tokens(self.config.max_step_ms / 1000)

@@ -79,11 +79,8 @@ class CompletionState:
 
     def update(self, output: EngineOutput) -> CompletionOutput:
         """Take the engine's next output, token by token where a stop string may be between them; returns the new part of the completion."""
-        pieces = []
-        for part in output.by_token() if self.params.stop else [output]:
-            pieces.append(self._take(part))
-            if self.finished:
-                break
+        parts = output.by_token() if self.params.stop else [output]
+        pieces = [self._take(part) for part in parts if part is parts[0] or not self.finished]
         return pieces[0] if len(pieces) == 1 else join_pieces(pieces)
 
     def _take(self, output: EngineOutput) -> CompletionOutput:

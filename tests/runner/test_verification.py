@@ -118,8 +118,6 @@ def test_the_sampler_verifies_drafted_rows_and_no_others() -> None:
     logits = P.log().expand(132, -1)
     found = RejectionSampler().choose(logits.clone(), [*rows, *plain, *greedy])
     drafts = torch.arange(64) % 8
-    wanted = verify(
-        p.expand(64, -1), Q.expand(64, -1), drafts, numbers(ACCEPT, 64), numbers(REPLACE, 64)
-    )
+    wanted = verify(p.expand(64, -1), Q.expand(64, -1), drafts, numbers(ACCEPT, 64), numbers(REPLACE, 64))
     assert found[:64].equal(wanted) and not bool((found[:64] >= 5).any())
     assert found[64:128].equal(Sampler().choose(logits[:64].clone(), plain)) and found[128:].tolist() == [0] * 4

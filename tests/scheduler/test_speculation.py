@@ -50,9 +50,7 @@ def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1
     """One that has seen a step without drafts of `plain` seconds, and one where each request's draft took `row` seconds more."""
     speculation = Speculation(SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options))
     for drafts in ([], [7]) if plain else ():
-        shares = [
-            ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)
-        ]
+        shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
     speculation._num_steps = 1
     return speculation

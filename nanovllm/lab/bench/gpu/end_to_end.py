@@ -15,9 +15,9 @@ import torch
 
 from nanovllm.engine.core import EngineCore
 from nanovllm.lab.bench.gpu.plan import GRAPHS, MODELS, STEP
-from nanovllm.lab.bench.gpu.trace import CPU_CATEGORIES, GPU_CATEGORIES, split_steps
+from nanovllm.lab.bench.gpu.trace import CPU_CATEGORIES, GPU_CATEGORIES, HOST_GAP, split_steps
 from nanovllm.lab.bench.local import SHAPES, TINY, add_requests, run_requests, start_engine, write_config
-from nanovllm.lab.bench.metrics import Timeline
+from nanovllm.lab.bench.metrics import Timeline, timed
 from nanovllm.lab.bench.parts import Setting, reason_of
 from nanovllm.lab.bench.report import Row
 from nanovllm.lab.bench.roofline import ModelCost, least_work
@@ -41,8 +41,8 @@ def workloads(setting: Setting) -> tuple[Workload, Workload]:
     """One stream, and many requests; tiny ones in a dry run."""
     if not setting.dry_run:
         return STREAM, MANY
-    small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (5, 6)}
-    return replace(STREAM, input_len=(4, 4), output_len=(6, 6)), replace(MANY, **small)
+    small: dict[str, Any] = {"num_prompts": 3, "input_len": (3, 10), "output_len": (8, 9)}
+    return replace(STREAM, input_len=(4, 4), output_len=(9, 9)), replace(MANY, **small)
 
 
 def model_folder(setting: Setting, shape: str, work: str) -> pathlib.Path:
@@ -132,8 +132,8 @@ def measured(label: Row, workload: Workload, model: ModelConfig, run: RunRequest
 
 
 def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
-    """Where the time of a decode step goes while all requests run. Only a GPU's own events are recorded, as recording Python's would
-    slow the host down and show gaps that are not there otherwise; the profiler still costs some time."""
+    """Where the time of a decode step goes while all requests run: the profiler tells how long kernels take, on a GPU from its own events
+    alone. It slows the host down, so the steps before are timed without it, and what is left of their time is the host's gap."""
     on_gpu, activity = setting.device.type == "cuda", torch.profiler.ProfilerActivity
     warm_up, steps = (1, 2) if setting.dry_run else (3, PROFILED_STEPS)
     activities = [activity.CUDA if on_gpu else activity.CPU]
@@ -145,6 +145,8 @@ def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
         core.step()
     while any(request.in_prefill for request in core.scheduler.running):
         core.step()
+    # A step waits for the results of the one before.
+    step_ms = 1e3 * timed(lambda: [core.step() for _ in range(steps)]) / steps
     with tempfile.TemporaryDirectory() as work:
         path = pathlib.Path(work) / "trace.json"
         with torch.profiler.profile(
@@ -162,4 +164,12 @@ def _split(core: EngineCore, workload: Workload, setting: Setting) -> Row:
             core.abort_request(str(index))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     split = split_steps(events, GPU_CATEGORIES if on_gpu else CPU_CATEGORIES)
-    return {"workload": workload.name, "running": num_running, "step ms": split.pop("ms") / steps} | split
+    slower = split.pop("ms") / steps / step_ms
+    shares = {name: share * slower for name, share in split.items() if name.endswith(" %") and name != HOST_GAP}
+    split |= shares | {HOST_GAP: max(0.0, 100 - sum(shares.values()))}
+    return {
+        "workload": workload.name,
+        "running": num_running,
+        "step ms": step_ms,
+        "× under the profiler": slower,
+    } | split

@@ -21,7 +21,7 @@ KINDS = {
     "sampling": r"argmax|arg_max|softmax|topk|sort|multinomial|cumsum|sampl",
     "matrix products": r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|matmul|::linear|::mm\b|::addmm",
 }
-OTHER = "other kernels"
+OTHER, HOST_GAP = "other kernels", "host gap %"
 
 
 def kind_of(name: str) -> str:
@@ -59,6 +59,6 @@ def split_steps(events: Sequence[dict[str, Any]], categories: tuple[str, ...] = 
         "ms": window / 1e3,
         **{f"{kind} %": 100 * length / window for kind, length in zip(kinds, lengths, strict=True)},
         "between kernels %": 100 * (gaps - host) / window,
-        "host gap %": 100 * host / window,
+        HOST_GAP: 100 * host / window,
         "busiest": by_name.most_common(1)[0][0][:60],
     }
