@@ -20,9 +20,9 @@ FLOORS = """
     trace engine
     runner executor
     kv kv_transfer scheduler
-    layers attention models
+    text layers attention models
     ops distributed
-    data checkpoint text
+    data checkpoint
 """
 # The calls between an HTTP request and its answer: indented below the function that calls them, with the module first. A call with a
 # question mark is part of some settings only, and is drawn in the lectures that build it.

@@ -4,8 +4,6 @@ Pages are in random order, every slot that holds no token is NaN, block-table en
 NaN, and padding rows follow the last sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

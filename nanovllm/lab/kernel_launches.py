@@ -4,8 +4,6 @@ The engine's own code runs on tensors without memory (torch's device "meta") and
 recorded specialisations are those that the target would run, and there is no second list of signatures.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 from weakref import WeakKeyDictionary
 
-from nanovllm.data.outputs import SpecDecodingStats
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 

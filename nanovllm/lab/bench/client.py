@@ -3,8 +3,6 @@
 During a run it only keeps what arrives, with its time, and parses it afterwards: the cores belong to the server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ An engine is used in one of two ways: offline, through `worker.py`, or as a serv
 `run(workload, requests)`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

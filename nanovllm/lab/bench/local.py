@@ -1,8 +1,6 @@
 """Engines in this process, asked by token ids without tokenizer and HTTP; and models to run without a download: shapes of
 well-known ones, and tiny ones with random weights."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import time

@@ -1,7 +1,5 @@
 """The machine: its name, its limits, and the load on it during a measurement."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

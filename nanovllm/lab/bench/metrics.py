@@ -1,7 +1,5 @@
 """From the arrival times of tokens to the figures that are reported."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""The benchmarks that have parts (`bench scheduler`, `parallel`, `kv`, `gpu`), and the runner that starts each part in its own process."""
+"""The benchmarks that have parts (`bench scheduler`, `parallel`, `speculation`, `kv`, `gpu`), and the runner that starts each part in its own process."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ class Part:
 
 
 _PARALLEL, _KV = "nanovllm.lab.bench.parallel.", "nanovllm.lab.bench.kv."
+_DRAFTS = "nanovllm.lab.bench.speculation:measure"
 #: What `--part` names.
 PARTS = {
     "scheduler": {
@@ -145,6 +146,7 @@ PARTS = {
         "weights": Part("weights of a rank", _PARALLEL + "engines:weights"),
         "throughput": Part("tokens per second", _PARALLEL + "engines:throughput"),
     },
+    "speculation": {m: Part(f"drafts of {m}", _DRAFTS, (m,)) for m in ("ngram", "draft_model", "eagle3")},
     "kv": {
         "transport": Part("from cache to cache", _KV + "transport:transport"),
         "router": Part("what the router adds", _KV + "router:router"),

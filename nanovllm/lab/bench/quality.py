@@ -4,8 +4,6 @@ Two engines compute the same texts as prompts, in the steps in which they serve.
 these steps; `prompt_logprobs` would give those of a few.
 """
 
-from __future__ import annotations
-
 import importlib
 from math import exp
 from typing import Any

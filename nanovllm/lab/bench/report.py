@@ -4,8 +4,6 @@ A row is a dict: the title of its table under "table", and a cell per column. A 
 measurements (shown as their median) or an estimate with a confidence interval (see `estimate`). JSON keeps all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

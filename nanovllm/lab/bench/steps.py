@@ -1,7 +1,5 @@
 """What a step costs the host: the scheduler alone, also beside vLLM's; every part of a decode step; and what an executor adds."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import statistics

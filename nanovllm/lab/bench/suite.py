@@ -1,7 +1,5 @@
 """Runs workloads on engines in turn, and compares them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Writes a checkpoint as a GGUF file, the only format that llama.cpp reads."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

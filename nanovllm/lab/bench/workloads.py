@@ -5,8 +5,6 @@ regardless of the tokens that its arithmetic yields. Lengths depend on the seed 
 repeat, so that a repeat never finds the prefixes of the one before it in a cache.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Build modules from lectures, and compare the two."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import json

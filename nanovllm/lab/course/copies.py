@@ -1,7 +1,5 @@
 """Working copies of the lectures, for learners: running a lecture changes its file, and git does not follow the copies."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

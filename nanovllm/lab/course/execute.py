@@ -1,7 +1,5 @@
 """Run lectures and save them so that a second run changes nothing."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

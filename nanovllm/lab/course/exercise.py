@@ -4,8 +4,6 @@ An unsolved stub raises NotImplementedError. The checker reports this without fa
 top to bottom before its exercises are solved.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import traceback

@@ -1,7 +1,5 @@
 """Fold the exported cells of a lecture into the text of a module: one ordinary class out of all its cells."""
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass, field
 

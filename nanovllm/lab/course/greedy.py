@@ -1,7 +1,5 @@
 """A minimal generation loop for lectures and tests, to run on each rank: no scheduler, no sampling, a few prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

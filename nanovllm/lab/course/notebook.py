@@ -9,8 +9,6 @@ The first lines of a code cell may be directives:
     #| yours BlockPool.touch: TEST  a workbook leaves this function of the cell blank; TESTs, with spaces between, check it
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

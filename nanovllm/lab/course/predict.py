@@ -1,7 +1,5 @@
 """Predictions: a learner types a number before a measurement, and then sees the two beside each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

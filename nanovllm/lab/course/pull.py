@@ -1,7 +1,5 @@
 """Carry edits made in modules back into the cells of the lectures that build them."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import json

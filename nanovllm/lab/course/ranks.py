@@ -1,7 +1,5 @@
 """Real processes for a lecture or a test: `run_ranks(function, Grid(tensor=2))` runs a function on every rank of a grid."""
 
-from __future__ import annotations
-
 import copyreg
 import sys
 from collections.abc import Callable

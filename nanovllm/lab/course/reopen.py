@@ -1,7 +1,5 @@
 """Grow a class over several cells of a lecture."""
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import gc

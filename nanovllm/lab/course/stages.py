@@ -1,7 +1,5 @@
 """The engine as it stands after a lecture: a package that generates and serves."""
 
-from __future__ import annotations
-
 import shutil
 import tomllib
 from pathlib import Path

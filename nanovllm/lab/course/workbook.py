@@ -5,8 +5,6 @@ A blank is named in the cell that defines it, with the tests that decide whether
     #| yours BlockPool.touch: tests/scheduler/test_block_pool.py tests/scheduler/test_scheduler_machine.py::TestBlockPool
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

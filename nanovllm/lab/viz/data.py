@@ -1,7 +1,5 @@
 """The data behind the pictures: spans and events of requests, and the state of the pool after each step."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The films in figures/, made from films.toml: traces of the real scheduler, without a model, with captions."""
 
-from __future__ import annotations
-
 import pathlib
 import tomllib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Films of a trace: GIF files of the JavaScript player, which headless Chromium plays beat by beat for the camera."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

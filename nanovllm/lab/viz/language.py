@@ -1,7 +1,5 @@
 """The visual language on one page: every colour and every mark, drawn by the code that draws them everywhere."""
 
-from __future__ import annotations
-
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -1,7 +1,5 @@
 """Pictures of KV memory: the pool, block tables, and shares of memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Latencies from a trace, in steps, tokens or its unit of time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Takes figures/page.png, a server's page in mid-burst, while `make demo` runs: `python -m nanovllm.lab.viz.page [URL]`."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 import sys

@@ -1,7 +1,5 @@
 """The player for traces as a notebook widget: the JavaScript modules of the live page in one bundle, and a trace."""
 
-from __future__ import annotations
-
 import pathlib
 import re
 from collections.abc import Iterable

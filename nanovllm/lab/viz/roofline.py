@@ -1,7 +1,5 @@
 """Where runs of a benchmark lie under the roofline (Williams et al. 2009)."""
 
-from __future__ import annotations
-
 import pathlib
 from collections.abc import Mapping
 from typing import Any

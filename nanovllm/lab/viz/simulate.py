@@ -1,7 +1,5 @@
 """Runs the real scheduler and the real block tables without a model: thousands of steps in less than a second."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

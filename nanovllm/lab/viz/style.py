@@ -1,7 +1,5 @@
 """Colours, marks and settings that all pictures share; the package's docstring says what they mean."""
 
-from __future__ import annotations
-
 import io
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """Pictures of steps: the timeline of requests, the token budget, the blocks in use; several traces compared."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

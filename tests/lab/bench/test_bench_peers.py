@@ -356,3 +356,25 @@ def test_the_dry_run_of_bench_scheduler(
         assert min(row[name][0] for name in names) > 0
         assert np.allclose(np.sum([row[name] for name in names], axis=0), row["together"])
     assert "NOT A MEASUREMENT" in capsys.readouterr().out
+
+
+def test_the_dry_run_of_bench_speculation(tmp_path: pathlib.Path, forked_parts: None) -> None:
+    words = [
+        "bench",
+        "speculation",
+        "--dry-run",
+        "--threads",
+        "1",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert main(words) == 0
+    data = json.loads((tmp_path / "r.json").read_text())
+    assert [row["status"] for row in data["tables"]["Parts"]] == ["done", "done", "skipped"]
+    rows = data["tables"]["Drafts, greedy answers"]
+    cases = [("chat", 1), ("code", 1), ("summary", 1), ("copy", 1), ("chat", 8), ("chat", 32)]
+    assert [(row["questions"], row["at once"]) for row in rows[::2]] == cases * 2
+    assert [row["drafts"] for row in rows] == ["none", "ngram"] * 6 + ["none", "draft_model"] * 6
+    assert all(row["tokens/s"][0] > 0 and row["speed ÷ none"]["median"] > 0 for row in rows)

@@ -1,7 +1,5 @@
 """Attention alone: how close decoding comes to the memory's bandwidth, and prefill to the matrix peak."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

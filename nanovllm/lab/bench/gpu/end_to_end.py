@@ -1,7 +1,5 @@
 """Whole models of random weights: one stream, and many requests at once."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import statistics

@@ -4,8 +4,6 @@ It is run as a script, by path and before anything is installed, so it needs the
 torch is often installed already, built for its driver, and must not be replaced.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import pathlib
 import subprocess

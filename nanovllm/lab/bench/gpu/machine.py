@@ -1,7 +1,5 @@
 """The time of work on a GPU, and the two ceilings that results are compared with."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import shutil

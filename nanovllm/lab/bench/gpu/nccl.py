@@ -1,7 +1,5 @@
 """Two GPUs: how close NCCL comes to the cost model."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """The parts of `bench gpu`, and its goals: both are in plan.toml."""
 
-from __future__ import annotations
-
 import pathlib
 import tomllib
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Runs the proofs in tests/gpu and reports each test."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import queue

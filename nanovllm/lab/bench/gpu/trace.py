@@ -1,7 +1,5 @@
 """Splits the time of decode steps by kind of kernel and by gap, from a trace of torch's profiler."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

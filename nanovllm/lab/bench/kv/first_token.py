@@ -1,7 +1,5 @@
 """The time to the first token if prefill is in another engine: prefill first, decode first, pull and push, and not at all."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence

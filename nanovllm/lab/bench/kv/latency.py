@@ -1,8 +1,6 @@
 """The inter-token latency of running streams while long prompts arrive: in an engine that computes whole prompts, in engines
 that compute them in chunks, and with prefill in another engine."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The places beyond the pool that keep prefixes, with the servers that some of them need, on loopback."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What the router adds to a request: the same requests through it, and straight to a server that has its answers ready."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Prefixes that are kept beyond the pool, against computing them again: by their length, and with questions about documents."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

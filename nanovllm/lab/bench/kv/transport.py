@@ -1,7 +1,5 @@
 """The speed of KV transfers from one rank's cache into another's, beside a plain copy of the same bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """The sum over two ranks: in shared memory, by gloo, and as the cost model predicts it."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """Whole engines: what a rank loads, and the speed of divided engines on the same cores."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import statistics

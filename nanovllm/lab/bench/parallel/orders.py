@@ -1,7 +1,5 @@
 """The time that it takes to send a step's plan to all ranks: by the message queue, and by a pipe per rank."""
 
-from __future__ import annotations
-
 import itertools
 import pathlib
 import pickle

@@ -1,7 +1,5 @@
 """The bubble of a pipeline: the share of their time in which stages wait, by the number of micro-batches."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tokens on their way to experts on other ranks and back: the bytes that move, and the time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
