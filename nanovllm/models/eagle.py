@@ -50,8 +50,7 @@ EagleFile = described(
 )
 AuxFile = described("AuxFile", {list[int]: "eagle_aux_hidden_state_layer_ids", bool: "norm_before_fc"})
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output")
-# Tensors that another one says, too; and other names of those that there are.
-UNUSED = ("t2d",)
+UNUSED = ("t2d",)  # d2t says it, too
 HEADS = Path(__file__).parent / "heads"
 
 
@@ -116,6 +115,7 @@ class EagleConfig:
         vocab_size = fields.get("draft_vocab_size", layer.vocab_size) if is_eagle3 else layer.vocab_size
         norm_first = fields.get("norm_before_residual", False)
         embedding, head, bias = (name in tensors for name in ("embed_tokens.weight", "lm_head.weight", "fc.bias"))
+        head = head or vocab_size != layer.vocab_size  # the target's would score other tokens
         return cls(layer, vocab_size, aux_layers, norm_first, embedding, head, bias)
 
 

@@ -363,7 +363,8 @@ def train_eagle(name_or_folder: str, out: str | Path, recipe: TrainingRecipe) ->
     command = " ".join(["nanovllm train-eagle", name_or_folder, *recipe.words()])
     origin: dict[str, Any] = {"command": command, "date": str(date.today()), "answer_tokens": len(samples.answers)}
     raw |= {"trained": origin | {"batches": trainer.done, "held_out": found}}
-    save_file(trainer.tensors(), out / "model.safetensors", {"format": "pt", "config": json.dumps(raw)})
+    save_file(trainer.tensors(), file := out / "model.safetensors", {"format": "pt", "config": json.dumps(raw)})
+    file.chmod(0o644)  # safetensors makes it unreadable to other users
     (out / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for name, values in found.items():
         print(f"{name}: " + ", ".join(f"{what} {numbers}" for what, numbers in values.items()))

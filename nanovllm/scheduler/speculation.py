@@ -5,6 +5,7 @@ Built by notebooks/42_speculative_decoding.ipynb: edit it there, then run `pytho
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from statistics import median
@@ -16,7 +17,7 @@ from nanovllm.data.spec_decoding import SpecDecodingStats
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 
-# Of so many steps, one does the opposite of what seems best, to measure it again.
+# Of so many steps, two do the opposite of what seems best, to measure it again.
 PROBE = 48
 # A drafted token counts so much less with each later one, when the acceptance of a request's drafts is estimated.
 MEMORY = 0.9
@@ -111,8 +112,8 @@ class Speculation:
         At most `limit(request)`; none while the step is `_paused`. If the settings name a number for this many requests
         (`num_speculative_tokens_per_batch_size`: first, last, number), that one, or 0 if they name others. Otherwise drafts pay one after the
         other, as long as their chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of each other that
-        much less than the one before. In every step whose number `_num_steps` is a multiple of `PROBE` it tries the opposite: 0 if any pays,
-        1 if none does.
+        much less than the one before. In two steps in a row of every `PROBE`, where `_num_steps` leaves a remainder of 0 or 1, it tries the
+        opposite: 0 if any pays, 1 if none does. (The first of them still verifies what was drafted before.)
         """
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
@@ -123,15 +124,16 @@ class Speculation:
         paying, chance = 0, acceptance
         while paying < limit and chance > price:
             paying, chance = paying + 1, chance * acceptance
-        if self._num_steps % PROBE == 0:
+        if self._num_steps % PROBE < 2:
             return 0 if paying else 1
         return paying
 
     def _price(self, num_requests: int) -> float:
-        """The least probability with which a drafted row pays; 0 as long as it is not known."""
+        """The least probability with which a drafted row pays. Without a step that had no drafts, nothing pays; then all do, until there is
+        a step that had some."""
         size = num_requests.bit_length()
         if not self._plain[size] or not self._row[size]:
-            return 0.0
+            return 0.0 if self._plain[size] else math.inf
         return max(0.0, median(self._row[size])) * num_requests / median(self._plain[size])
 
     def acceptance(self, request: Request) -> float:

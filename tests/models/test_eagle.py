@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nanovllm.attention.base import AttentionMetadata, ForwardContext, forward_context, get_backend, kv_cache_shape
+from nanovllm.distributed.groups import Grid, get_tp_group
+from nanovllm.lab.course.ranks import run_ranks
+from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.eagle import EagleModel, load_draft_model, shipped_head
 from nanovllm.models.fused import fuse_layers
@@ -143,7 +146,8 @@ class Drafter:
     def __init__(self, model: EagleModel) -> None:
         self.model, self.blocks, size = model, torch.tensor([7, 2, 5, 0], dtype=torch.int32), 8
         self.backend, self.size = get_backend("auto", torch.device("cpu"), model.head_dim), size
-        self.cache = torch.full(kv_cache_shape(8, model.num_kv_heads, size, model.head_dim), torch.nan)
+        heads = num_kv_heads_of_rank(model.num_kv_heads, get_tp_group().world_size)
+        self.cache = torch.full(kv_cache_shape(8, heads, size, model.head_dim), torch.nan)
 
     def __call__(self, input_ids: Tensor, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One draft step of the positions from `first` on."""
@@ -203,6 +207,21 @@ def test_prefill_and_drafts_are_those_of_the_reference(
     check(drafter(ids[12:15], 12, verified[12:15]), verified[:15])
     hidden = torch.cat([verified[:15], expected(verified[:15])[1][-1:]])
     check(drafter(ids[15:16], 15, hidden[15:]), hidden)
+
+
+def logits_of_rank(target: pathlib.Path, head: pathlib.Path) -> Tensor:
+    return logits_of(load(head, load_model(target, ModelConfig.from_pretrained(target), torch.float32)))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle1"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_ranks_share_a_head(tp: int, kind: str, tmp_path: pathlib.Path) -> None:
+    eagle3 = kind == "eagle3"
+    folder = make_checkpoint(tmp_path / "target")
+    head = write(tmp_path / "head", random_head(eagle3), CONFIG if eagle3 else EAGLE1)
+    expected = logits_of_rank(folder, head)
+    for found in run_ranks(logits_of_rank, Grid(tensor=tp), folder, head):
+        assert torch.allclose(found, expected, atol=1e-4)
 
 
 # ---------------------------------------------------------------- what the target hands out
@@ -359,6 +378,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Tensor | None], str]] = [
     ({"draft_vocab_size": 30}, {}, "d2t must map the 30 tokens"),
     ({}, {"d2t": torch.full((DRAFT_VOCAB,), VOCAB)}, "d2t must map the 40 tokens"),
     ({}, {"mask_hidden": torch.zeros(HIDDEN)}, "this draft head has no place for 'mask_hidden'"),
+    ({}, {"lm_head.weight": None}, "lacks lm_head.weight"),
     ({}, {"midlayer.mlp.up_proj.weight": None}, "lacks midlayer.mlp.up_proj.weight"),
     ({"intermediate_size": 56}, {}, r"midlayer.mlp.*_proj.weight has shape \["),
 ]

@@ -52,7 +52,7 @@ def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1
     for drafts in ([], [7]) if plain else ():
         shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
-    speculation._num_steps = 1
+    speculation._num_steps = 2
     return speculation
 
 
@@ -74,17 +74,22 @@ def test_a_row_pays_if_its_chance_is_above_its_price(
     speculation, request = make_speculation(1.0, row, num_requests), make_request()
     monkeypatch.setattr(speculation, "acceptance", lambda request: acceptance)
     assert speculation.count(request, num_requests) == wanted
-    speculation._num_steps = 3 * PROBE  # to measure again what it has left
-    assert speculation.count(request, num_requests) == (0 if wanted else 1)
+    for step, tried in ((0, 0 if wanted else 1), (1, 0 if wanted else 1), (2, wanted)):
+        speculation._num_steps = 3 * PROBE + step  # to measure again what it has left
+        assert speculation.count(request, num_requests) == tried
     speculation._paused = True
     assert speculation.count(request, num_requests) == 0
 
 
-def test_it_drafts_all_as_long_as_no_price_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     speculation = make_speculation()
-    assert speculation.count(make_request(), 1) == 8
     monkeypatch.setattr(speculation, "acceptance", lambda request: 1e-9)
+    assert speculation.count(make_request(), 1) == 0
+    speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
     assert speculation.count(make_request(), 1) == 8
+    assert speculation.count(make_request(), 2) == 0  # of two requests nothing is known
 
 
 def test_a_table_of_batch_sizes_decides_alone() -> None:

@@ -16,7 +16,6 @@ from nanovllm.models.eagle import shipped_head
 
 # Text that every machine has.
 _TEXT = " ".join(pydoc_data.topics.topics["if"].split())[:700]
-_LIST = "apples, pears, 12 eggs, rye bread, black tea, two lemons, olive oil, salt, brown sugar, oat milk, walnuts"
 #: Questions that no head was trained on.
 _TASKS = (
     "reverses a string",
@@ -31,7 +30,7 @@ QUESTIONS = {
     ],
     "code": [f"Write a Python function that {task}." for task in _TASKS],
     "summary": [f"Summarize this text in two sentences: {_TEXT}", f"What is this text about? {_TEXT}"],
-    "copy": [f"Repeat this list exactly, five times: {_LIST}", f"Repeat this text word for word: {_TEXT}"],
+    "copy": [f"Repeat this text word for word: {_TEXT}", "Repeat this list ten times: eggs, tea, bread, oil, salt"],
 }  # fmt: skip
 
 
