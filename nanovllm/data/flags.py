@@ -75,7 +75,7 @@ class Flags(Keywords):
         choices, descriptions = cls.choices(), cls._descriptions()
         for f in cls.flags():
             name, hint = f.name, hints[f.name]
-            options: dict[str, Any] = {"default": f.default, "help": descriptions[name]}
+            options: dict[str, Any] = {"default": f.default, "help": descriptions[name].replace("%", "%%")}
             plain = [t for t in (str, int, float) if t is hint or t in typing.get_args(hint)]  # of `int | None`
             kinds = [each for each in getattr(annotated[name], "__metadata__", ()) if callable(each)] + plain
             if hint in (bool, bool | None):
