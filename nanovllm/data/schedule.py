@@ -15,7 +15,7 @@ from nanovllm.data.request import BlockCopies, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 
 
-class ScheduledRequest(msgspec.Struct, gc=False):
+class ScheduledRequest(msgspec.Struct, gc=False, omit_defaults=True):
     """One request's share of a step: compute `num_tokens` tokens from position `start` on.
 
     Attributes:
