@@ -803,7 +803,7 @@ def test_every_field_is_a_flag(field: dataclasses.Field) -> None:
     parser = argparse.ArgumentParser()
     EngineConfig.add_arguments(parser)
     flag = "--" + field.name.replace("_", "-")
-    if field.type in ("bool", "bool | None"):
+    if field.type in (bool, bool | None):
         value = not field.default
         arguments = [flag if value else flag.replace("--", "--no-")]
     else:
