@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from nanovllm.runner.runner import ModelRunner
 
 
-# Steps without drafts that a drafter follows: more than a scheduler takes to measure one.
-MOST_IDLE = 4
-
-
 class Drafter:
     """What both kinds of drafter share: a first pass over the tokens that the step has computed, then a token for each further draft.
 
@@ -52,7 +48,7 @@ class Drafter:
     sees_new_token: bool
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
-        self.runner, self.config, self._num_idle = runner, config, 0
+        self.runner, self.config = runner, config
         self.probabilities: dict[
             str, Tensor
         ] = {}  # of the drafts to verify, if they are drawn: `[num_drafts, vocab_size]`
@@ -90,10 +86,8 @@ class Drafter:
                 rows.token_ids[row, end] = tokens[-1]  # the next step brings it, too
         wanted = np.array([r.num_drafts if tokens else 0 for r, tokens in zip(requests, new, strict=True)])
         lengths = counts + (wanted > 0) * self.sees_new_token
-        # Where drafts have not paid for a while, this model does not follow either; later drafts may be worse for that, and no token is.
-        self._num_idle = 0 if wanted.any() or lengths.max() > 1 else self._num_idle + 1
-        if self._num_idle > MOST_IDLE:
-            return {}
+        if not wanted.any() and lengths.max() == 1:
+            return {}  # where no draft pays, this model does not follow: later drafts may be worse for that, and no token is
         positions = _ranges(starts, lengths)
         ids = rows.token_ids[batch.rows.repeat(lengths), np.minimum(positions + (not self.sees_new_token), size - 1)]
         sources = _ranges(batch.num_scheduled.cumsum() - batch.num_scheduled, counts)
