@@ -225,7 +225,8 @@ def test_the_shipped_head_drafts_what_a_few_lines_of_torch_draft(monkeypatch: py
         return drafts
 
     monkeypatch.setattr(Drafter, "propose", noted)
-    llm = LLM(COURSE_MODEL, dtype="float32", num_kv_blocks=64, speculative_config={"method": "eagle3"} | ALWAYS)
+    folder = str(resolve_model(COURSE_MODEL))  # as a server names it to its engine
+    llm = LLM(folder, dtype="float32", num_kv_blocks=64, speculative_config={"method": "eagle3"} | ALWAYS)
     question = [{"role": "user", "content": "What is the capital of France, and why is it famous?"}]
     prompt = llm.get_tokenizer().apply_chat_template(question)
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)

@@ -222,7 +222,7 @@ class Eagle(Drafter):
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
         super().__init__(runner, config)
-        name = runner.config.model
+        name = runner.folder.name  # the course model's, too, where a server has found its folder
         file = shipped_head(name) if config.model is None else Path(config.model).expanduser()
         if file is None:
             raise ValueError(f'speculative_config: no head for {name!r} comes with nanovllm: name one as "model"')
