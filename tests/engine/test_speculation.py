@@ -203,6 +203,33 @@ def test_a_draft_model_of_another_vocabulary_is_refused(models: dict[str, str], 
         LLM(models["itself"], speculative_config={"method": "draft_model", "model": str(other)}, **OPTIONS)
 
 
+@pytest.mark.parametrize("name", ["the model itself", "an EAGLE-3 head"])
+def test_a_model_with_latent_attention_takes_ngrams_alone(
+    name: str, models: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    target = str(make_checkpoint(tmp_path / "latent", "deepseek-v2"))
+    with pytest.raises(ValueError, match="has latent attention, .*: use method 'ngram'"):
+        LLM(target, speculative_config=drafting(name, models), **OPTIONS)
+    plain, drafts = (
+        LLM(target, speculative_config=c, **OPTIONS) for c in (None, drafting("n-grams", models, **ALWAYS))
+    )
+    params = {"greedy": PARAMS["greedy"]}
+    check_equal(answers(drafts, params), answers(plain, params))
+    assert drafts.engine.core.stats.spec_decoding.num_accepted_tokens > 0
+
+
+def test_drawn_drafts_of_the_model_itself_are_all_accepted(models: dict[str, str]) -> None:
+    """Draft and model have one distribution: min(1, p / q) is 1, up to rounding. Greedy drafts of drawn texts are right now and then."""
+    shares = {}
+    for method in ("probabilistic", "greedy"):
+        config = drafting("the model itself", models, draft_sample_method=method, **ALWAYS)
+        llm = LLM(models["itself"], speculative_config=config, **OPTIONS)
+        answers(llm, {"drawn": {"temperature": 1, "max_tokens": 40, "ignore_eos": True, "seed": 1, "n": 4}})
+        stats = llm.engine.core.stats.spec_decoding
+        shares[method] = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert shares["probabilistic"] > 0.97 and shares["greedy"] < 0.9
+
+
 def test_a_head_of_the_other_kind_is_refused(models: dict[str, str]) -> None:
     for method, other in (("eagle", "eagle3"), ("eagle3", "eagle")):
         with pytest.raises(ValueError, match=f"is for method '{other}', not '{method}'"):

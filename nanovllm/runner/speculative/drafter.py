@@ -48,10 +48,12 @@ class Drafter:
     sees_new_token: bool
 
     def __init__(self, runner: ModelRunner, config: SpeculativeConfig) -> None:
+        if runner.model_config.kv_lora_rank:
+            latent = f"{runner.model_config.architecture} has latent attention, and its blocks hold no keys of a draft"
+            raise ValueError(f"speculative_config: {latent}: use method 'ngram'")
         self.runner, self.config = runner, config
-        self.probabilities: dict[
-            str, Tensor
-        ] = {}  # of the drafts to verify, if they are drawn: `[num_drafts, vocab_size]`
+        # Of the drafts to verify, if they are drawn: `[num_drafts, vocab_size]`.
+        self.probabilities: dict[str, Tensor] = {}
 
     def cache_shapes(self, num_blocks: int) -> list[tuple[int, ...]]:
         """Of this model's layers, on this rank."""
