@@ -208,7 +208,7 @@ def test_a_model_with_latent_attention_takes_ngrams_alone(
     name: str, models: dict[str, str], tmp_path: pathlib.Path
 ) -> None:
     target = str(make_checkpoint(tmp_path / "latent", "deepseek-v2"))
-    with pytest.raises(ValueError, match="has latent attention, .*: use method 'ngram'"):
+    with pytest.raises(ValueError, match=r"has latent attention, .*: use method 'ngram'"):
         LLM(target, speculative_config=drafting(name, models), **OPTIONS)
     plain, drafts = (
         LLM(target, speculative_config=c, **OPTIONS) for c in (None, drafting("n-grams", models, **ALWAYS))
