@@ -26,9 +26,10 @@ from nanovllm.checkpoint.files import (
     described,
     read_json,
 )
+from nanovllm.data.parts import load
 from nanovllm.layers.basic import Layer, Linear, Place, RMSNorm
 from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, VocabParallelEmbedding
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
 from nanovllm.models.loader import CheckpointError, checkpoint_files, load_weights
 
@@ -157,8 +158,10 @@ class EagleModel(nn.Module):
         draft_to_target: `[draft_vocab_size]` int64, the target's ids of the tokens that it can guess.
         aux_layers: see `EagleConfig`; what `LlamaModel.collect_hidden_states` takes.
         num_kv_heads, head_dim: of its KV cache, over all ranks.
+        fused: what runs in the place of the layer, where a CPU can (models/fused.py).
     """
 
+    fused: Any = None
     draft_to_target: Tensor
     cos_sin: Tensor
 
@@ -187,6 +190,15 @@ class EagleModel(nn.Module):
     def compute_logits(self, x: Tensor) -> Tensor:
         """`[num_rows, hidden_size]` to `[num_rows, draft_vocab_size]`."""
         return self.score(x)
+
+    def tie_weights(self) -> None:
+        """See `LlamaForCausalLM.tie_weights`; nothing here is tied."""
+
+    def pack_weights(self) -> None:
+        """See `LlamaForCausalLM.pack_weights`."""
+        for module in list(self.modules()):
+            if getattr(module, "packable", False):
+                module.pack()  # type: ignore[operator]
 
     def checkpoint_places(self) -> dict[str, list[Place]]:
         """See `LlamaForCausalLM.checkpoint_places`."""
@@ -218,7 +230,8 @@ class Eagle3(EagleModel):
         """
         embedded, normed = self.midlayer.input_layernorm(self.embed(input_ids)), self.midlayer.hidden_norm(hidden)
         residual = (normed if self.norm_before_residual else hidden).clone()  # is overwritten
-        x, residual = self.midlayer(torch.cat([embedded, normed], 1), residual, Rotary(positions, self.cos_sin))
+        layer = self.fused or self.midlayer
+        x, residual = layer(torch.cat([embedded, normed], 1), residual, Rotary(positions, self.cos_sin))
         return self.norm.add(x, residual)
 
 
@@ -228,7 +241,7 @@ class Eagle1(EagleModel):
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """One draft step, as in `Eagle3.forward`; both results are the same tensor."""
         x = self.fc(torch.cat([self.embed(input_ids), hidden], 1))
-        x, residual = self.midlayer(x, x.clone(), Rotary(positions, self.cos_sin))
+        x, residual = (self.fused or self.midlayer)(x, x.clone(), Rotary(positions, self.cos_sin))
         return residual.add_(x), residual
 
 
@@ -274,19 +287,19 @@ def load_draft_model(
         )
     with torch.device("meta"):
         model = Eagle3(config, target) if config.aux_layers else Eagle1(config, target)
+    if any(name.endswith("_scale") for name in tensors):  # 8-bit weights, and inputs that are rounded to 8 bits, too
+        quantization = load(QUANTIZATION, "quantization")("compressed-tensors", quantizes_inputs=True)
+        load("nanovllm.layers.quantization:quantize_layers", "quantization")(model, quantization, tensors.items())
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
-    model = model.to_empty(device=device).to(dtype)
+    model = model._apply(lambda t: torch.empty(t.shape, dtype=getattr(t, "kept_dtype", dtype), device=device))
     model.register_buffer("cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False)
     model.register_buffer("draft_to_target", ids.to(device), persistent=False)
     load_weights(model, tensors.items())  # type: ignore[arg-type]
-    for module in model.modules():
-        if getattr(module, "packable", False):
-            module.pack()  # type: ignore[operator]
     return model.eval()
 
 
 def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The configuration and the tensors of a head, under EAGLE-3's own names; those stored in 8 bits are dequantized."""
+    """The configuration and the tensors of a head, under EAGLE-3's own names."""
     raw, found = read_json(path / "config.json"), dict[str, Tensor]()
     for file in [path] if path.is_file() else checkpoint_files(path):
         try:
@@ -296,7 +309,5 @@ def read_head(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{file} cannot be read ({error}); download it again") from error
-    for name in [name for name in found if name.endswith(".weight_scale")]:
-        found[name.removesuffix("_scale")] = found[name.removesuffix("_scale")] * found.pop(name)
     names = {name: name.removeprefix("model.").replace("layers.0.", "midlayer.") for name in found}
     return raw, {new: found[name] for name, new in names.items() if new not in UNUSED}

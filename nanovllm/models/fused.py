@@ -1,7 +1,10 @@
 """On a CPU, all layers of a decoder in one call: the operators of `DecoderLayer.forward` in their order, hence with the same bits,
 without Python's ten calls per layer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -10,24 +13,31 @@ from torch import Tensor
 from nanovllm.attention.base import Rotary, get_forward_context
 from nanovllm.distributed.groups import get_tp_group
 from nanovllm.distributed.pipeline_parallel import Elsewhere
-from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.models.llama import DecoderLayer
 from nanovllm.ops.native import call, kernel_of
 
 #: What the C++ code computes. A layer with a module of another file, such as a lecture or a model with experts, runs as it is.
-FILES = "models.llama", "layers.basic", "layers.tensor_parallel", "layers.quantization"
+FILES = "models.llama", "models.eagle", "layers.basic", "layers.tensor_parallel", "layers.quantization"
 MODULES = {f"nanovllm.{name}" for name in FILES}
 #: A layer's modules, in the order of `Layer` in ops/cpu_layers.cpp. A model may lack biases, and norms of queries and keys.
 NORMS = ["input_layernorm", "self_attn.q_norm", "self_attn.k_norm", "post_attention_layernorm"]
 MATRICES = ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"]
 
 
-def fuse_layers(model: LlamaForCausalLM) -> None:
+def fuse_layers(model: Any) -> None:
     """Let the layers of a model with packed weights run in one call, if this machine and these layers can. Otherwise, and where a
     hook or a connector follows the layers of a step, they run one by one."""
+    if (head := getattr(model, "midlayer", None)) is not None:  # a model that drafts
+        model.fused = _fuse([head])
+        return
     layers = [layer for layer in model.model.layers if not isinstance(layer, Elsewhere)]
-    if all(map(_fits, layers)) and get_tp_group().world_size == 1:
-        model.model.fused = (FusedLayers(layers),)
+    if (fused := _fuse(layers)) is not None:
+        model.model.fused = (fused,)
         model.model.collect_hidden_states(model.model.aux_hidden_state_layers)
+
+
+def _fuse(layers: Sequence[Any]) -> FusedLayers | None:
+    return FusedLayers(layers) if all(map(_fits, layers)) and get_tp_group().world_size == 1 else None
 
 
 def _fits(layer: Any) -> bool:
@@ -52,22 +62,28 @@ class FusedLayers:
         for layer in layers:
             found = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
             row = [found.get(f"{name}.weight", 0) for name in NORMS]
+            row[0] *= isinstance(layer, DecoderLayer)  # a draft head's first norms are outside of its layer
             for name in MATRICES:
                 row += [*_weight(layer.get_submodule(name).weight), found.get(f"{name}.bias", 0)]
             # The addresses of the cache and of its functions are known when there is one.
             rows.append([*row, 0, 0, 0, layer.self_attn.options["sliding_window"]])
         self.addresses = torch.tensor(rows)
+        self.numbers = [layer.self_attn.layer for layer in layers]
+        self.functions: Any = None  # whose addresses these are, and the caches'
+        self.caches: list[Any] = [None] * len(layers)
 
     def __call__(self, x: Tensor, residual: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         context, attention = get_forward_context(), self.self_attn
-        caches, batch = [context.kv_caches[layer.self_attn.layer] for layer in self.layers], context.metadata
-        backend = context.backend
+        batch, backend = context.metadata, context.backend
         functions = (0, 0) if backend.name == "cpu" else getattr(backend, "compiled", {}).get(x.dtype)
         if functions is None or context.connector is not None or any(self.hooks):
             for layer in self.layers:
                 x, residual = layer(x, residual, rotary)
             return x, residual
-        self.addresses[:, -4:-1] = torch.tensor([[*functions, cache.data_ptr()] for cache in caches])
+        caches = [context.kv_caches[number] for number in self.numbers]
+        if functions != self.functions or not all(map(is_, caches, self.caches)):
+            self.functions, self.caches = functions, caches
+            self.addresses[:, -4:-1] = torch.tensor([[*functions, cache.data_ptr()] for cache in caches])
         x = x.clone()  # a pipeline's buffer, perhaps
         tables, lengths = batch.block_tables, batch.seq_lens
         tensors = (x, residual, self.addresses, *rotary, batch.slot_mapping, tables, lengths, batch.query_start_loc)
@@ -75,11 +91,11 @@ class FusedLayers:
         width = self.layers[0].mlp.down_proj.shard.size
         num_blocks, _, _, block_size, _ = caches[0].shape
         cache_sizes = block_size, num_blocks, caches[0].stride(0), tables.shape[1], tables.stride(0)
-        sizes = len(caches), *x.shape, *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes
-        factors = self.layers[0].input_layernorm.eps, attention.scale, attention.options.get("soft_cap", 0.0)
+        sizes = len(caches), *x.shape, residual.shape[1], *heads, width, len(rotary.cos_sin), len(lengths), *cache_sizes
+        factors = self.layers[0].post_attention_layernorm.eps, attention.scale, attention.options.get("soft_cap", 0.0)
         kernel = kernel_of("decoder_layers", x.dtype)
         if kernel is None or not call(kernel, tensors, *sizes, *factors):
             raise IndexError(
                 "positions, slot_mapping, block_tables and seq_lens do not agree with the cache or each other"
             )
-        return x, residual
+        return x.flatten()[: residual.numel()].view_as(residual), residual

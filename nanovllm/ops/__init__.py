@@ -148,7 +148,9 @@ def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
 
     Returns: `[tokens, hidden]`.
     """
-    return reference.embedding(token_ids, weight) if isinstance(weight, Tensor) else weight.rows(token_ids)
+    if not isinstance(weight, Tensor):
+        return weight.rows(token_ids)
+    return getattr(_kernels(weight.device), "embedding", reference.embedding)(token_ids, weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -179,6 +181,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     if not isinstance(weight, Tensor):
         return reference.grouped_linear(x, weight, counts, linear)
     return _kernels(x.device).grouped_linear(x, weight, counts)
+
+
+def widen(x: Tensor) -> Tensor:
+    """In float32. `x` is `[rows, width]`; the tensor itself if it is of float32."""
+    return getattr(_kernels(x.device), "widen", Tensor.float)(x)
 
 
 def argmax(x: Tensor) -> Tensor:

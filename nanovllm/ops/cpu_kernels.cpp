@@ -121,6 +121,30 @@ void silu_and_mul(const T* x, T* out, int64_t tokens, int64_t size, int threads)
   });
 }
 
+// ------------------------------------------------------------------------------------------- embedding, logits
+
+// The rows of a packed weight (see pack_weight). False where a token has none.
+template <class T>
+bool embedding(const int64_t* token_ids, const uint32_t* weight, T* out, int64_t tokens, int64_t inner, int64_t outputs,
+               int threads) {
+  for (int64_t token = 0; token < tokens; ++token)
+    if (token_ids[token] < 0 || token_ids[token] >= outputs) return false;
+  const int64_t words = inner * sizeof(T) / 4;
+  for_each_row(tokens, inner, threads, [&](int64_t token) {
+    const uint32_t* source = weight + token_ids[token] / GROUP * words * GROUP + token_ids[token] % GROUP;
+    for (int64_t i = 0; i < words; ++i) std::memcpy(out + token * inner + i * 4 / sizeof(T), source + i * GROUP, 4);
+  });
+  return true;
+}
+
+template <class T>
+void widen(const T* x, float* out, int64_t rows, int64_t width, int threads) {
+  for_each_row(rows, width, threads, [&](int64_t row) {
+    for (int64_t i = 0; i < width; i += LANES)
+      store(out + row * width + i, load(x + row * width + i, width - i), width - i);
+  });
+}
+
 // ----------------------------------------------------------------------------------------------------- linear
 //
 // A dot product a pair of rows, along the inner dimension, so that the weight is read once, in order and as it is
@@ -253,6 +277,8 @@ EXPORT(add_rms_norm)
 EXPORT(apply_rope)
 EXPORT(write_kv_cache)
 EXPORT(silu_and_mul)
+EXPORT(embedding)
+EXPORT(widen)
 EXPORT(linear)
 EXPORT(pack_weight)
 EXPORT(linear_packed)

@@ -45,7 +45,8 @@ struct Cache {
   }
 };
 
-// The addresses of a layer's tensors, as models/fused.py lays them out. What a layer lacks is null.
+// The addresses of a layer's tensors, as models/fused.py lays them out. What a layer lacks is null; without input_norm, x is
+// normalised already, and the layer is the only one.
 template <class T>
 struct Layer {
   const T *input_norm, *q_norm, *k_norm, *mlp_norm;
@@ -54,12 +55,13 @@ struct Layer {
   int64_t window;
 };
 
-// x[tokens, hidden] and residual are overwritten. False where a position, a slot or a block does not exist; the
+// x[tokens, inner] and residual[tokens, hidden] are overwritten, x with [tokens, hidden]; `inner` is `hidden` but for a layer
+// without input_norm. False where a position, a slot or a block does not exist; the
 // layers before, and perhaps other tokens of the cache, are computed by then.
 template <class T>
 static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int64_t* positions, const float* cos_sin,
                            const int64_t* slots, const int32_t* block_tables, const int32_t* seq_lens,
-                           const int32_t* query_start_loc, int64_t num_layers, int64_t tokens, int64_t hidden,
+                           const int32_t* query_start_loc, int64_t num_layers, int64_t tokens, int64_t inner, int64_t hidden,
                            int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t intermediate,
                            int64_t num_positions, int64_t sequences, int64_t block_size, int64_t num_blocks,
                            int64_t block_stride, int64_t table_width, int64_t table_stride, float eps, float scale,
@@ -69,8 +71,8 @@ static bool decoder_layers(T* x, T* residual, const Layer<T>* layers, const int6
   const auto normed = make(hidden), qkv = make(qkv_width), q_normed = make(q_width), k_normed = make(kv_width),
              attended = make(q_width), gate_up = make(2 * intermediate), activated = make(intermediate);
   for (const Layer<T>* layer = layers; layer < layers + num_layers; ++layer) {
-    add_rms_norm(x, residual, layer->input_norm, normed.get(), tokens, hidden, eps, threads);
-    layer->qkv.multiply(normed.get(), qkv.get(), tokens, hidden, qkv_width, threads);
+    if (layer->input_norm) add_rms_norm(x, residual, layer->input_norm, normed.get(), tokens, hidden, eps, threads);
+    layer->qkv.multiply(layer->input_norm ? normed.get() : x, qkv.get(), tokens, inner, qkv_width, threads);
     T *q = qkv.get(), *k = q + q_width, *v = k + kv_width;
     int64_t q_stride = qkv_width, k_stride = qkv_width;
     if (layer->q_norm) {

@@ -44,11 +44,13 @@ _SIGNATURES: dict[str, list[Any]] = {
     "apply_rope": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 7, _INT],
     "write_kv_cache": [_BOOL, *[_POINTER] * 4, *[_SIZE] * 8, _INT],
     "silu_and_mul": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
+    "embedding": [_BOOL, *[_POINTER] * 3, *[_SIZE] * 3, _INT],
+    "widen": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "linear": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "pack_weight": [None, *[_POINTER] * 2, *[_SIZE] * 2, _INT],
     "linear_packed": [None, *[_POINTER] * 4, *[_SIZE] * 3, _INT],
     "paged_attention": [_BOOL, *[_POINTER] * 6, *[_SIZE] * 10, _FLOAT, _SIZE, _FLOAT, _INT],
-    "decoder_layers": [_BOOL, *[_POINTER] * 9, *[_SIZE] * 14, *[_FLOAT] * 3, _INT],
+    "decoder_layers": [_BOOL, *[_POINTER] * 9, *[_SIZE] * 15, *[_FLOAT] * 3, _INT],
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -206,6 +208,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return reference.linear(x, weight, bias)
     out = x.new_empty(tokens, outputs)
     call(kernel, (x, weight, _NOTHING if bias is None else bias, out), tokens, inner, outputs)
+    return out
+
+
+def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
+    if weight.ndim != 4 or (kernel := _kernel_for("embedding", token_ids.is_contiguous(), weight)) is None:
+        return reference.embedding(token_ids, weight)
+    inner, outputs = weight.shape[1] * PACKED_INPUTS, weight.shape[0] * PACKED_OUTPUTS
+    out = weight.new_empty(len(token_ids), inner)
+    if not call(kernel, (token_ids, weight, out), len(token_ids), inner, outputs):
+        raise IndexError(f"a token is not in the vocabulary of {outputs}")
+    return out
+
+
+def widen(x: Tensor) -> Tensor:
+    # For so many numbers torch would wake threads of its own, which takes longer than the numbers of one row.
+    if x.dtype is torch.float32 or (kernel := _kernel_for("widen", x.is_contiguous(), x)) is None:
+        return x.float()
+    out = torch.empty(x.shape)
+    call(kernel, (x, out), *x.shape)
     return out
 
 

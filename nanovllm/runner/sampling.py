@@ -374,7 +374,7 @@ class Sampler:
 
     def _allowed(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Logits in float32 after constraints and penalties; may be the same tensor, changed."""
-        logits = logits.float()
+        logits = ops.widen(logits)
         apply_constraints(logits, rows)
         apply_penalties(logits, rows)
         return logits

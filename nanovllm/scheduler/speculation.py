@@ -18,7 +18,9 @@ from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 
 # Of so many steps, two do the opposite of what seems best, to measure it again.
-PROBE = 48
+PROBE = 128
+# A row's price is known after so many steps with drafts.
+FEW = 3
 # A drafted token counts so much less with each later one, when the acceptance of a request's drafts is estimated.
 MEMORY = 0.9
 # How much the acceptance of all requests' drafts counts for one request's: as so many drafts of its own.
@@ -129,10 +131,10 @@ class Speculation:
         return paying
 
     def _price(self, num_requests: int) -> float:
-        """The least probability with which a drafted row pays. Without a step that had no drafts, nothing pays; then all do, until there is
-        a step that had some."""
+        """The least probability with which a drafted row pays. Without a step that had no drafts, nothing pays; then all do, until a few
+        steps had some."""
         size = num_requests.bit_length()
-        if not self._plain[size] or not self._row[size]:
+        if not self._plain[size] or len(self._row[size]) < FEW:
             return 0.0 if self._plain[size] else math.inf
         return max(0.0, median(self._row[size])) * num_requests / median(self._plain[size])
 

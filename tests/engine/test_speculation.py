@@ -272,13 +272,18 @@ def test_the_shipped_head_drafts_what_a_few_lines_of_torch_draft(monkeypatch: py
             ids, hidden, wanted = text[1:known], aux[: known - 1] @ t["fc.weight"].T, []
             for _ in found:
                 out = head(t, model.model.embed_tokens.weight[ids], hidden)
-                best = int(
-                    (F.rms_norm(out[-1], out.shape[1:], t["norm.weight"], 1e-5) @ t["lm_head.weight"].T).argmax()
-                )
+                best = int(product(t, F.rms_norm(out[-1:], out.shape[1:], t["norm.weight"], 1e-5), "lm_head").argmax())
                 wanted.append(best + int(tensors["d2t"][best]))
                 # Of what the head has made itself, only the last row is new.
                 ids, hidden = [*ids, wanted[-1]], torch.cat([hidden, out[-1:]])
             assert found == wanted
+
+
+def product(t: dict[str, torch.Tensor], x: torch.Tensor, name: str) -> torch.Tensor:
+    """With weights of 8 bits, and x rounded to 8 bits for each token."""
+    scale = x.abs().amax(1, keepdim=True) / 127
+    sums = (x / scale).round().double() @ t[f"{name}.weight"].double().T
+    return sums.float() * scale * t[f"{name}.weight_scale"].T
 
 
 def head(t: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -295,7 +300,7 @@ def head(t: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tenso
     angles = torch.outer(torch.arange(count), 100000 ** -(torch.arange(0, width, 2) / width)).repeat(1, 2)[:, None]
 
     def heads(name: str) -> torch.Tensor:
-        return (x @ t[f"{name}_proj.weight"].T).view(count, -1, width)
+        return product(t, x, f"{name}_proj").view(count, -1, width)
 
     def turned(y: torch.Tensor) -> torch.Tensor:
         first, second = y.chunk(2, dim=-1)
@@ -304,7 +309,7 @@ def head(t: dict[str, torch.Tensor], embedded: torch.Tensor, hidden: torch.Tenso
     q, k, v = turned(heads("q")), turned(heads("k")), heads("v")
     q, k, v = (y.transpose(0, 1)[None] for y in (q, k, v))
     attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
-    out = hidden + attended @ t["o_proj.weight"].T
+    out = hidden + product(t, attended, "o_proj")
     y = F.rms_norm(out, (size,), t["post_attention_layernorm.weight"], 1e-5)
-    gate, up = y @ t["gate_proj.weight"].T, y @ t["up_proj.weight"].T
-    return out + (F.silu(gate) * up) @ t["down_proj.weight"].T
+    gate, up = product(t, y, "gate_proj"), product(t, y, "up_proj")
+    return out + product(t, F.silu(gate) * up, "down_proj")

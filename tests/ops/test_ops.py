@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.ops import native, reference
+from nanovllm.ops import device, native, reference
 from tests.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -190,6 +191,44 @@ def test_embedding_and_linear_share_a_weight(shape, dtype):
     packed = ops.pack_weight(weight)
     assert torch.equal(ops.embedding(token_ids, packed), weight[token_ids])
     assert torch.equal(ops.embedding(token_ids[:0], packed), weight[:0])
+
+
+@needs_native
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_packed_embedding_has_no_row_for_a_token_beyond_it(token):
+    with pytest.raises(IndexError, match="vocabulary of 64"):
+        ops.embedding(torch.tensor([3, token]), ops.pack_weight(random(64, 96)))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 49152), (40, 1031), (3, 5), (0, 64)])
+def test_widened_numbers_stay_the_same(shape, dtype):
+    x = random(*shape, dtype=dtype)
+    x[:1, 1], x[:1, 2] = float("nan"), float("-inf")
+    assert torch.equal(ops.widen(x).view(torch.int32), x.float().view(torch.int32))
+    assert (ops.widen(x) is x) == (dtype is torch.float32)
+    assert torch.equal(ops.widen(x[1:, 1:4]), x[1:, 1:4].float())
+
+
+def test_large_pages_hold_the_same_weights():
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            tensors = random(700, 2000), random(3, dtype=torch.bfloat16), torch.arange(5), random(0, 4)
+            self.weights = torch.nn.ParameterList(torch.nn.Parameter(t, requires_grad=False) for t in tensors)
+            self.tied = self.weights[0]
+
+    model, before = Model(), Model()
+    device.use_large_pages(model)
+    for weight, old in zip(model.weights, before.weights, strict=True):
+        assert torch.equal(weight, old) and weight.dtype == old.dtype and weight.data_ptr() % 64 == 0
+    assert model.tied is model.weights[0]
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        begin = model.tied.data_ptr()
+        regions = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
+        spans = {tuple(int(end, 16) for end in region.split(maxsplit=1)[0].split("-")): region for region in regions}
+        [region] = [region for (first, end), region in spans.items() if first <= begin < end]
+        assert " hg" in region[region.index("VmFlags") :], "Linux was not asked for large pages"
 
 
 def test_argmax_takes_the_first_of_the_largest():

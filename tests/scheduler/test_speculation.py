@@ -14,7 +14,7 @@ from nanovllm.data.schedule import ModelRunnerOutput, SampledToken, ScheduledReq
 from nanovllm.data.speculative_config import SpeculativeConfig
 from nanovllm.kv.manager import KVCacheManager
 from nanovllm.scheduler.scheduler import Scheduler
-from nanovllm.scheduler.speculation import PROBE, NgramProposer, Speculation
+from nanovllm.scheduler.speculation import FEW, PROBE, NgramProposer, Speculation
 
 
 def searched(token_ids: list[int], count: int, longest: int, shortest: int) -> list[int]:
@@ -47,9 +47,9 @@ def make_request(num_tokens: int = 3, max_tokens: int = 90, **options: Any) -> R
 
 
 def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any) -> Speculation:
-    """One that has seen a step without drafts of `plain` seconds, and one where each request's draft took `row` seconds more."""
+    """One that has seen a step without drafts of `plain` seconds, and some where each request's draft took `row` seconds more."""
     speculation = Speculation(SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options))
-    for drafts in ([], [7]) if plain else ():
+    for drafts in ([], *[[7]] * FEW) if plain else ():
         shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
     speculation._num_steps = 2
@@ -88,8 +88,12 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
     monkeypatch.setattr(speculation, "acceptance", lambda request: 1e-9)
     assert speculation.count(make_request(), 1) == 0
     speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
-    assert speculation.count(make_request(), 1) == 8
-    assert speculation.count(make_request(), 2) == 0  # of two requests nothing is known
+    for _ in range(FEW):
+        assert speculation.count(make_request(), 1) == 8
+        assert speculation.count(make_request(), 2) == 0  # of two requests nothing is known
+        speculation.add(SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0)
+    speculation._num_steps = 2
+    assert speculation.count(make_request(), 1) == 0
 
 
 def test_a_table_of_batch_sizes_decides_alone() -> None:

@@ -63,6 +63,14 @@ class Drafter:
 
     # ---------------------------------------------------------------- one step
 
+    def follows(self, schedule: SchedulerOutput) -> bool:
+        """Whether this model computes the step's tokens, too. Where no draft pays, it does not: later drafts may be worse for that, and no
+        token is."""
+        return any(r.num_drafts or r.num_tokens > 1 for r in schedule.requests)
+
+    def prepare(self, schedule: SchedulerOutput) -> None:
+        """Called before the first model runs a step."""
+
     def propose(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
     ) -> dict[str, list[int]]:
@@ -75,6 +83,8 @@ class Drafter:
         Returns:
             By request, as many drafts as its share asks for (`num_drafts`).
         """
+        if not self.follows(schedule):
+            return {}
         rows, size, requests = self.runner.rows, self.runner.config.max_request_tokens, schedule.requests
         new = [emitted.get(r.request_id, []) for r in requests]
         # Rejected drafts were computed in vain.
@@ -88,8 +98,6 @@ class Drafter:
                 rows.token_ids[row, end] = tokens[-1]  # the next step brings it, too
         wanted = np.array([r.num_drafts if tokens else 0 for r, tokens in zip(requests, new, strict=True)])
         lengths = counts + (wanted > 0) * self.sees_new_token
-        if not wanted.any() and lengths.max() == 1:
-            return {}  # where no draft pays, this model does not follow: later drafts may be worse for that, and no token is
         positions = _ranges(starts, lengths)
         ids = rows.token_ids[batch.rows.repeat(lengths), np.minimum(positions + (not self.sees_new_token), size - 1)]
         sources = _ranges(batch.num_scheduled.cumsum() - batch.num_scheduled, counts)
@@ -236,12 +244,20 @@ class Eagle(Drafter):
             raise ValueError(
                 f"speculative_config: the head in '{folder}' is for method {kind!r}, not {config.method!r}"
             )
-        runner.model.model.collect_hidden_states(self.model.aux_layers)
+        runner.prepare_model(self.model)
+        # What runs the first model's layers: all in one call, or in parts, between which hidden states are kept.
+        self.target = runner.model.model
+        whole = self.target.fused
+        self.target.collect_hidden_states(self.model.aux_layers)
+        self.ways = {False: ((), whole), True: (self.model.aux_layers, self.target.fused)}
         runner.make_graph = None  # a CUDA graph would leave the hidden states of the step that it recorded
         self.num_kv_heads, self.head_dim = self.model.num_kv_heads, self.model.head_dim
 
+    def prepare(self, schedule: SchedulerOutput) -> None:
+        self.target.aux_hidden_state_layers, self.target.fused = self.ways[self.follows(schedule)]
+
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
-        states: Any = self.runner.model.model.aux_hidden_states or [hidden]
+        states: Any = self.target.aux_hidden_states or [hidden]
         return self.model.combine_hidden_states(torch.cat([state.index_select(0, sources) for state in states], dim=1))
 
     def _run(self, ids: Tensor, positions: Tensor, features: Tensor | None) -> tuple[Tensor, Tensor | None]:
