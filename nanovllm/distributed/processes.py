@@ -43,16 +43,11 @@ def start_process(
         log: gets what the process prints; by default, this process's output does.
     """
     ours, theirs = socket.socketpair()
+    command, variables = [*wrapper, sys.executable, *words, str(theirs.fileno())], os.environ | dict(environment)
+    # In a process group of its own, because Ctrl-C in a terminal is for the parent alone.
+    settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "process_group": 0}
     with theirs:
-        process = subprocess.Popen(
-            [*wrapper, sys.executable, *words, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=os.environ | dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            process_group=0,  # Ctrl-C in a terminal is for the parent alone
-        )
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables, **settings)
     return process, Connection(ours.detach())
 
 

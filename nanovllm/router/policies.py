@@ -38,10 +38,8 @@ def prefix_aware(candidates: Sequence[Backend], body: Mapping[str, Any]) -> Back
         return next((i for i, name in enumerate(names) if name not in each.sent), len(names))
 
     least = min(candidate.num_running for candidate in candidates)
-    chosen = min(
-        (each for each in candidates if each.num_running - least <= MAX_IMBALANCE),
-        key=lambda each: (-num_cached(each), each.num_running, each.turn),
-    )
+    not_too_busy = [each for each in candidates if each.num_running - least <= MAX_IMBALANCE]
+    chosen = min(not_too_busy, key=lambda each: (-num_cached(each), each.num_running, each.turn))
     for name in reversed(names):  # the end of a text is dropped before its beginning
         chosen.sent[name] = None
         chosen.sent.move_to_end(name)

@@ -31,13 +31,8 @@ def protect(app: Starlette, access: Access) -> None:
     posts = [r.path for r in app.routes if isinstance(r, Route) and "POST" in (r.methods or ())]
     app.add_middleware(Guard, access=access, paths=frozenset(posts))
     if access.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=access.allowed_origins,
-            allow_credentials=access.allow_credentials,
-            allow_methods=access.allowed_methods,
-            allow_headers=access.allowed_headers,
-        )
+        allowed = access.allowed_origins, access.allowed_methods, access.allowed_headers
+        app.add_middleware(CORSMiddleware, *allowed, allow_credentials=access.allow_credentials)
 
 
 def is_link(scope: Scope, headers: Headers) -> bool:

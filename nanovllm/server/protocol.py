@@ -66,10 +66,8 @@ class Body(Strict, extra="allow"):
             if name in UNSUPPORTED:
                 if value and value != NEUTRAL.get(name):
                     use = "structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
-                    instead = f"; use {use}" if use else ""
-                    raise APIError(
-                        400, f"{name} is not supported by this server{instead}", name, "unsupported_parameter"
-                    )
+                    message = f"{name} is not supported by this server" + (f"; use {use}" if use else "")
+                    raise APIError(400, message, name, "unsupported_parameter")
             elif len(self._ignored) < MAX_NAMED:
                 harmless, hint = name in HARMLESS, did_you_mean(name, type(self).model_fields)
                 found = repr(name[:40]) if harmless else f"{name[:40]!r} is unknown{hint}"

@@ -191,10 +191,8 @@ def documented(status: int | str, answer: type[Struct], about: str = "OK") -> di
     return {status: {"description": about, "content": {"application/json": {"schema": schema}}}}
 
 
-ERRORS = {
-    **documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment"),
-    **documented("503", Error, "The engine has ended"),
-}
+ERRORS = documented("4XX", Error, "The request is wrong, or not allowed, or too much at the moment")
+ERRORS |= documented("503", Error, "The engine has ended")
 
 
 class ClosingStream(StreamingResponse):

@@ -19,9 +19,9 @@ from nanovllm.data.flags import UsageError
 from nanovllm.trace.record import StepRecord, TracedRequest
 
 FORMAT_VERSION = 2
-SAME_AS_BEFORE = (
-    "waiting", "running", "swapped", "held", "num_free_blocks", "num_blocks", "num_evictions", "token_budget"
-)  # fmt: skip
+# With their values before the first line; the header may say other `SIZES`.
+SAME_AS_BEFORE: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}}
+SAME_AS_BEFORE |= dict.fromkeys(("num_free_blocks", "num_blocks", "num_evictions", "token_budget"), 0)
 ALWAYS = ("step", "start")
 IDS = ("arrived", "resumed", "waiting", "running", "swapped")  # numbers in a line
 # A dict in a record, pairs in a line.
@@ -165,9 +165,7 @@ class TraceDecoder:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._names: dict[int, tuple[str, int]] = {}  # number -> request id, prompt length
-        self._before: dict[str, Any] = {"waiting": [], "running": [], "swapped": [], "held": {}} | {
-            name: settings.get(name, 0) for name in SAME_AS_BEFORE[4:]
-        }
+        self._before = SAME_AS_BEFORE | {name: settings[name] for name in SIZES if name in settings}
 
     def decode(self, line: bytes) -> StepRecord:
         """The record of a line.

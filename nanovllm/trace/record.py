@@ -28,9 +28,8 @@ class TracedRequest:
     def kind(self) -> str:
         """ "decode" if the share is one token beyond the prompt, and drafts; otherwise "prefill": known tokens that were not computed before,
         or whose blocks were lost."""
-        return (
-            "decode" if self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens else "prefill"
-        )
+        is_decode = self.num_tokens - self.num_drafts == 1 and self.start >= self.num_prompt_tokens
+        return "decode" if is_decode else "prefill"
 
     @property
     def num_accepted(self) -> int:

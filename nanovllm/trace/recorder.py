@@ -124,9 +124,8 @@ class StepRecorder:
             return
         record.duration = duration
         for request in record.requests:
-            if (
-                request.num_drafts and request.request_id in by_id
-            ):  # accepted drafts behind the request's end do not count
+            # Accepted drafts behind the request's end do not count.
+            if request.num_drafts and request.request_id in by_id:
                 request.sampled += by_id[request.request_id].new_token_ids
             elif (token := result.sampled.get(request.request_id)) is not None:
                 request.sampled.append(token.token_id)

@@ -24,6 +24,9 @@ MAX_PROMPT_TOKENS = 500
 MAX_CHARACTERS = 2000
 
 
+Order = Callable[[Literal["watch", "unwatch"]], None]
+
+
 class StepStream:
     """One reader's stream: `async for chunk in stream` yields the header, then whole lines, beginning with a snapshot.
 
@@ -105,12 +108,7 @@ class StepBroadcast:
         streams: of the readers.
     """
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        order: Callable[[Literal["watch", "unwatch"]], None],
-        texts: RequestTexts | None = None,
-    ) -> None:
+    def __init__(self, settings: dict[str, Any], order: Order, texts: RequestTexts | None = None) -> None:
         self.settings, self.texts = settings, texts
         self._engine: int = settings.get("data_rank", 0)
         self._order = order

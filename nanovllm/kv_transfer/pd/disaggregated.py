@@ -13,7 +13,7 @@ reader or with its time. What was read under a lease that had ended is thrown aw
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from nanovllm.data.outputs import KVConnectorOutput
 from nanovllm.data.request import Request
 from nanovllm.data.schedule import SchedulerOutput
 from nanovllm.distributed.activity import waiting_for_others
-from nanovllm.kv.connector import KVConnectorWorker
+from nanovllm.kv.connector import KVConnectorWorker, Tables
 from nanovllm.kv_transfer.layout import KVLayout
 from nanovllm.kv_transfer.pd.consumer import TRANSFER_TIMEOUT, ConsumerSide
 from nanovllm.kv_transfer.pd.control import Consumer
@@ -63,9 +63,7 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         elif not self._fetches_of(request):
             self._decline(request)
 
-    def build_connector_meta(
-        self, schedule: SchedulerOutput, tables: Mapping[str, list[int]]
-    ) -> TransferMetadata | None:
+    def build_connector_meta(self, schedule: SchedulerOutput, tables: Tables) -> TransferMetadata | None:
         """What there is to begin; and as long as a transfer is in flight, the question whether it has ended."""
         self.push(schedule, tables)
         self._resolve_deadlock(schedule.empty)
