@@ -12,7 +12,7 @@ import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import httpcore
 import jinja2
@@ -30,7 +30,7 @@ from nanovllm.router.call import OF_CONNECTION, Call
 from nanovllm.router.policies import choose
 from nanovllm.server.access import Access
 from nanovllm.server.errors import APIError, install_error_handlers
-from nanovllm.server.generation import unless_disconnected
+from nanovllm.server.generation import Result, unless_disconnected
 from nanovllm.server.metrics import MetricSet
 from nanovllm.server.middleware import protect
 from nanovllm.server.responses import ClosingStream
@@ -43,7 +43,6 @@ OVERVIEW = pathlib.Path(__file__).with_name("overview.html")
 # The routes whose requests a prefill server may prepare.
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
-Result = TypeVar("Result")
 Ask = Callable[[Call, Backend], Awaitable[tuple[int, Result | None]]]
 
 
@@ -138,8 +137,7 @@ class RouterApp:
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
         if call.body.get("kv_transfer_params") is not None:
-            message = "kv_transfer_params must be left out: the router fills it in"
-            raise APIError(400, message, "kv_transfer_params")
+            raise APIError(400, "kv_transfer_params must be left out: the router fills it in", "kv_transfer_params")
         response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)

@@ -84,12 +84,9 @@ class Metrics(MetricSet, EngineObserver):
 
     def __init__(self, engine: AsyncEngine) -> None:
         labels = [(engine.name, str(i)) for i in range(engine.config.data_parallel_size)]
-        names = ("model_name", "engine")
+        names, table = ("model_name", "engine"), STATS | (SPECULATION if engine.config.speculative else {})
         super().__init__(
-            "nanovllm:",
-            names,
-            STATS | (SPECULATION if engine.config.speculative else {}),
-            lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False),
+            "nanovllm:", names, table, lambda: zip(labels, engine.stats.engines or [engine.stats], strict=False)
         )
 
         def each(kind: type[Any], name: str, text: str, **settings: Any) -> list[Any]:

@@ -208,8 +208,7 @@ def _register_added_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]
     known = backend.get_added_tokens_decoder()
     added = sorted(config.get("added_tokens_decoder", {}).items())
     backend.add_tokens([AddedToken(**fields) for index, fields in added if index not in known])
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    tokens = [*named_tokens, *extra]
+    tokens = [*named_tokens, *(config.get("extra_special_tokens") or config.get("additional_special_tokens") or ())]
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [AddedToken(token, special=True, normalized=False) for token in tokens if token not in special]
     backend.add_special_tokens(missing)

@@ -74,13 +74,10 @@ class DisaggregatedScheduler(ConsumerSide, ProducerSide):
         """Give up the youngest fetch if for some seconds nothing could be computed and nothing has come, while other engines wait
         for their orders. The request has its blocks already, so it can run to its end."""
         now = time.monotonic()
-        if not is_stuck or not self.fetches or not self.orders:
-            self._stuck_since = float("inf")
-        elif now - self._stuck_since > DEADLOCK_SECONDS:
+        self._stuck_since = min(self._stuck_since, now) if is_stuck and self.fetches and self.orders else float("inf")
+        if now - self._stuck_since > DEADLOCK_SECONDS:
             self._stuck_since = float("inf")
             self.give_up_youngest()
-        else:
-            self._stuck_since = min(self._stuck_since, now)
 
     def take_output(self) -> KVConnectorOutput:
         """See `KVConnectorScheduler.take_output`. On the way, all mail is read."""

@@ -91,8 +91,8 @@ class LocalLink(Link):
         self.connection.send(encode(Fetch(*piece.remote_part, list(remote_ids))))
         for layer in piece.layers:
             self.receive_answer()
-            part = layer, piece.local_head, piece.num_heads, local_ids
-            self.transport.fill(*part, self.connection.receive_payload)
+            heads = self.transport.heads(layer, piece.local_head, piece.num_heads)
+            self.transport.fill(heads, local_ids, self.connection.receive_payload)
 
     def _copy(self, piece: Piece, local_ids: BlockIds, remote_ids: BlockIds) -> None:
         copy, here, there = _copy_function(), self.transport.layout, self.theirs.layout
@@ -108,8 +108,8 @@ class LocalLink(Link):
     def serve_fetch(self, fetch: Fetch, layers: range) -> None:
         """Send the blocks, with an answer per layer."""
         for layer in layers:
-            data = self.transport.content(layer, fetch.head, fetch.num_heads, fetch.block_ids)
-            self.connection.send(encode(Answer()), data)
+            heads = self.transport.heads(layer, fetch.head, fetch.num_heads)
+            self.connection.send(encode(Answer()), self.transport.content(heads, fetch.block_ids))
 
 
 def _map(handle: SegmentHandle, offset: int, num_bytes: int) -> np.ndarray:
@@ -161,9 +161,13 @@ class LocalTransport(Transport):
             return b""
         return encode([(segment.handle, segment.payload) for segment in segments if segment])
 
-    def content(self, layer: int, head: int, num_heads: int, block_ids: BlockIds) -> memoryview:
-        """The content of some heads of some blocks."""
-        heads = self._heads(layer, head, num_heads)
+    def heads(self, layer: int, head: int, num_heads: int) -> Tensor:
+        """Some heads of a layer's cache."""
+        cache = self.kv_caches[layer]
+        return cache if self.layout.is_latent else cache[:, :, head : head + num_heads]
+
+    def content(self, heads: Tensor, block_ids: BlockIds) -> memoryview:
+        """The content of some blocks of `heads`."""
         if self._stream is None:
             return _as_numpy(heads)[block_ids].reshape(-1).data
         with torch.cuda.stream(self._stream):
@@ -171,11 +175,8 @@ class LocalTransport(Transport):
         self._stream.synchronize()
         return _as_numpy(blocks).reshape(-1).data
 
-    def fill(
-        self, layer: int, head: int, num_heads: int, block_ids: BlockIds, receive: Callable[[memoryview], None]
-    ) -> None:
-        """Receive the content of some heads of some blocks."""
-        heads = self._heads(layer, head, num_heads)
+    def fill(self, heads: Tensor, block_ids: BlockIds, receive: Callable[[memoryview], None]) -> None:
+        """Receive the content of some blocks of `heads`."""
         shape = len(block_ids), *heads.shape[1:]
         blocks = torch.empty(shape, dtype=heads.dtype, pin_memory=self._stream is not None)
         receive(_as_numpy(blocks).reshape(-1).data)
@@ -185,7 +186,3 @@ class LocalTransport(Transport):
         with torch.cuda.stream(self._stream):
             heads[torch.tensor(block_ids, device=self.device)] = blocks.to(self.device, non_blocking=True)
         self._stream.synchronize()
-
-    def _heads(self, layer: int, head: int, num_heads: int) -> Tensor:
-        cache = self.kv_caches[layer]
-        return cache if self.layout.is_latent else cache[:, :, head : head + num_heads]

@@ -156,8 +156,7 @@ class NixlTransport(Transport):
         known = vars(api.nixlBind).values()
         self._errors = tuple(kind for kind in known if isinstance(kind, type) and issubclass(kind, Exception))
         # NIXL's own thread would use a whole core, also when there is nothing to do: see `serve_fetch`.
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._agent = api.nixl_agent(self.id, config)
+        self._agent = api.nixl_agent(self.id, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._registered = self._agent.register_memory([self.kv_caches[layer] for layer in self.layout.layers])
         kind: Literal["DRAM", "VRAM"] = "VRAM" if self.device.type == "cuda" else "DRAM"
         keys, addresses = self.call("get_agent_metadata"), [*self.addresses.values()]
