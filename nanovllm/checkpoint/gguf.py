@@ -61,8 +61,7 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata["tokenizer.ggml.token_type"]
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]

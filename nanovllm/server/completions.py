@@ -34,13 +34,9 @@ class CompletionEndpoint(Endpoint):
             max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
             if max_tokens == 0 and not body.echo:
                 raise APIError(400, "max_tokens must be at least 1 unless echo is true", "max_tokens")
-            wants_prompt = body.echo and body.logprobs is not None
-            params = body.sampling_params(
-                self.engine.limits.generation_defaults,
-                max_tokens=max_tokens or 1,
-                logprobs=body.logprobs,
-                prompt_logprobs=body.logprobs if wants_prompt else body.prompt_logprobs,
-            )
+            of_prompt = body.logprobs if body.echo and body.logprobs is not None else body.prompt_logprobs
+            own = {"max_tokens": max_tokens or 1, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
+            params = body.sampling_params(self.engine.limits.generation_defaults, **own)
             if (count := len(sources) * params.n) > MAX_COMPLETIONS:
                 message = f"prompt and n ask for {count} completions; at most {MAX_COMPLETIONS} are allowed"
                 raise APIError(400, message, "prompt")

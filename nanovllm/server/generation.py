@@ -176,8 +176,7 @@ class Endpoint:
         if body.mentions_tools:
             described = load("nanovllm.server.tools:described", "tools")
             arguments |= described(arguments["messages"], body, self.engine.tokenizer.chat_templates)
-        text = await render_chat(self.engine, arguments)
-        return await self.engine.encode(text, add_special_tokens)
+        return await self.engine.encode(await render_chat(self.engine, arguments), add_special_tokens)
 
     def check_length(self, num_prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
         """Refuse a prompt that leaves no room for so many tokens, or for any.

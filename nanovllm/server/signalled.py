@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h11
@@ -58,8 +58,7 @@ class GuardedProtocol(H11Protocol):
         for longest; if it waits for no client, it refuses the new connection."""
         super().connection_made(transport)
         if len(self.connections) > max_connections():
-            connections: Iterable[Any] = self.connections
-            slow = [each for each in connections if each._awaited and not each.transport.is_closing()]
+            slow = [each for each in list[Any](self.connections) if each._awaited and not each.transport.is_closing()]
             if not slow:
                 busy = "the server has no room for another connection"
                 return self._answer(APIError(503, busy, headers={"Retry-After": "1"}))

@@ -30,8 +30,7 @@ async def encode_long_text(tokenizer: Tokenizer, text: str, add_special_tokens: 
     if len(text) > PORTION:
         count = 0
         for start in range(0, len(text), PORTION):
-            portion = text[start : start + PORTION]
-            count += len(await run_sync(tokenizer.encode, portion, False, limiter=THREADS))
+            count += len(await run_sync(tokenizer.encode, text[start : start + PORTION], False, limiter=THREADS))
             if count > MARGIN * most:
                 raise TooManyTokensError(f"the text has more than {most} tokens")
     return await run_sync(tokenizer.encode, text, add_special_tokens, limiter=THREADS)

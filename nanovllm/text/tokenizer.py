@@ -20,6 +20,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import EngineConfig
 from nanovllm.text.chat_template import PROCESS
 
+Named = Mapping[str, str]  # name -> text
 #: The spelling of a single byte in SentencePiece vocabularies.
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -44,10 +45,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        backend: tokenizers.Tokenizer,
-        special_tokens: Mapping[str, str] | None = None,
-        chat_templates: Mapping[str, str] | None = None,
+        self, backend: tokenizers.Tokenizer, special_tokens: Named | None = None, chat_templates: Named | None = None
     ) -> None:
         self.backend = backend
         # Some files contain the training run's limits; the engine checks lengths itself.
@@ -223,8 +221,7 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
         raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
-    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
-    return backend, special
+    return backend, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
 
 
 def _with_plain_content(message: Mapping[str, Any], position: int) -> dict[str, Any]:
