@@ -67,10 +67,6 @@ def load_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     names = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        model_max_length=metadata["llama.context_length"],
-        clean_up_tokenization_spaces=False,
-        chat_template=metadata["tokenizer.chat_template"],
-        **{f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for key, name in names.items()},
-    )
+    own = {f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]] for key, name in names.items()}
+    own |= {"model_max_length": metadata["llama.context_length"], "chat_template": metadata["tokenizer.chat_template"]}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **own)

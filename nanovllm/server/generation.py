@@ -123,10 +123,7 @@ class Generation:
         """Prompt log-probabilities in vLLM's shape: token id -> {logprob, rank, decoded_token}; UNSET if they were not asked for."""
         if self.body.prompt_logprobs is None:
             return UNSET
-        return [
-            position and encoded({str(token_id): entry for token_id, entry in position.items()})
-            async for position in in_portions(output.prompt_logprobs or ())
-        ]
+        return [position and encoded(position) async for position in in_portions(output.prompt_logprobs or ())]
 
     def choices(self) -> AsyncIterator[Any]:
         """The new parts of the answer's choices, as they come."""

@@ -100,12 +100,10 @@ class StepRecorder:
     def _snapshot(self, held: dict[str, list[int]]) -> Snapshot:
         manager, requests = self.scheduler.manager, self.scheduler.requests
         tables = {request_id: list(table) for request_id, table in manager.tables.items() if request_id not in held}
-        return Snapshot(
-            tables=tables,
-            num_tokens={request_id: requests[request_id].num_computed_tokens for request_id in tables},
-            cached=[b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None],
-            prompt_lens={request_id: r.num_prompt_tokens for request_id, r in requests.items()},
-        )
+        num_tokens = {request_id: requests[request_id].num_computed_tokens for request_id in tables}
+        cached = [b for b in manager.pool.free_block_queue if manager.pool.block_hashes[b] is not None]
+        prompt_lens = {request_id: request.num_prompt_tokens for request_id, request in requests.items()}
+        return Snapshot(tables, num_tokens, cached, prompt_lens)
 
     def finish(
         self, record: StepRecord | None, duration: float, result: ModelRunnerOutput, outputs: Iterable[EngineOutput]

@@ -21,6 +21,7 @@ __all__ = ["FORMAT_VERSION", "Snapshot", "StepRecord", "Trace", "TraceError", "T
 
 logger = logging.getLogger(__name__)
 
+FilePath = str | pathlib.Path
 GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -34,7 +35,7 @@ class Trace:
         settings: what a reader needs to draw the steps (`block_size`, `num_blocks`, ...).
     """
 
-    def __init__(self, path: str | pathlib.Path | None = None, settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: FilePath | None = None, settings: dict[str, Any] | None = None) -> None:
         self.steps: list[StepRecord] = []
         self.settings = settings or {}
         self._path, self._file = path, None
@@ -88,13 +89,13 @@ class Trace:
         for step in self.steps:
             yield encoder.encode(step)
 
-    def save(self, path: str | pathlib.Path) -> None:
+    def save(self, path: FilePath) -> None:
         """Write the steps in memory to a file, compressed if its name ends in ".gz"."""
         with _open_for_writing(path) as file:
             file.writelines(self.lines())
 
     @classmethod
-    def load(cls, path: str | pathlib.Path, partial: bool = False) -> Trace:
+    def load(cls, path: FilePath, partial: bool = False) -> Trace:
         """Read a trace, compressed or not.
 
         Args:
@@ -113,15 +114,13 @@ class Trace:
             gc.enable()
         return trace
 
-    def to_perfetto(self, path: str | pathlib.Path) -> None:
+    def to_perfetto(self, path: FilePath) -> None:
         """Write the trace as Chrome trace events, which ui.perfetto.dev opens; see `nanovllm.trace.perfetto`."""
         events = [{"pid": 1, **event} for event in trace_events(self.steps)]
         pathlib.Path(path).write_text(json.dumps({"traceEvents": events}))
 
 
-def read_trace(
-    path: str | pathlib.Path, partial: bool = False
-) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
+def read_trace(path: FilePath, partial: bool = False) -> tuple[dict[str, Any], list[bytes], Iterator[StepRecord]]:
     """The settings of a trace, its other lines, each without its end, and their records, which are read while they are asked for.
 
     Args:
@@ -152,7 +151,7 @@ def read_trace(
     return settings, lines[1:], _records(path, lines[1:], TraceDecoder(settings))
 
 
-def _records(path: str | pathlib.Path, lines: list[bytes], decoder: TraceDecoder) -> Iterator[StepRecord]:
+def _records(path: FilePath, lines: list[bytes], decoder: TraceDecoder) -> Iterator[StepRecord]:
     for number, line in enumerate(lines, start=2):
         try:
             yield decoder.decode(line)
@@ -160,7 +159,7 @@ def _records(path: str | pathlib.Path, lines: list[bytes], decoder: TraceDecoder
             raise TraceError(f"{path}, line {number}: not a step record ({error})") from error
 
 
-def _open_for_writing(path: str | pathlib.Path) -> IO[bytes]:
+def _open_for_writing(path: FilePath) -> IO[bytes]:
     if str(path).endswith(".gz"):
         return gzip.open(path, "wb", compresslevel=5)  # type: ignore[return-value]
     return open(path, "wb")

@@ -100,11 +100,8 @@ class BlendScheduler(KVConnectorScheduler):
         token_ids, width = request.token_ids[: request.num_prompt_tokens], len(self.separator)
         cuts = [i for i in range(len(token_ids)) if token_ids[i : i + width] == self.separator]
         salt = hash_salt(request.cache_salt)
-        return [
-            Part(before + width, end, hash_block(salt, token_ids[before + width : end]))
-            for before, end in pairwise(cuts)
-            if end - before - width >= self.min_tokens
-        ]
+        ranges = [(before + width, end) for before, end in pairwise(cuts) if end - before - width >= self.min_tokens]
+        return [Part(start, end, hash_block(salt, token_ids[start:end])) for start, end in ranges]
 
     def _reusable(self, request: Request, num_computed_tokens: int) -> list[Part]:
         parts = self._prompts[request.request_id]

@@ -147,10 +147,8 @@ class MooncakeStore(SealedStore):
     def _fetch(self, pairs: Sequence[Pair]) -> list[bytes | None]:
         with self._lock:
             codes = self._transfer(self._store.batch_get_into, [key for key, _ in pairs])
-            return [
-                unpack(slot.data[:code], buffer) if code >= 0 else None
-                for code, slot, (_, buffer) in zip(codes, self._slots, pairs, strict=False)
-            ]
+            found = zip(codes, self._slots, pairs, strict=False)
+            return [unpack(slot.data[:code], buffer) if code >= 0 else None for code, slot, (_, buffer) in found]
 
     def _delete(self, keys: Sequence[bytes]) -> None:
         self._call(self._store.batch_remove, keys, True)
