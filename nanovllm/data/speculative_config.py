@@ -12,7 +12,8 @@ from nanovllm.data.checks import Keywords, Positive, check_fields
 
 # vLLM's limit, too: of drafts in one step.
 DraftCount = Annotated[int, Meta(ge=1, le=128)]
-DEFAULT_DRAFTS, DEFAULT_LOOKUP = 3, 5
+# N-grams cost nothing to draft, and where a text is copied, many are right.
+DEFAULT_DRAFTS, DEFAULT_NGRAM, DEFAULT_LOOKUP = 3, 8, 5
 
 
 @dataclass
@@ -23,7 +24,7 @@ class SpeculativeConfig(Keywords):
         method: who drafts. ngram: the request's own text, where its last tokens occurred before; draft_model: a small model; eagle,
             eagle3: a head that reads the model's hidden states. By default "draft_model" if there is a `model`.
         model: of the drafts: course model, folder or hub id. With "eagle3" it may be missing if a head comes with the course.
-        num_speculative_tokens: drafts per request and step, at most.
+        num_speculative_tokens: drafts per request and step, at most; by default 8 of ngram, 3 of others.
         prompt_lookup_max, prompt_lookup_min: how many last tokens "ngram" looks up; each is the other one, or 5, if missing.
         quantization: of the draft model while it is loaded, as for the model: w8a8, w4a8 or w4a16.
         draft_sample_method: greedy: the likeliest token; probabilistic: drawn, which is verified by rejection sampling.
@@ -48,7 +49,8 @@ class SpeculativeConfig(Keywords):
         if self.method is None and self.model is None:
             raise ValueError('speculative_config needs a method, such as {"method": "ngram"}')
         self.method = self.method or ("ngram" if self.model == "ngram" else "draft_model")
-        self.num_speculative_tokens = self.num_speculative_tokens or DEFAULT_DRAFTS
+        most = DEFAULT_NGRAM if self.method == "ngram" else DEFAULT_DRAFTS
+        self.num_speculative_tokens = self.num_speculative_tokens or most
         self.prompt_lookup_max = self.prompt_lookup_max or self.prompt_lookup_min or DEFAULT_LOOKUP
         self.prompt_lookup_min = self.prompt_lookup_min or self.prompt_lookup_max
         if self.prompt_lookup_min > self.prompt_lookup_max:

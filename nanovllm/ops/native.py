@@ -195,12 +195,13 @@ def pack_weight(weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As `nanovllm.ops.linear`. A kernel's result for a token does not depend on the others in the batch. Torch's library, which
     multiplies what no kernel takes, chooses the order of the sums for the whole matrix."""
+    x = x.contiguous()
     tokens, inner = x.shape
     if packed := weight.ndim == 4:
         outputs, weight_inner = weight.shape[0] * PACKED_OUTPUTS, weight.shape[1] * PACKED_INPUTS
     else:
         outputs, weight_inner = weight.shape
-    fits = inner == weight_inner and x.is_contiguous() and weight.is_contiguous()
+    fits = inner == weight_inner and weight.is_contiguous()
     fits = fits and (packed or inner % LINEAR_ALIGNMENT == 0)
     if bias is not None:
         fits = fits and bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs
@@ -212,11 +213,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    if weight.ndim != 4 or (kernel := _kernel_for("embedding", token_ids.is_contiguous(), weight)) is None:
+    kernel = kernel_of("embedding", weight.dtype)
+    if weight.ndim != 4 or kernel is None:
         return reference.embedding(token_ids, weight)
     inner, outputs = weight.shape[1] * PACKED_INPUTS, weight.shape[0] * PACKED_OUTPUTS
     out = weight.new_empty(len(token_ids), inner)
-    if not call(kernel, (token_ids, weight, out), len(token_ids), inner, outputs):
+    if not call(kernel, (token_ids.contiguous(), weight, out), len(token_ids), inner, outputs):
         raise IndexError(f"a token is not in the vocabulary of {outputs}")
     return out
 

@@ -140,6 +140,23 @@ def test_no_token_changes_in_a_pipeline(models: dict[str, str], expected: list[R
     llm.engine.core.close()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", [{"method": "eagle3"}, {"method": "ngram"}], ids=str)
+def test_no_token_of_the_course_model_changes_on_three_ranks(config: dict[str, Any]) -> None:
+    asked = (
+        "What is the capital of France, and why is it famous?",
+        "Repeat this list ten times: eggs, tea, bread, oil, salt",
+    )
+    questions, found = [[{"role": "user", "content": each}] for each in asked], []
+    for more in ({}, {"speculative_config": config | ALWAYS, "tensor_parallel_size": 3}):
+        llm = LLM(COURSE_MODEL, dtype="float32", num_kv_blocks=64, **more)
+        outputs = llm.chat(questions, SamplingParams(temperature=0, max_tokens=90), use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        assert not more or llm.engine.core.stats.spec_decoding.num_accepted_tokens > 2
+        llm.engine.core.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", ["n-grams", "the model itself"])
 def test_drafts_after_a_prefill_elsewhere(name: str, models: dict[str, str]) -> None:
     """The blocks come without the draft model's keys and values: its drafts are worse at first, and no token is."""

@@ -316,12 +316,13 @@ def test_gptq_and_awq_are_nearer_to_the_original_on_text_that_they_have_not_seen
 
 
 # What a recipe may add to the perplexity of the course model on documentation, in percent: outside of it is an error, better ones too, since
-# then a layer was left alone. Its weights have been in 4 bits before, with another grid.
+# then a layer was left alone. Its weights have been in 4 bits before, with another grid. GPTQ and AWQ see documentation of other topics.
 RANGES = {
-    "w8a8": ({"scheme": "w8a8"}, 0.2, 5),
-    "rtn": ({"method": "rtn"}, 25, 60),
-    "gptq": ({"method": "gptq"}, 12, 38),
-    "awq": ({"method": "awq"}, 12, 50),
+    "w8a16": ({"scheme": "w8a8"}, -0.5, 1),  # as good as nothing: what W8A8 costs is the rounding of its inputs
+    "w8a8": ({"scheme": "w8a8"}, 1, 5),
+    "rtn": ({"method": "rtn"}, 25, 55),
+    "gptq": ({"method": "gptq"}, 10, 32),
+    "awq": ({"method": "awq"}, 10, 40),
 }
 
 
@@ -330,9 +331,15 @@ RANGES = {
 def test_the_course_model_loses_as_much_as_such_a_model_should(name: str, tmp_path: pathlib.Path) -> None:
     from nanovllm.lab.bench.quality import quality
 
-    settings, least, most = RANGES[name]
-    folder = quantize("smollm2-135m", tmp_path / "new", Recipe(**settings))  # type: ignore[arg-type]
+    (settings, least, most), topics = RANGES[name], importlib.import_module("pydoc_data.topics").topics
+    (tmp_path / "text").write_text("\n\n".join(topics[name] for name in sorted(topics)[::2]))
+    file = {"calibration": str(tmp_path / "text")} if name in ("gptq", "awq") else {}
+    folder = quantize("smollm2-135m", tmp_path / "new", Recipe(**settings, **file))  # type: ignore[arg-type]
+    if name == "w8a16":  # the same weights, multiplied by inputs that are not rounded
+        config = json.loads((folder / "config.json").read_text())
+        for group in config["quantization_config"]["config_groups"].values():
+            del group["input_activations"]
+        (folder / "config.json").write_text(json.dumps(config))
     common = {"dtype": "bfloat16", "kv_cache_memory": "256MiB"}
-    rows = quality(common | {"model": str(folder)}, common | {"model": "smollm2-135m"}, 4)
-    for row in rows:
-        assert least < row["difference %"] < most, rows
+    [row, _] = quality(common | {"model": str(folder)}, common | {"model": "smollm2-135m"}, 8)
+    assert least < row["difference %"] < most, row
