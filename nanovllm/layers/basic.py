@@ -42,9 +42,11 @@ class Layer(nn.Module):
             for kind, _ in [*self.named_parameters(recurse=False), *self.named_children()]:
                 yield f"{name}.{kind}", self.place(kind, part)
 
+    @torch.inference_mode()
     def pack(self) -> None:
-        """Rearrange the weight so that this machine multiplies fastest; see `ops.pack_weight`."""
-        self.weight = nn.Parameter(ops.pack_weight(self.weight), requires_grad=False)
+        """Rearrange the weight, where it is, so that this machine multiplies fastest; see `ops.pack_weight`."""
+        packed = ops.pack_weight(self.weight)
+        self.weight = nn.Parameter(self.weight.view(packed.shape).copy_(packed), requires_grad=False)
 
 
 class Linear(Layer):

@@ -147,6 +147,7 @@ class QuantizedWeight(nn.Module):
             self.values.copy_(values)
             self.scales.copy_(scales)
 
+    @torch.inference_mode()
     def pack(self) -> None:
         """See `Layer.pack`; a kernel may want another layout. On a CPU without a kernel the matrix is dequantized here once, not in each
         step: it takes the memory of an unquantized one, and multiplies as fast."""
@@ -161,6 +162,9 @@ class QuantizedWeight(nn.Module):
             flat[0] = pack_weight(matrix) if fits else matrix
         for (name, _), packed in zip([*self.named_parameters()], flat, strict=True):
             packed = packed if self.ndim == 2 else packed.unflatten(0, (len(self), -1))
+            place = getattr(self, name)
+            if (place.dtype, place.numel()) == (packed.dtype, packed.numel()) and place.data_ptr() != packed.data_ptr():
+                packed = place.view(packed.shape).copy_(packed)
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
 
 

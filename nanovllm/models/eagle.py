@@ -32,6 +32,7 @@ from nanovllm.layers.tensor_parallel import ParallelLMHead, QKVParallelLinear, V
 from nanovllm.models.config import QUANTIZATION, ModelConfig
 from nanovllm.models.llama import MLP, LlamaForCausalLM, SelfAttention, rotary_table
 from nanovllm.models.loader import CheckpointError, checkpoint_files, load_weights
+from nanovllm.ops.device import weight_memory
 
 # What config.json calls a head with the layer of this architecture. Some files name the target's architecture.
 LLAMA = "LlamaForCausalLM LlamaForCausalLMEagle EagleLlamaForCausalLM LlamaForCausalLMEagle3 Eagle3LlamaForCausalLM"
@@ -291,7 +292,8 @@ def load_draft_model(
         quantization = load(QUANTIZATION, "quantization")("compressed-tensors", quantizes_inputs=True)
         load("nanovllm.layers.quantization:quantize_layers", "quantization")(model, quantization, tensors.items())
     load_weights(model, ((name, tensor.to("meta")) for name, tensor in tensors.items()))  # type: ignore[arg-type]
-    model = model._apply(lambda t: torch.empty(t.shape, dtype=getattr(t, "kept_dtype", dtype), device=device))
+    take = weight_memory(device)
+    model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
     model.register_buffer("cos_sin", rotary_table(config.layer, max_positions).to(device), persistent=False)
     model.register_buffer("draft_to_target", ids.to(device), persistent=False)
     load_weights(model, tensors.items())  # type: ignore[arg-type]

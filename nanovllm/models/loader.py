@@ -18,6 +18,7 @@ from nanovllm.checkpoint.headers import check_memory
 from nanovllm.data.parts import load
 from nanovllm.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from nanovllm.models.llama import LlamaForCausalLM
+from nanovllm.ops.device import weight_memory
 
 
 class CheckpointError(ValueError):
@@ -128,9 +129,8 @@ def load_model(
         load_weights(model, checkpoint_tensors(pathlib.Path(folder), only_shapes=True))
     check_memory(model, dtype, device, positions * config.head_dim)
     # A layer may keep the dtype of a parameter. As `to_empty`, but without the half second that torch needs for its imports there.
-    model = model._apply(
-        lambda tensor: torch.empty(tensor.shape, dtype=getattr(tensor, "kept_dtype", dtype), device=device)
-    )
+    take = weight_memory(device)
+    model = model._apply(lambda tensor: take(tensor.shape, getattr(tensor, "kept_dtype", dtype)))
     model.tie_weights()  # `_apply` gave each name memory of its own
     # Always float32: in bfloat16, large neighbouring positions would share an angle.
     table = model.rotary_table(config, positions)

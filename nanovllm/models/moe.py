@@ -118,12 +118,13 @@ class Experts(nn.Module):
             return Place(self.w2[slot], (slice(0, hidden), self.shard.rows), (hidden, self.shard.total))
         return self.shard.place(self.w13[slot], self.shard.size if matrix == "up" else 0)
 
+    @torch.inference_mode()
     def pack(self) -> None:
-        """Rearrange the matrices so that this machine multiplies fastest, see `ops.pack_weight`."""
+        """Rearrange the matrices, where they are, so that this machine multiplies fastest, see `ops.pack_weight`."""
         for name, weight in list(self.named_parameters(recurse=False)):
             if weight.shape[1] % 16 == 0:
                 packed = ops.pack_weight(weight.flatten(0, 1)).unflatten(0, (len(weight), -1))
-                setattr(self, name, nn.Parameter(packed, requires_grad=False))
+                setattr(self, name, nn.Parameter(weight.view(packed.shape).copy_(packed), requires_grad=False))
 
 
 class MoE(Layer):

@@ -1,11 +1,11 @@
 """Chooses the runner's device and dtype, and allocates its memory."""
 
-import ctypes
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,30 +48,33 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros whose host memory is taken page by page as they are written, so that a pool that is never full stays small.
     (`torch.zeros` writes all of them at once; the operating system's zero pages cost nothing.)"""
-    if device.type != "cpu" or 0 in shape:
+    if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = _large_pages(math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    data = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(data).view(dtype).view(shape)
 
 
-@torch.inference_mode()
-def use_large_pages(model: torch.nn.Module) -> None:
-    """Move the weights of a model on a CPU into memory that has pages of 2 MiB, where Linux leaves that to programs. Each step reads all
-    weights, and has to find each page: with pages of 4 KiB, a step of one token takes 7 % longer."""
-    weights = [weight for weight in model.parameters() if weight.device.type == "cpu"]
-    sizes = [-(-weight.nbytes // ALIGNMENT) * ALIGNMENT for weight in weights]
-    if sum(sizes):
-        parts = torch.frombuffer(_large_pages(sum(sizes)), dtype=torch.uint8).split(sizes)
-        for weight, part in zip(weights, parts, strict=True):
-            weight.data = part[: weight.nbytes].view(weight.dtype).view(weight.shape).copy_(weight)
-        getattr(ctypes.CDLL(None), "malloc_trim", abs)(0)  # the C library would keep where they were
+def weight_memory(device: torch.device | str) -> Callable[[tuple[int, ...], torch.dtype], Tensor]:
+    """What makes the tensors of a model's weights, without values. On a CPU they lie one behind the other in memory that has pages of 2 MiB,
+    where Linux leaves that to programs: each step reads all weights, and has to find each page. With pages of 4 KiB, a step of one token takes
+    7 % longer."""
+    if torch.device(device).type != "cpu":
+        return lambda shape, dtype: torch.empty(shape, dtype=dtype, device=device)
+    memory, used = mmap.mmap(-1, 1), 1
 
+    def take(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        nonlocal memory, used
+        if not (count := math.prod(shape)):
+            return torch.empty(shape, dtype=dtype)
+        if used + (size := count * dtype.itemsize) > len(memory):  # what is never written takes no memory
+            memory, used = mmap.mmap(-1, max(size, 1 << 30), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+            if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=used).view(shape)
+        used += -(-size // ALIGNMENT) * ALIGNMENT
+        return tensor
 
-def _large_pages(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # on Linux
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
+    return take
 
 
 @contextmanager

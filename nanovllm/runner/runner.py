@@ -29,7 +29,7 @@ from nanovllm.kv.no_connector import NoConnector
 from nanovllm.layers.tensor_parallel import num_kv_heads_of_rank
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
-from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, use_large_pages, zeros
+from nanovllm.ops.device import choose_device, choose_dtype, out_of_memory, zeros
 from nanovllm.runner.batch import Batch, RequestRows, StepBuffer, copy_blocks
 from nanovllm.runner.device_copies import start_fetch, upload
 from nanovllm.runner.sampling import Sampler, SamplingRow, start_logprobs
@@ -70,7 +70,6 @@ class ModelRunner:
     def prepare_model(self, model: Any) -> None:
         """Arrange the weights, and let the layers run in one call if this machine can."""
         model.pack_weights()
-        use_large_pages(model)
         if not self.config.enforce_eager:
             with contextlib.suppress(MissingPartError):
                 load("nanovllm.models.fused:fuse_layers", "compiled operators")(model)
