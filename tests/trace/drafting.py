@@ -16,7 +16,7 @@ from tests.oracle import make_checkpoint
 
 # Three drafts whatever they cost: otherwise their number depends on how fast the machine is.
 SPECULATION = (
-    '{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, '
+    '{"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 3, '
     '"num_speculative_tokens_per_batch_size": [[1, 256, 3]]}'
 )
 
