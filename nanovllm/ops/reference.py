@@ -46,8 +46,14 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight
 
 
+def unpack_weight(packed: Tensor) -> Tensor:
+    """`[out_features, in_features]` from a packed weight (see `nanovllm.ops.pack_weight`)."""
+    groups, _, _, width = packed.shape  # 16 outputs, each with the values of a word
+    return packed.unflatten(3, (16, width // 16)).permute(0, 3, 1, 2, 4).reshape(groups * 16, -1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.linear(x, weight, bias)
+    return F.linear(x, unpack_weight(weight) if weight.ndim == 4 else weight, bias)
 
 
 def grouped_linear(
@@ -64,7 +70,13 @@ def grouped_linear(
 
 
 def embedding(token_ids: Tensor, weight: Tensor) -> Tensor:
-    return F.embedding(token_ids, weight)
+    if weight.ndim == 2:
+        return F.embedding(token_ids, weight)
+    # A packed row is stored in words of 32 bits; all words of output o are column o of its group.
+    words = weight.view(torch.int32)
+    outputs = words.shape[3]
+    rows = words[token_ids // outputs, :, :, token_ids % outputs]  # [tokens, steps, words of a step]
+    return rows.flatten(1).view(weight.dtype)
 
 
 def argmax(x: Tensor) -> Tensor:

@@ -180,9 +180,10 @@ def test_linear_with_a_packed_weight(tokens, steps, groups, with_bias, dtype):
     assert_matches(ops.linear(x, packed, bias), oracle, dtype)
     assert (packed.ndim == 4) == native.is_available()
     if packed.ndim == 4:
-        width = packed.shape[3]  # 16 outputs, each with the values of a word
-        unpacked = packed.unflatten(3, (16, width // 16)).permute(0, 3, 1, 2, 4).reshape(weight.shape)
-        assert torch.equal(unpacked, weight)
+        assert torch.equal(reference.unpack_weight(packed), weight)
+        assert_matches(reference.linear(x, packed, bias), oracle, dtype)
+        token_ids = torch.tensor([0, 3, 3])
+        assert torch.equal(reference.embedding(token_ids, packed), weight[token_ids])
         assert torch.equal(ops.linear(x.mT.contiguous().mT, packed, bias), ops.linear(x, packed, bias))
 
 

@@ -34,6 +34,11 @@ def seal(key: bytes, payload: memoryview) -> bytes:
     return header + checksum.intdigest().to_bytes(8, "little")
 
 
+def is_intact(header: bytes, key: bytes, payload: memoryview) -> bool:
+    """Whether the payload is complete, belongs to the key and is as it was when it was sealed."""
+    return header == seal(key, payload)
+
+
 def unpack(entry: memoryview, payload: memoryview) -> bytes:
     """Fill a payload with that of a sealed entry; returns the entry's header, or b"" if its payload has another length."""
     if len(entry) != HEADER_BYTES + len(payload):
@@ -105,9 +110,8 @@ class SealedStore(KVStore):
         return (pairs[i : i + self.batch] for i in range(0, len(pairs), self.batch))
 
     def _check(self, header: bytes | None, key: bytes, payload: memoryview) -> bool:
-        """Whether there is an entry, and it is intact: complete, of this key, and as it was when it was sealed. If it is damaged, it is
-        removed."""
-        if header is None or header == seal(key, payload):
+        """Whether there is an entry, and it is intact. If it is damaged, it is removed."""
+        if header is None or is_intact(header, key, payload):
             return header is not None
         self.stats.damaged += 1
         self._complain(f"the KV block {key.hex()} of {self.place} is damaged, and removed")
