@@ -78,6 +78,7 @@ class QuantizedWeight(nn.Module):
         self.shape, self.scheme, self.dtype = shape, scheme, torch.get_default_dtype()
         self.values, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (values, scales))
         self.zeros = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+        self.addresses: Tensor | None = None  # see `compiled`
         self._keep_dtypes()
 
     @classmethod
@@ -128,8 +129,9 @@ class QuantizedWeight(nn.Module):
         """See `ops.quantized.compiled`; this keeps the addresses that the function reads, and gives their own."""
         if self.values.is_floating_point():
             return 0, self.values.data_ptr() * (self.values.ndim == 4)
-        function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
-        return function, self.addresses.data_ptr()
+        if self.addresses is None:  # there may be several callers
+            self.function, self.addresses = quantized.compiled(self.scheme.kind, self.dtype, *self.parameters())
+        return self.function, self.addresses.data_ptr()
 
     def rows(self, token_ids: Tensor) -> Tensor:
         """See `ops.embedding`."""
@@ -166,6 +168,7 @@ class QuantizedWeight(nn.Module):
             if (place.dtype, place.numel()) == (packed.dtype, packed.numel()) and place.data_ptr() != packed.data_ptr():
                 packed = place.view(packed.shape).copy_(packed)
             setattr(self, name, nn.Parameter(packed, requires_grad=False))
+        self.addresses = None
 
 
 def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Iterable[tuple[str, Tensor]]) -> None:

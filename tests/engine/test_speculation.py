@@ -132,6 +132,18 @@ def test_no_token_changes_with(
     llm.engine.core.close()
 
 
+@pytest.mark.parametrize("quantization", ["w8a8", "w4a8", "w4a16"])
+def test_no_token_of_a_quantized_model_changes(quantization: str, models: dict[str, str]) -> None:
+    """Also in steps without drafts, which run the same layers in one call, not in parts."""
+    found = []
+    for more in ({}, {"speculative_config": drafting("an EAGLE-3 head", models, **ALWAYS)}):
+        llm = LLM(models["itself"], quantization=quantization, **more, **OPTIONS)
+        for most in (None, 0, 2):
+            params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, num_speculative_tokens=most)
+            found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
+    assert found[1:] == found[:1] * 5 and llm.engine.core.stats.spec_decoding.num_drafts > 20
+
+
 def test_no_token_changes_in_a_pipeline(models: dict[str, str], expected: list[RequestOutput]) -> None:
     config = drafting("n-grams", models, **ALWAYS)
     llm = LLM(models["itself"], speculative_config=config, pipeline_parallel_size=2, **OPTIONS)
