@@ -163,6 +163,7 @@ class EagleModel(nn.Module):
     """
 
     fused: Any = None
+    pack_weights: Any = LlamaForCausalLM.pack_weights
     draft_to_target: Tensor
     cos_sin: Tensor
 
@@ -194,12 +195,6 @@ class EagleModel(nn.Module):
 
     def tie_weights(self) -> None:
         """See `LlamaForCausalLM.tie_weights`; nothing here is tied."""
-
-    def pack_weights(self) -> None:
-        """See `LlamaForCausalLM.pack_weights`."""
-        for module in list(self.modules()):
-            if getattr(module, "packable", False):
-                module.pack()  # type: ignore[operator]
 
     def checkpoint_places(self) -> dict[str, list[Place]]:
         """See `LlamaForCausalLM.checkpoint_places`."""

@@ -16,6 +16,7 @@ from nanovllm.checkpoint.hub import resolve_model
 from nanovllm.data.config import COURSE_MODEL, EngineConfig
 from nanovllm.data.outputs import RequestOutput
 from nanovllm.models.eagle import read_head, shipped_head
+from nanovllm.ops import native
 from nanovllm.runner.speculative.drafter import Drafter
 from tests.models.test_eagle import CONFIG, EAGLE1, random_head, write
 from tests.oracle import make_checkpoint, reference_tokens
@@ -141,6 +142,8 @@ def test_no_token_of_a_quantized_model_changes(quantization: str, models: dict[s
         for most in (None, 0, 2):
             params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, num_speculative_tokens=most)
             found.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
+            # The last step of all was one without drafts.
+            assert not more or llm.engine.core.runner.model.model.aux_hidden_states == [], "kept, and nobody reads them"
     assert found[1:] == found[:1] * 5 and llm.engine.core.stats.spec_decoding.num_drafts > 20
 
 
@@ -288,6 +291,8 @@ def test_the_shipped_head_drafts_what_a_few_lines_of_torch_draft(monkeypatch: py
     (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
     text = [*output.prompt_token_ids, *output.outputs[0].token_ids]
     assert llm.engine.core.stats.spec_decoding.num_accepted_tokens > 10
+    drafter = llm.engine.core.runner.speculator.drafter
+    assert (drafter.model.fused is not None) == native.is_available(), "the head's layer runs in one call"
 
     file = shipped_head(COURSE_MODEL)
     assert file is not None
