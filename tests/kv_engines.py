@@ -41,17 +41,19 @@ class Fleet:
         self.engines = list(engines)
         self.outputs: dict[str, list[EngineOutput]] = {}
 
-    def step(self) -> None:
-        """One step of each that has something to do."""
-        for engine in self.engines:
-            for output in engine.step():
-                self.outputs.setdefault(output.request_id, []).append(output)
+    def step(self) -> bool:
+        """One step of each that has something to do; whether a request got an output."""
+        outputs = [output for engine in self.engines for output in engine.step()]
+        for output in outputs:
+            self.outputs.setdefault(output.request_id, []).append(output)
+        return bool(outputs)
 
     def run_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         """Steps until something holds."""
         deadline = time.monotonic() + seconds
         while not condition():
-            self.step()
+            if not self.step():
+                time.sleep(0.0005)  # for the threads and processes that move KV
             assert time.monotonic() < deadline, "it never came to that"
 
     def finished(self, request_id: str) -> EngineOutput | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 Pair = tuple[str, str]
 
@@ -71,4 +73,20 @@ def covering_cases(
         best = max(candidates, key=lambda case: len(covered(case)))
         pending -= covered(best)
         cases.append({name: values[name][index] for name, index in best.items()})
+    return cases
+
+
+def in_turn(*values: Iterable[Any]) -> list[Any]:
+    """All cases of the product, for `pytest.mark.parametrize`: by day each combination of all parameters but the last with one
+    value of the last, in turn; the others are nightly.
+
+    Args:
+        values: by parameter; a tuple among them is a value each of several parameters.
+    """
+    numbered = [list(enumerate(choices)) for choices in values]
+    cases = []
+    for case in itertools.product(*numbered):
+        is_by_night = sum(number for number, _ in case) % len(numbered[-1])
+        parts = [value if isinstance(value, tuple) else (value,) for _, value in case]
+        cases.append(pytest.param(*itertools.chain(*parts), marks=[pytest.mark.nightly] if is_by_night else []))
     return cases

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.pairwise import covering_cases, covering_sets, possible_pairs
+from tests.pairwise import covering_cases, covering_sets, in_turn, possible_pairs
 
 
 @pytest.mark.parametrize("conflicts", [0.0, 0.1, 0.5, 1.0])
@@ -39,3 +39,14 @@ def test_cases_have_every_pair_of_values(pairs: list[tuple[str, str]] | None) ->
     for a, b in list(itertools.combinations(values, 2)) if pairs is None else pairs:
         for pair in itertools.product(values[a], values[b]):
             assert any((case[a], case[b]) == pair for case in cases)
+
+
+def test_by_day_each_case_meets_the_last_values_in_turn() -> None:
+    sizes, letters, kinds = (1, 2, 3), [("a", "A"), ("b", "B")], ["x", "y", "z"]
+    cases = in_turn(sizes, letters, kinds)
+    assert [case.values for case in cases] == [(s, *letter, k) for s in sizes for letter in letters for k in kinds]
+    day = [case.values for case in cases if not case.marks]
+    assert [case[:3] for case in day] == [(s, *letter) for s in sizes for letter in letters]
+    assert {(case[0], case[3]) for case in day} > {(1, "x"), (1, "z"), (2, "z"), (2, "y")}
+    assert {(case[1], case[3]) for case in day} == {(letter, kind) for letter in "ab" for kind in kinds}
+    assert all([mark.name for mark in case.marks] == ["nightly"] for case in cases if case.values not in day)

@@ -19,7 +19,7 @@ from nanovllm.trace.format import TraceDecoder, TraceEncoder
 from nanovllm.trace.trace import StepRecord, Trace
 from tests.kv_engines import Fleet, ask, decode_first, make_engine
 from tests.oracle import greedy, make_checkpoint, reference_tokens
-from tests.pairwise import covering_sets, possible_pairs
+from tests.pairwise import covering_sets, in_turn, possible_pairs
 
 OUTPUT_LEN = 14
 WAYS = ("prefill first", "pull", "push")
@@ -122,8 +122,7 @@ def fleets() -> Iterator[list[Fleet]]:
         fleet.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("feature", "way"), in_turn(FEATURES, WAYS))
 def test_alone(feature: str, way: str, checkpoint: str, expected: list[list[int]], fleets: list[Fleet]) -> None:
     fleets.append(fleet := make_fleet(checkpoint, feature))
     producer, consumer = fleet.engines

@@ -24,17 +24,20 @@ from nanovllm.engine.core import EngineCore
 from nanovllm.executor.aggregator import OutputAggregator
 from nanovllm.kv_transfer.pd import control, disaggregated
 from nanovllm.kv_transfer.pd.control import Claim, Leases, Prefill, Prefilled, Release, credentials, encode
+from nanovllm.kv_transfer.transport import base
 from nanovllm.kv_transfer.transport.base import Link, Rank
 from nanovllm.kv_transfer.transport.handshake import Connection, Listener, PeerLost, connect
 from nanovllm.kv_transfer.transport.local import LocalLink
 from nanovllm.runner.runner import ModelRunner
 from tests.kv_engines import Child, Fleet, Gate, address, ask, decode_first, make_engine
 from tests.oracle import make_checkpoint, reference_tokens
+from tests.pairwise import in_turn
 
 PROMPT = [(i * 37 + 11) % 300 + 5 for i in range(43)]
 OTHER = [(i * 53 + 7) % 300 + 5 for i in range(30)]
 POLICIES = ("recompute", "fail")
 FAILED = "keys and values that were computed elsewhere did not come"
+# By day each stage and each way meet one policy or side of the two, in turn, and by night the other, too.
 # How far a request has come when something happens; "ordered": the producer has the order, and has not begun.
 STAGES = [
     ("prefill first", "asked"),
@@ -129,8 +132,7 @@ def check(fleet: Fleet, policy: str, expected: list[int]) -> None:
 # ---------------------------------------------------------------------------------------------- the producer goes
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("way", "stage"), STAGES)
+@pytest.mark.parametrize(("way", "stage", "policy"), in_turn(STAGES, POLICIES))
 def test_producer_leaves(way: str, stage: str, policy: str, engines: Any, expected: list[int], gate: Any) -> None:
     producer, consumer = engines("kv_producer"), engines("kv_consumer", policy)
     fleet = Fleet([producer, consumer])
@@ -186,14 +188,13 @@ def test_producer_is_killed(way: str, frozen_at: Any, checkpoint: str, engines: 
     fleet.settle()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("frozen_at", [(Rank, "push"), (Link, "ask")])
+@pytest.mark.parametrize(("owner", "name", "policy"), in_turn([(Rank, "push"), (Link, "ask")], POLICIES))
 def test_producer_stops_while_it_pushes(
-    frozen_at: Any, policy: str, checkpoint: str, engines: Any, expected: list[int]
+    owner: type, name: str, policy: str, checkpoint: str, engines: Any, expected: list[int]
 ) -> None:
     """SIGSTOP: the consumer does not wait for ever, and gets its blocks back at once: no other process writes to them."""
     consumer = engines("kv_consumer", policy, settings={"prefill_timeout": 1.0, "timeout": 1.0})
-    child, fleet = Child(checkpoint, "kv_producer", frozen_at), Fleet([consumer])
+    child, fleet = Child(checkpoint, "kv_producer", (owner, name)), Fleet([consumer])
     ask(consumer, "r", PROMPT, params=decode_first(child.address, "push"))
     fleet.run_until(lambda: child.is_frozen)
     assert child.process.pid is not None
@@ -273,7 +274,10 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 @pytest.mark.parametrize(("way", "stage"), STAGES)
-def test_client_leaves(way: str, stage: str, engines: Any, expected: list[int], gate: Any) -> None:
+def test_client_leaves(
+    way: str, stage: str, engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "_GRACE", 0.2)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
     opened = reach(fleet, way, stage, gate)
@@ -604,9 +608,12 @@ def test_nonsense_from_a_consumer(engines: Any, expected: list[int]) -> None:
 
 @pytest.mark.parametrize("blocks", [[10**9] * 6, [-1] * 6, [0] * 6])
 @pytest.mark.parametrize("ranks", ["real", "none", "nonsense"])
-def test_push_to_nowhere(ranks: str, blocks: list[int], engines: Any, expected: list[int]) -> None:
+def test_push_to_nowhere(
+    ranks: str, blocks: list[int], engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks that the consumer has not, or has not offered; ranks that are none. The order comes to its end, and gives all
     back."""
+    monkeypatch.setattr(base, "_GRACE", 0.2)
     producer, consumer = engines("kv_producer", long_prefill_token_threshold=8), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
     places = {"real": consumer.connector.ranks, "none": [], "nonsense": [{"kind": 7}, {}]}
@@ -638,12 +645,11 @@ def test_noise(noise: bytes, engines: Any, expected: list[int]) -> None:
     fleet.settle()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("way", ["pull", "push", "prefill first"])
+LIES = [("garbage", []), ([], [b"garbage"]), ([{"host": 3}], ["few"]), ([], ["many"]), ([], [])]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "answers"),
-    [("garbage", []), ([], [b"garbage"]), ([{"host": 3}], ["few"]), ([], ["many"]), ([], [])],
-    ids=["garbage", "then garbage", "no ranks at all", "other blocks", "silent"],
+    ("ranks", "answers", "way", "policy"), in_turn(LIES, ["pull", "push", "prefill first"], POLICIES)
 )
 def test_nonsense_from_a_producer(
     ranks: Any, answers: list[Any], way: str, policy: str, engines: Any, expected: list[int]
@@ -686,8 +692,7 @@ def test_nonsense_from_a_producer(
 # ---------------------------------------------------------------------------------------------- a step breaks off
 
 
-@pytest.mark.parametrize("side", ["producer", "consumer"])
-@pytest.mark.parametrize(("way", "stage"), STAGES)
+@pytest.mark.parametrize(("way", "stage", "side"), in_turn(STAGES, ["producer", "consumer"]))
 def test_a_step_breaks_off(
     way: str, stage: str, side: str, engines: Any, expected: list[int], gate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -823,10 +828,9 @@ def test_several_ranks_tell_of_many_transfers() -> None:
     assert pickle.dumps(vars(aggregator)) == empty
 
 
-def test_nothing_grows(
-    engines: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Twenty rounds of requests that come, are aborted, find nobody; producers that come and go."""
+@pytest.mark.parametrize("rounds", [5, pytest.param(18, marks=pytest.mark.nightly)])
+def test_nothing_grows(rounds: int, engines: Any, expected: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    """Rounds of requests that come, are aborted, find nobody; producers that come and go."""
     caplog.set_level(logging.ERROR)
     producer, consumer = engines("kv_producer"), engines("kv_consumer")
     fleet = Fleet([producer, consumer])
@@ -858,7 +862,7 @@ def test_nothing_grows(
     one_round()
     one_round()
     before = size()
-    for _ in range(18):
+    for _ in range(rounds):
         one_round()
     # A connection's threads see a moment later that it has ended.
     wait_for(lambda: all(now <= then for now, then in zip(size(), before, strict=True)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nanovllm.kv_transfer.layout import KVLayout
+from nanovllm.kv_transfer.transport import base
 from nanovllm.kv_transfer.transport.connection import PeerLost
 from nanovllm.kv_transfer.transport.handshake import Credentials, connect
 from nanovllm.kv_transfer.transport.messages import (
@@ -30,6 +31,7 @@ from nanovllm.kv_transfer.transport.messages import (
 )
 from nanovllm.kv_transfer.transport.transfers import Ended
 from tests.kv_ranks import SECRET, Rank, RemoteEngine, layouts, proxy
+from tests.pairwise import in_turn
 
 SOURCE, TARGET = 1, 2  # salts
 # Engines that differ in every way that is allowed: of the source and of the target.
@@ -44,9 +46,14 @@ SHAPES: dict[str, tuple[list[KVLayout], list[KVLayout]]] = {
     "latent, tp 2 to pp 2": (layouts(tp=2, num_kv_heads=0), layouts(pp=2, num_kv_heads=0)),
 }
 LOCAL, REMOTE = [7, 0, 3], [2, 8, 5]  # blocks
+KINDS = ["local", "tcp", "nixl"]
+# After each of its deaths, a process with NIXL is started anew, which takes longest: by day after those in mid-transfer.
+NIXL_BY_NIGHT = pytest.mark.parametrize(
+    "kind", ["local", "tcp", pytest.param("nixl", marks=pytest.mark.nightly)], indirect=True
+)
 
 
-@pytest.fixture(params=["local", "tcp", "nixl"])
+@pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Shared memory, TCP and NIXL."""
     if request.param == "nixl" and importlib.util.find_spec("nixl_cu12") is None:
@@ -94,7 +101,8 @@ def right(engine: RemoteEngine, *args: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ what arrives
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# By day each shape in one way and with one kind; what is common to all kinds says which bytes go where.
+@pytest.mark.parametrize(("shape", "kind"), in_turn(SHAPES, KINDS), indirect=["kind"])
 def test_blocks_are_read(engines, kind, shape):
     source, target = engines.open(kind, *SHAPES[shape])
     target.all("read", "one", source.addresses, LOCAL, REMOTE)
@@ -103,7 +111,7 @@ def test_blocks_are_read(engines, kind, shape):
     assert right(source)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "kind"), in_turn(SHAPES, KINDS[::-1]), indirect=["kind"])
 def test_blocks_are_pushed(engines, kind, shape):
     source, target = engines.open(kind, *SHAPES[shape])
     target.all("expect", "one", source.addresses, LOCAL)
@@ -202,7 +210,8 @@ def no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture
-def pair(kind: str) -> Iterator[tuple[Rank, Rank]]:
+def pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank]]:
+    monkeypatch.setattr(base, "_GRACE", 0.1)
     ranks = two_ranks(kind, layouts()[0], layouts()[0], timeout=2.0)
     yield ranks
     close(*ranks)
@@ -342,31 +351,31 @@ class Guest:
             raise Refused(answer.error)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Fetch(0, 2, 0, 2, [0, 12]),
-        Fetch(0, 2, 0, 2, [-1]),
-        Fetch(0, 3, 0, 2, [1]),
-        Fetch(-1, 1, 0, 2, [1]),
-        Fetch(1, 1, 0, 2, [1]),
-        Fetch(0, 2, 0, 3, [1]),
-        Fetch(0, 2, -1, 1, [1]),
-        Fetch(0, 2, 0, 0, [1]),
-        Push("never asked for", 0, 1, [1], [1]),
-        Push("expected", 0, 1, [3], [1]),
-        Push("expected", 0, 1, [-9], [1]),
-        Push("expected", 0, 1, [1], [12]),
-        Push("expected", 0, 1, [1], [-1]),
-        Push("expected", 0, 1, [1], [1, 2]),
-        Push("expected", 2, 3, [1], [1]),
-        Push("expected", 0, 3, [1], [1]),
-        Push("expected", 1, 1, [1], [1]),
-        Push("expected", -1, 1, [1], [1]),
-        Push("never asked for", 0, 1, [], [], True),
-        GiveUp("never asked for", "for fun"),
-    ],
-)
+REFUSED = [
+    Fetch(0, 2, 0, 2, [0, 12]),
+    Fetch(0, 2, 0, 2, [-1]),
+    Fetch(0, 3, 0, 2, [1]),
+    Fetch(-1, 1, 0, 2, [1]),
+    Fetch(1, 1, 0, 2, [1]),
+    Fetch(0, 2, 0, 3, [1]),
+    Fetch(0, 2, -1, 1, [1]),
+    Fetch(0, 2, 0, 0, [1]),
+    Push("never asked for", 0, 1, [1], [1]),
+    Push("expected", 0, 1, [3], [1]),
+    Push("expected", 0, 1, [-9], [1]),
+    Push("expected", 0, 1, [1], [12]),
+    Push("expected", 0, 1, [1], [-1]),
+    Push("expected", 0, 1, [1], [1, 2]),
+    Push("expected", 2, 3, [1], [1]),
+    Push("expected", 0, 3, [1], [1]),
+    Push("expected", 1, 1, [1], [1]),
+    Push("expected", -1, 1, [1], [1]),
+    Push("never asked for", 0, 1, [], [], True),
+    GiveUp("never asked for", "for fun"),
+]
+
+
+@pytest.mark.parametrize(("message", "kind"), in_turn(REFUSED, KINDS), indirect=["kind"])
 def test_requests_that_are_refused(pair, message):
     rank, other = pair
     guest = Guest(rank, other.transport.id)
@@ -379,9 +388,10 @@ def test_requests_that_are_refused(pair, message):
     guest.connection.close()
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\xc1", encode(Hello("x", layouts()[0])), encode(Moved()), encode(Answer()), b"\x81\xa4type\xa3xyz"]
-)
+SENSELESS = [b"", b"\xc1", encode(Hello("x", layouts()[0])), encode(Moved()), encode(Answer()), b"\x81\xa4type\xa3xyz"]
+
+
+@pytest.mark.parametrize(("data", "kind"), in_turn(SENSELESS, KINDS), indirect=["kind"])
 def test_requests_that_make_no_sense_end_the_connection_and_nothing_else(pair, data):
     rank, other = pair
     guest = Guest(rank)
@@ -421,6 +431,7 @@ def test_who_says_that_all_is_written_but_has_not_is_found_out(pair):
 # ------------------------------------------------------------------------------------------------ what breaks
 
 
+@NIXL_BY_NIGHT
 def test_the_owner_dies_before_a_read(engines, kind):
     source, target = engines.open(kind, layouts(tp=2), layouts())
     source.signal(signal.SIGKILL)
@@ -430,6 +441,7 @@ def test_the_owner_dies_before_a_read(engines, kind):
     assert right(target)
 
 
+@NIXL_BY_NIGHT
 def test_the_owner_dies_between_two_reads(engines, kind):
     source, target = engines.open(kind, layouts())
     target.all("read", "one", source.addresses, [1], [2])
@@ -452,6 +464,7 @@ def test_the_owner_dies_during_a_read(engines, kind):
     assert right(target)
 
 
+@NIXL_BY_NIGHT
 def test_the_owner_dies_somewhere_in_large_reads(engines, kind):
     """Either all is there, or it is said that it is not; wherever it was."""
     shape = layouts(num_blocks=200, block_size=64, width=64)
@@ -492,6 +505,7 @@ def test_the_one_who_is_written_to_dies(engines, kind):
     assert right(source)
 
 
+@NIXL_BY_NIGHT
 def test_one_of_two_writers_dies(engines, kind):
     """The other one is told that nobody wants its blocks any more."""
     source, target = engines.open(kind, layouts())
@@ -556,8 +570,11 @@ def cut(position: int) -> Callable[[int, bytes], bytes | None]:
     return lambda count, data: data if count + len(data) <= position else None
 
 
-@pytest.mark.parametrize("tamper", [flip, cut])
-@pytest.mark.parametrize("position", [3, 30, 60, 100, 130, 400, 700, 1000, 2000])
+@pytest.mark.parametrize(
+    ("position", "tamper", "kind"),
+    in_turn([3, 30, 60, 100, 130, 400, 700, 1000, 2000], [flip, cut], KINDS),
+    indirect=["kind"],
+)
 def test_what_is_changed_or_cut_on_its_way_does_not_count(kind, tamper, position):
     """Position by position: in the handshake, the fingerprint, the hello, the frames, the blocks. Where nothing but the
     way to the memory goes by this connection, it may come before any harm is done."""
@@ -578,13 +595,13 @@ def test_what_is_changed_or_cut_on_its_way_does_not_count(kind, tamper, position
 
 @pytest.mark.parametrize("position", [3, 130, 300, 420])
 def test_a_push_that_loses_its_answers_fails_at_both_ends(kind, position):
-    source, target = two_ranks(kind, layouts()[0], layouts()[0], timeout=1.0)
+    source, target = two_ranks(kind, layouts()[0], layouts()[0], timeout=0.3)
     address = target.transport.address
     target.transport.expect("push", [source.transport.address], [1, 2])
     with proxy((address["host"], address["port"]), cut(position)) as port:
         source.push("push", [{**address, "port": port}], [3, 4], [1, 2])
         here = only(source.wait())
-        if not (ended := target.transport.poll(1.0)):  # the target has not heard of the source: its engine gives it up
+        if not (ended := target.transport.poll(0.3)):  # the target has not heard of the source: its engine gives it up
             target.transport.cancel("push")
             ended = target.wait()
         there = only(ended)
