@@ -76,11 +76,12 @@ def test_a_worker_that_dies_is_a_verdict_and_names_its_test(tmp_path: pathlib.Pa
 
 
 SIGNALS = """
-import signal, subprocess, sys
+import pytest, signal, subprocess, sys
 
 def test_here():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
+@pytest.mark.started
 def test_in_a_child():
     code = "import signal; print(signal.getsignal(signal.SIGINT).__name__)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "default_int_handler\\n"
@@ -94,12 +95,16 @@ def test_sigint_works_in_a_run_that_was_started_with_it_ignored(tmp_path: pathli
 
 # A server with its engine, and a child of a child in a session of its own, whose parent has ended.
 STARTS = """
-import json, pathlib, subprocess, sys, threading
+import json, pathlib, pytest, subprocess, sys, threading
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    return pathlib.Path({model!r})
 
 ORPHAN = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'input()']).pid)"
 
 def test_starts_processes(server):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    pipes = {{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}}
     child = subprocess.Popen([sys.executable, "-c", ORPHAN], start_new_session=True, **pipes)
     pids = [server.process.pid, server.engine.pid, int(child.stdout.readline())]
     file = pathlib.Path(__file__).with_name("pids")
@@ -108,9 +113,9 @@ def test_starts_processes(server):
 """
 
 
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: pathlib.Path) -> None:
+def test_nothing_is_left_of_a_run_that_is_killed(tmp_path: pathlib.Path, tiny_model: pathlib.Path) -> None:
     pids = tmp_path / "pids"
-    command = command_of(tmp_path, STARTS, "-n", "1")
+    command = command_of(tmp_path, STARTS.format(model=str(tiny_model)), "-n", "1")
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as pytest_run:
         try:
             wait_until(lambda: pids.exists() and pids.read_text().endswith("\n"), 200, "the test has started")

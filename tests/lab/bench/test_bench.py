@@ -484,7 +484,7 @@ def test_from_the_command_line_to_the_files(
     engines = ["nanovllm", "hf"] if benchmark == "latency" else ["nanovllm"]
     words = ["bench", benchmark, "--model", str(checkpoint), "--engine", ",".join(engines), "--repeats", "1"]
     words += ["--input-len", "12", "--output-len", "5", "--dtype", "float32", "--kv-cache-memory", "8MiB"]
-    words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3"]
+    words += ["--batch-size" if benchmark == "latency" else "--num-prompts", "3", "--threads", "1"]
     if benchmark == "serve":
         words += ["--max-concurrency", "2", "--request-rate", "100"]
     words += ["--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")]
