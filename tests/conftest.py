@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import subprocess
 import sys
 from collections.abc import Iterator
 
+import httpx._transports.default
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -17,6 +19,9 @@ from tests.server_process import ServerProcess
 # 39 grammars for a check of addresses in schemas, which no test needs, would be compiled by each worker: a second each.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 subprocess.Popen = forking.Popen  # type: ignore[misc]
+# To load the certificates of the world takes each client of httpx 60 ms, and servers of tests have none.
+transports = httpx._transports.default
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 # On a busy machine an example may take any time.
 settings.register_profile(
     "untimed", max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow]

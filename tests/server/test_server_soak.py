@@ -14,7 +14,7 @@ import psutil
 from tests.server_process import ServerProcess, wait_until
 from tests.soak import MemorySamples, rounds, short_and_nightly
 
-ROUND, ROUNDS = 100, 7
+ROUND, ROUNDS = 60, 7
 # MB per 1,000 requests. In the short form, caches and allocators still fill up when it ends.
 SHORT_GROWTH, NIGHTLY_GROWTH = 50, 2
 

@@ -146,7 +146,7 @@ async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(server: 
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
 
         async def texts(**fields: Any) -> list[str]:
-            options: Any = {"model": "tiny", "prompt": "abc", "max_tokens": 200, **fields}
+            options: Any = {"model": "tiny", "prompt": "abc", "max_tokens": 100, **fields}
             answer = await client.completions.create(**options)
             assert {choice.finish_reason for choice in answer.choices} == {"length"}
             return [choice.text for choice in answer.choices]
@@ -158,7 +158,7 @@ async def test_what_never_ends_is_refused_or_cut_off_and_hurts_no_other(server: 
             except openai.BadRequestError as refusal:
                 assert str(refusal.param).startswith(f"structured_outputs.{next(iter(NEVER_ENDING[name]))}")
             else:
-                assert len({*made}) == 2 and re.fullmatch(r'[a-z[{":\s]{380,}', "".join(made)), made
+                assert len({*made}) == 2 and re.fullmatch(r'[a-z[{":\s]{190,}', "".join(made)), made
 
         plain: Any = {"temperature": 0, "extra_body": {"ignore_eos": True}}
         alone = await texts(**plain)

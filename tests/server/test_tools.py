@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import pathlib
@@ -276,14 +277,17 @@ HISTORY: Any = [
 ]
 
 
+@functools.cache
+def course_tokenizer() -> Tokenizer:
+    return Tokenizer.from_pretrained(resolve_model("smollm2-135m"))
+
+
 def prompt(template: str, **fields: Any) -> str:
     body = ChatCompletionRequest.model_validate({"messages": HISTORY, "tools": TOOLS} | fields)
     arguments = body.template_arguments()
     templates = {"default": template}
     arguments |= described(arguments["messages"], body, templates)
-    return Tokenizer(
-        Tokenizer.from_pretrained(resolve_model("smollm2-135m")).backend, {}, templates
-    ).apply_chat_template(**arguments)
+    return Tokenizer(course_tokenizer().backend, {}, templates).apply_chat_template(**arguments)
 
 
 def test_a_template_that_knows_tools_gets_them() -> None:
@@ -439,7 +443,8 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 def answers_with_calls(model: pathlib.Path, **options: Any) -> tuple[list[str], int]:
     """Two answers for each of four prompts, and how often the engine has preempted a request."""
-    llm = LLM(str(model), dtype="float32", attention_backend="torch", check_invariants=True, **options)
+    defaults = {"dtype": "float32", "attention_backend": "torch", "check_invariants": True, "num_kv_blocks": 200}
+    llm = LLM(str(model), **(defaults | options))
     try:
         fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
         body = ChatCompletionRequest.model_validate({"messages": QUESTION} | fields)
@@ -458,7 +463,14 @@ def expected_answers(tiny_model: pathlib.Path) -> list[str]:
     return answers
 
 
-@pytest.mark.parametrize("name", COMBINATIONS)
+# By day those that have the others in them.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name in ("asynchronous", "a small pool", "two ranks")))
+        for name in COMBINATIONS
+    ],
+)
 def test_no_option_changes_a_call(name: str, tiny_model: pathlib.Path, expected_answers: list[str]) -> None:
     answers, num_preemptions = answers_with_calls(tiny_model, **COMBINATIONS[name])
     assert answers == expected_answers
@@ -489,7 +501,7 @@ def random_server(tiny_model: pathlib.Path, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-@pytest.mark.parametrize("share", [24, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("share", [48, pytest.param(1, marks=pytest.mark.nightly)])
 async def test_all_calls_are_valid(random_server: ServerProcess, share: int) -> None:
     """For schemas of the public suite: calls with valid arguments, the same in a stream; or a refusal that says where."""
     client = openai.AsyncOpenAI(base_url=f"{random_server.url}/v1", api_key="unused", max_retries=0)

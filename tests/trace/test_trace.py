@@ -33,6 +33,7 @@ from nanovllm.trace.format import HIDDEN_TOKEN, MIN_KNOWN, TraceDecoder, TraceEn
 from nanovllm.trace.trace import Snapshot, StepRecord, Trace, TracedRequest, TraceError, read_trace
 from tests.examples import examples
 from tests.oracle import make_checkpoint
+from tests.pairwise import in_turn
 from tests.stages import StagedExecutor
 from tests.trace.drafting import SPECULATION, drafting_engine
 
@@ -212,7 +213,9 @@ def test_tokens_can_be_hidden(drafts: bool, checkpoint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "num_kv_blocks": 14}], ids=str
+    "options",
+    [{}, {"num_kv_blocks": 14}, {"preemption_mode": "swap", "swap_space": 0.01, "num_kv_blocks": 14}],
+    ids=str,
 )
 def test_a_trace_tells_what_became_of_drafts(checkpoint: str, options: dict[str, Any], tmp_path: pathlib.Path) -> None:
     """From a file: which tokens each request got, in which steps, and which slots were written again."""
@@ -543,8 +546,7 @@ def refuse(plan: SchedulerOutput) -> Any:
     raise ArithmeticError("the device is on fire")
 
 
-@pytest.mark.parametrize("options", ENGINES, ids=str)
-@pytest.mark.parametrize("traced", [False, True], ids=["only watched", "traced"])
+@pytest.mark.parametrize(("options", "traced"), in_turn(ENGINES, [False, True]), ids=str)
 def test_who_starts_at_any_moment_ends_with_the_truth(
     checkpoint: str, options: dict[str, Any], traced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,7 +110,13 @@ TRACES = {
 }
 
 
-@pytest.fixture(scope="module", params=TRACES)
+# By night those that others are like: pools that run out, many requests, drafts.
+NIGHTLY = "recompute", "many", "drafts"
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in NIGHTLY)) for name in TRACES]
+)
 def trace(request) -> Trace:
     return TRACES[request.param]()
 

@@ -461,8 +461,8 @@ def test_a_part_that_fails_takes_no_other_along_and_keeps_its_rows() -> None:
 
 def test_a_part_ends_with_its_time_and_so_does_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LEAST_SECONDS", 0.0)
-    (row,), outcomes = run_parts(hang, seconds=12.0)
-    assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith("stopped after 12 s")
+    (row,), outcomes = run_parts(hang, seconds=6.0)
+    assert outcomes["hang"]["status"] == "failed" and outcomes["hang"]["why"].startswith("stopped after 6 s")
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until init has collected it
             os.kill(row["pid"], 0)

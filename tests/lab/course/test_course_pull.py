@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm.lab.course.__main__ import main
+from tests.examples import examples
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 
@@ -286,7 +287,7 @@ def members(chosen: list[tuple[str, int, bool]]) -> str:
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(12))
 @given(
     parts=st.lists(MEMBERS, min_size=1, max_size=4),
     edits=st.dictionaries(NAMES, st.integers(10, 19)),
