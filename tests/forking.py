@@ -38,11 +38,12 @@ import psutil
 
 LIBRARIES = (
     "fastapi fastapi.responses httpx huggingface_hub.constants jinja2 llguidance msgspec numpy prometheus_client psutil rich safetensors.torch tokenizers "
-    "torch torch.distributed transformers uvicorn xxhash zmq"
+    "torch torch.distributed transformers transformers.utils.chat_template_utils uvicorn xxhash zmq"
 )
 # Environment variables that the interpreter and these libraries read once, hence a program with other ones is really started.
 READ_ONCE = "ATEN_ CUDA_ DNNL_ GOMP_ HF_ HOME KMP_ LANG LC_ LD_ MALLOC_ MKL_ NCCL_ OMP_ ONEDNN_ OPENBLAS_ PYTHON TORCH_ TRANSFORMERS_ XDG_"
 READ_LATE = (
+    "MALLOC_ARENA_MAX",
     "OMP_WAIT_POLICY",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
     "PYTHONPATH",
@@ -55,6 +56,7 @@ CAUGHT = (signal.SIGINT, signal.SIGTERM)
 MAX_BYTES, MAX_FILES = 150_000, 64  # of an order
 HIGH = 400  # a program's own files have lower numbers
 ORIGIN = "tests.forking"
+M_ARENA_MAX = -8
 ROOM = 6000  # bytes for the arguments that `ps` shows
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID, SYS_CLONE, PR_GET_TID_ADDRESS = (
     1 << 15,
@@ -158,7 +160,8 @@ def read_once(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """Whether this is a program of Python, without options of the interpreter."""
+    """Whether this is a program of Python, without options of the interpreter other than a safe path."""
+    words = [word for number, word in enumerate(words) if (number, word) != (1, "-P")]
     return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1][:1] != "-")
 
 
@@ -254,6 +257,8 @@ def run(words: list[str], environment: dict[str, str], folder: str, installed: l
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
+    if "MALLOC_ARENA_MAX" in environment:
+        ctypes.PyDLL(None).mallopt(M_ARENA_MAX, int(environment["MALLOC_ARENA_MAX"]))
     sys.modules["numpy"].random.seed()
     sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = environment.get("HF_HUB_OFFLINE") == "1"  # type: ignore[attr-defined]
     show_arguments(words)
@@ -270,16 +275,17 @@ def run(words: list[str], environment: dict[str, str], folder: str, installed: l
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ImportError):
         importlib.import_module("sitecustomize")
-    kind, *arguments = words[1:]
+    is_safe = words[1] == "-P"
+    kind, *arguments = words[1 + is_safe :]
+    if not is_safe:
+        sys.path.insert(0, {"-m": folder, "-c": ""}.get(kind, os.path.dirname(os.path.realpath(kind))))
+    sys.argv[:] = [kind, *(arguments[1:] if kind in ("-m", "-c") else arguments)]
     try:
         if kind == "-m":
-            sys.argv[:], sys.path[:0] = ["-m", *arguments[1:]], [folder]
             runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
         elif kind == "-c":
-            sys.argv[:], sys.path[:0] = ["-c", *arguments[1:]], [""]
             exec(compile(arguments[0], "<string>", "exec"), vars(program))
         else:
-            sys.argv[:], sys.path[:0] = words[1:], [os.path.dirname(os.path.realpath(kind))]
             program.__file__ = kind
             exec(compile(pathlib.Path(kind).read_bytes(), kind, "exec"), vars(program))
     except SystemExit as ended:
