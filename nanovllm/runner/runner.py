@@ -175,6 +175,8 @@ class ModelRunner:
         """Which requests get a token, each once more for each of its drafts; and after which row of the batch. The tokens of request i end
         before row `ends[i]`."""
         due = np.flatnonzero(caught_up)
+        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
+            return due, ends[due] - 1
         num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
         due = due.repeat(num_drafts + 1)
@@ -332,6 +334,8 @@ class ModelRunner:
             A function that waits for them: by request.
         """
         rows, first = self.rows, 0
+        if all(params.prompt_logprobs is None for params in rows.params.values()):
+            return dict
         arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
         for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
             count = rows.params[scheduled.request_id].prompt_logprobs
