@@ -76,8 +76,7 @@ class RequestRows:
         if end > known + len(unknown):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
         self.token_ids[row, start : known + len(unknown)] = [*new_tokens, *unknown]
-        if blocks:
-            self.block_tables[row, first : first + len(blocks)] = blocks
+        self.block_tables[row, first : first + len(blocks)] = blocks
         self.num_known[row] = known
         self.num_tokens[row] = known + len(unknown)
         self.num_blocks[row] = first + len(blocks)
