@@ -56,6 +56,7 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
             where, settings = pathlib.Path(setting.folder), options | {"speculative_config": each}
             engine = OfflineEngine(EngineSettings("vllm", where, settings, setting.threads, python or ""))
             peers[name] = stack.enter_context(engine)
+            engine.rest()  # it waits busily
         for kind, batch in [*((kind, 1) for kind in QUESTIONS), *(("chat", batch) for batch in (8, 32))]:
             count = 1 if setting.dry_run else max(batch, len(QUESTIONS[kind]))
             chats = [[{"role": "user", "content": question}] for question in islice(cycle(QUESTIONS[kind]), count)]
@@ -90,4 +91,7 @@ def _time_peer(engine: OfflineEngine, prompts: list[list[int]], batch: int, leng
     """The same for answers of given lengths."""
     requests = [BenchRequest(*pair) for pair in zip(prompts, lengths, strict=True)]
     groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
-    return sum(max(line[-1][0] for line in engine.ask(group)) for group in groups), None, []
+    engine.wake()
+    seconds = sum(max(line[-1][0] for line in engine.ask(group)) for group in groups)
+    engine.rest()
+    return seconds, None, []

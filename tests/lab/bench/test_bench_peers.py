@@ -395,7 +395,14 @@ class PeerAlone:
     def __exit__(self, *error: object) -> None:
         pass
 
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def rest(self) -> None:
+        self.is_awake = False
+
     def ask(self, requests: Any) -> Any:
+        assert self.is_awake
         drafts = self.settings.engine_options()["speculative_config"]
         assert drafts is None or drafts["method"] == "ngram"
         assert all(request.prompt_token_ids and request.max_tokens == 4 for request in requests)
