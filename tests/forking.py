@@ -160,9 +160,15 @@ def read_once(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_program(words: Sequence[str]) -> bool:
-    """Whether this is a program of Python, without options of the interpreter other than a safe path."""
+    """Whether this is a program of Python, without options of the interpreter other than a safe path; and not ruff, which is
+    started in less time than a large process is forked."""
     words = [word for number, word in enumerate(words) if (number, word) != (1, "-P")]
-    return len(words) > 1 and words[0] == sys.executable and (words[1] in ("-c", "-m") or words[1][:1] != "-")
+    return (
+        len(words) > 1
+        and words[1:3] != ["-m", "ruff"]
+        and words[0] == sys.executable
+        and (words[1] in ("-c", "-m") or words[1][:1] != "-")
+    )
 
 
 def main(descriptor: int, libraries: list[str]) -> None:

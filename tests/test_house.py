@@ -6,7 +6,6 @@ import ast
 import functools
 import pathlib
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -34,9 +33,11 @@ def resolve(name: str) -> str | None:
     return None
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[str, bool]]:
     """What a file imports from the package, anywhere in it: under TYPE_CHECKING, in functions, and by a string that names a
     module (for which the second value is True)."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names, by_string = [], False
         if isinstance(node, ast.Import):
@@ -48,7 +49,8 @@ def imports(path: pathlib.Path) -> Iterator[tuple[str, bool]]:
             names, by_string = re.findall(r"^nanovllm(?:\.\w+)+(?=$|:\w+$)", node.value), True
         for name in names:
             if name.startswith("nanovllm.") and (module := resolve(name.removeprefix("nanovllm."))) is not None:
-                yield module, by_string
+                found.append((module, by_string))
+    return found
 
 
 @functools.cache
