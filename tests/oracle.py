@@ -216,7 +216,9 @@ def _reference_tokens(folder: str, prompt: tuple[int, ...], count: int, stop_ids
 
 
 @torch.inference_mode()
-def greedy_choices(folder: str, prompts: list[list[int]], continuations: list[list[int]], count: int) -> list[list[int]]:
+def greedy_choices(
+    folder: str, prompts: list[list[int]], continuations: list[list[int]], count: int
+) -> list[list[int]]:
     """What transformers would choose in the place of each of `count` tokens of the prompts' continuations, given all before
     it. If these are the tokens themselves, a continuation is its greedy one, by induction; and a single pass has shown it."""
     choices = []
