@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Pair = tuple[str, str]
 
 
@@ -72,3 +74,15 @@ def covering_cases(
         pending -= covered(best)
         cases.append({name: values[name][index] for name, index in best.items()})
     return cases
+
+
+def half_by_day(*values: Sequence[Any]) -> list[Any]:
+    """All combinations of the values, as pytest's parameters; every second one only by night. By day each value occurs, and of
+    three lists and more each pair of values."""
+    return [
+        pytest.param(
+            *(each[place] for each, place in zip(values, places, strict=True)),
+            marks=[pytest.mark.nightly] if sum(places) % 2 else [],
+        )
+        for places in itertools.product(*(range(len(each)) for each in values))
+    ]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.pairwise import covering_cases, covering_sets, possible_pairs
+from tests.pairwise import covering_cases, covering_sets, half_by_day, possible_pairs
 
 
 @pytest.mark.parametrize("conflicts", [0.0, 0.1, 0.5, 1.0])
@@ -39,3 +39,13 @@ def test_cases_have_every_pair_of_values(pairs: list[tuple[str, str]] | None) ->
     for a, b in list(itertools.combinations(values, 2)) if pairs is None else pairs:
         for pair in itertools.product(values[a], values[b]):
             assert any((case[a], case[b]) == pair for case in cases)
+
+
+def test_half_of_all_combinations_have_every_pair_of_values() -> None:
+    values = [[1, 2, 3, 4], ["a", "b", "c"], [True, False]]
+    cases = half_by_day(*values)
+    assert [case.values for case in cases] == list(itertools.product(*values))
+    by_day = [case.values for case in cases if not case.marks]
+    assert len(by_day) == 12
+    for a, b in itertools.combinations(range(3), 2):
+        assert {(case[a], case[b]) for case in by_day} == set(itertools.product(values[a], values[b]))

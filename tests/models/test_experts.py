@@ -50,6 +50,7 @@ from nanovllm.models.moe import Experts, MoE, Router
 from nanovllm.models.moe_config import MoEConfig
 from tests.examples import examples
 from tests.oracle import greedy, greedy_choices, make_checkpoint
+from tests.pairwise import half_by_day
 
 HIDDEN = 24
 
@@ -675,15 +676,8 @@ GRIDS: dict[str, tuple[Grid, dict[str, Any]]] = {
 }
 
 
-# By day a grid with one of the two models.
-MODELS_AND_GRIDS = [
-    pytest.param(variant, name, marks=pytest.mark.nightly if (number + place) % 2 else pytest.mark.slow)
-    for number, variant in enumerate(("mixtral", "qwen3-moe"))
-    for place, name in enumerate(GRIDS)
-]
-
-
-@pytest.mark.parametrize(("variant", "grid_name"), MODELS_AND_GRIDS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("variant", "grid_name"), half_by_day(["mixtral", "qwen3-moe"], list(GRIDS)))
 def test_every_grid_gives_the_same_tokens(variant: str, grid_name: str, tmp_path: pathlib.Path) -> None:
     grid, division = GRIDS[grid_name]
     folder = str(make_checkpoint(tmp_path, variant))

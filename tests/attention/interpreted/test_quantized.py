@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,23 +12,12 @@ from torch import Tensor
 from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops import triton_quantized as ours
+from tests.pairwise import half_by_day
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the inputs that fill no tile.
 SIZES = [(48, 192, 6), (80, 576, 9), (64, 256, 2), (144, 320, 1)]
 TOKENS = [1, 16, 17, 65]  # one row, a whole tile, and each tile that is not full
-
-
-def half_by_day(*values: list[Any]) -> list[Any]:
-    """All combinations of the values, every second one by night alone: of three lists, each pair of values is seen by day, too."""
-    return [
-        pytest.param(
-            *(each[i] for each, i in zip(values, places, strict=True)), marks=[pytest.mark.nightly][: sum(places) % 2]
-        )
-        for places in itertools.product(*(range(len(each)) for each in values))
-    ]
-
-
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 
 
