@@ -250,6 +250,11 @@ class EngineConfig(Flags):
         return min(self.token_budget, self.max_num_seqs * (1 + drafts))
 
     @property
+    def max_decodes(self) -> int:
+        """Rows of a step that a CUDA graph computes, at most: one of each request, or up to 256 if there are drafts."""
+        return min(self.token_budget, max(self.max_num_seqs, min(self.max_num_samples, 256)))
+
+    @property
     def is_divided(self) -> bool:
         """True for the settings of several engines, False for those of one of them, or of the only one."""
         return self.data_parallel_size > 1 and self.data_parallel_rank is None

@@ -113,9 +113,7 @@ def as_table(rows: Iterable[dict[str, Any]]) -> rich.table.Table:
 
     def line_of(row: dict[str, Any]) -> tuple[str, ...]:
         constants, kernel = row["constants"], row["kernel"].removesuffix("_kernel")
-        tile = "×".join(
-            str(constants[name]) for name in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if name in constants
-        )
+        tile = "×".join(str(constants[n]) for n in ("TILE_ROWS", "TILE_KEYS", "TILE_OUTPUTS") if n in constants)
         head = str(constants.get("HEAD_DIM", constants.get("RANK", "")))
         return row["target"], kernel, row["dtype"], head, tile
 

@@ -153,6 +153,7 @@ def complete(
     for i, (prompt, its) in enumerate(zip(prompts, params, strict=True)):
         core.add_request(process(str(i), {"prompt_token_ids": prompt}, its)[1][0])
     unfinished = set(range(len(prompts)))
+    gc.freeze()  # the collector need not visit the model between steps
     with tqdm(total=len(prompts), desc=what, unit="chat", dynamic_ncols=True) as bar:
         while core.has_unfinished:
             for i in unfinished if time.monotonic() > deadline else ():
@@ -162,6 +163,7 @@ def complete(
                 if output.finish_reason is not None:
                     unfinished.discard(int(output.request_id))
                     bar.update()
+    gc.unfreeze()
     return answers
 
 

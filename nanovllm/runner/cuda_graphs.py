@@ -1,6 +1,6 @@
 """A decode step as one launch: recorded once for a ladder of batch sizes, then padded and replayed; and the warm-up before.
 
-Built by notebooks/40_cuda_graphs.ipynb: edit it there, then run `python -m nanovllm.lab.course build`.
+Built by notebooks/40_cuda_graphs.ipynb, continued by 42: edit it there, then run `python -m nanovllm.lab.course build`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DecodeGraphs:
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self.sizes = ladder(min(runner.config.max_num_seqs, runner.config.token_budget))
+        self.sizes = ladder(runner.config.max_decodes)
         self._make_graph, self._pool = runner.make_graph, None
         self._graphs: dict[int, Any] = {}
         most = self.sizes[-1]
@@ -95,6 +95,8 @@ class DecodeGraphs:
         writes only buffers that never move, and its launches do not depend on any length."""
         inputs = runner._inputs(size, size, 1, runner.config.max_request_tokens)
         out = runner._run_model(*inputs, self._received[:size] if self._received is not None else None)
+        if runner.speculator is not None:
+            runner.speculator.keep()
         return self._out[:size].copy_(out)
 
     def size_for(self, num_seqs: int) -> int:
@@ -102,16 +104,17 @@ class DecodeGraphs:
         return self.sizes[bisect_left(self.sizes, num_seqs)]
 
     def replay(self, batch: Batch, received: Tensor | None) -> Tensor:
-        """Compute a batch of one token each, which is in the runner's buffers, by the graph that fits.
+        """Compute a batch of sequences of one token, which is in the runner's buffers, by the graph that fits.
 
-        The batch has been padded to a recorded size, the length of `input_ids`; `rows` has one entry per request. If an earlier stage of a
-        pipeline has sent rows (`received`), they are first copied to the beginning of the buffer that the graph reads, `_received`.
+        The batch has been padded to a recorded size, the length of `input_ids`; its first rows are tokens, so many of each request as
+        `num_scheduled` says. If an earlier stage of a pipeline has sent rows (`received`), they are first copied to the beginning of the
+        buffer that the graph reads, `_received`.
 
         Returns:
-            The rows of the requests in the output buffer `_out`. The last stage (`get_pp_group().is_last`, also without a pipeline)
+            The rows of these tokens in the output buffer `_out`. The last stage (`get_pp_group().is_last`, also without a pipeline)
             returns a view of the buffer. Other stages return a copy: the next replay may overwrite the buffer before the rows are sent.
         """
-        count = len(batch.rows)
+        count = int(batch.num_scheduled.sum())
         if received is not None and self._received is not None:
             self._received[:count].copy_(received)
         self._graphs[len(batch.input_ids)].replay()
@@ -124,8 +127,7 @@ class DecodeGraphs:
 def capture_graphs(runner: ModelRunner) -> DecodeGraphs:
     """Record the runner's decode step for each size of the ladder, the largest first: the memory that it takes is enough for the others.
     Logs the number of graphs, and the time."""
-    start = time.perf_counter()
-    graphs = DecodeGraphs(runner)
+    start, graphs = time.perf_counter(), DecodeGraphs(runner)
     for size in reversed(graphs.sizes):
         graphs.capture(runner, size)
     seconds = time.perf_counter() - start
@@ -138,8 +140,7 @@ def warm_up(runner: ModelRunner) -> None:
     """Compile every kernel before the first request needs it: run a step of padding of each kind that the backend
     names."""
     config, start = runner.config, time.perf_counter()
-    most, tp = min(config.max_num_seqs, config.token_budget), get_tp_group().world_size
-    num_heads = runner.model_config.num_heads // tp
+    most, num_heads = config.max_decodes, runner.model_config.num_heads // get_tp_group().world_size
     kinds = runner.backend.step_kinds(num_heads, runner.kv_caches[0], most, config.token_budget)
     runner._pad(0, most)
     runner._inputs(most, most, 1, 1, upload=True)

@@ -119,7 +119,7 @@ class ModelRunner:
 
     def _make_buffers(self, tokens: int, max_blocks: int) -> None:
         """For steps of up to `tokens` tokens, and block tables of up to `max_blocks` blocks."""
-        seqs = self.config.max_num_seqs
+        seqs = max(self.config.max_num_seqs, self.config.max_decodes)
         buffer = partial(StepBuffer, device=self.device)
         self._input_ids, self._positions, self._slot_mapping = (buffer((tokens,), torch.int64) for _ in range(3))
         shapes = (seqs + 1,), (seqs,), (seqs, max_blocks)
@@ -136,17 +136,18 @@ class ModelRunner:
         starts = np.array([scheduled.start for scheduled in schedule.requests], dtype=np.int64)
         counts = np.array([scheduled.num_tokens for scheduled in schedule.requests], dtype=np.int64)
         ends = np.cumsum(counts)
-        num_seqs, num_tokens = len(rows), int(counts.sum())
+        num_tokens = int(counts.sum())
         # For each token: its request's row, and its position there.
         token_rows = np.repeat(rows, counts)
         positions = np.arange(num_tokens) + np.repeat(starts - (ends - counts), counts)
         size = self.config.block_size
         blocks = self.rows.block_tables[token_rows, positions // size]
-        seq_lens = starts + counts
-        max_seq_len = int(seq_lens.max(initial=1))
+        max_seq_len = int((starts + counts).max(initial=1))
         width = -(-max_seq_len // size)
 
-        due, last_rows = self._due(schedule, seq_lens == self.rows.num_tokens[rows], ends)
+        due, last_rows = self._due(schedule, starts + counts == self.rows.num_tokens[rows], ends)
+        seq_rows, seq_counts = self._sequences(rows, counts)
+        num_seqs, seq_ends = len(seq_rows), np.cumsum(seq_counts)
         pending = np.flatnonzero([scheduled.last_is_pending for scheduled in schedule.requests])
 
         if self._uploaded is not None:
@@ -154,15 +155,15 @@ class ModelRunner:
         self._input_ids.array[:num_tokens] = self.rows.token_ids[token_rows, positions]
         self._positions.array[:num_tokens] = positions
         self._slot_mapping.array[:num_tokens] = blocks.astype(np.int64) * size + positions % size
-        self._query_start_loc.array[1 : num_seqs + 1] = ends
-        self._seq_lens.array[:num_seqs] = seq_lens
-        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[rows, :width]
+        self._query_start_loc.array[1 : num_seqs + 1] = seq_ends
+        self._seq_lens.array[:num_seqs] = positions[seq_ends - 1] + 1
+        self._block_tables.array[:num_seqs, :width] = self.rows.block_tables[seq_rows, :width]
         self._picks.array[:2, : len(due)] = last_rows, rows[due]
         self._picks.array[2:, : len(pending)] = ends[pending] - 1, rows[pending]
-        if padded := self._padded_size(counts):
+        if padded := self._padded_size(seq_counts):
             self._pad(num_seqs, padded)
             num_seqs = num_tokens = padded
-        inputs = self._inputs(num_seqs, num_tokens, int(counts.max(initial=1)), max_seq_len, upload=True)
+        inputs = self._inputs(num_seqs, num_tokens, int(seq_counts.max(initial=1)), max_seq_len, upload=True)
         picks = self._picks.upload(4)
         if len(pending):
             places, sources = picks[2:, : len(pending)]
@@ -171,10 +172,20 @@ class ModelRunner:
             self._uploaded.record()
         return Batch(rows, counts, due, *inputs, *picks[:2, : len(due)])
 
+    def _sequences(self, rows: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row and number of tokens of each sequence that attention sees: of each request; or, in a step of decodes and drafts that a CUDA
+        graph can compute, of each token, which attends to those that the step writes before it."""
+        most = 1 + (self.config.speculative.num_speculative_tokens or 0) if self.config.speculative is not None else 1
+        if self.graphs is None or counts.max(initial=0) > most or counts.sum() > self.graphs.sizes[-1]:
+            return rows, counts
+        return rows.repeat(counts), np.ones(counts.sum(), dtype=np.int64)
+
     def _due(self, schedule: SchedulerOutput, caught_up: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which requests get a token, each once more for each of its drafts; and after which row of the batch. The tokens of request i end
         before row `ends[i]`."""
         due = np.flatnonzero(caught_up)
+        if not any(scheduled.draft_token_ids for scheduled in schedule.requests):
+            return due, ends[due] - 1
         num_drafts = np.array([len(schedule.requests[i].draft_token_ids) for i in due], dtype=np.int64)
         num_behind = np.concatenate([np.arange(n, -1, -1) for n in num_drafts] or [num_drafts])
         due = due.repeat(num_drafts + 1)
@@ -261,7 +272,7 @@ class ModelRunner:
         """Hidden states of the batch, `[num_tokens, hidden_size]`, until the next call; None if another stage of the
         pipeline goes on with what this one has computed."""
         received = None if self.link is None else self.link.receive(int(batch.num_scheduled.sum()) or 1)
-        if self.graphs is not None and batch.num_scheduled.max(initial=0) == 1:
+        if self.graphs is not None and len(batch.rows) and batch.metadata.max_query_len == 1:
             out = self.graphs.replay(batch, received)
             self.connector.save_kv_layers()
         else:
@@ -334,16 +345,16 @@ class ModelRunner:
         rows, first = self.rows, 0
         arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
         for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
-            count = rows.params[scheduled.request_id].prompt_logprobs
+            count, end = rows.params[scheduled.request_id].prompt_logprobs, scheduled.start + scheduled.num_tokens
             # The hidden state at position p predicts position p + 1, which must still be of the prompt.
-            last = min(scheduled.start + scheduled.num_tokens, int(rows.num_prompt_tokens[row]) - 1)
-            if count is not None and last > scheduled.start:
+            last = 0 if count is None else min(end, int(rows.num_prompt_tokens[row]) - 1)
+            if last > scheduled.start:
                 targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
                 parts = arrivals[scheduled.request_id] = []
                 for i in range(0, len(targets), LOGPROB_ROWS):
                     part = upload(targets[i : i + LOGPROB_ROWS], torch.int64, self.device)
                     logits = self.model.compute_logits(hidden[first + i : first + i + len(part)])
-                    parts.append(start_logprobs(logits, part, [count] * len(part)))
+                    parts.append(start_logprobs(logits, part, [count or 0] * len(part)))
             first += scheduled.num_tokens
         return lambda: {name: [entry for arrive in parts for entry in arrive()] for name, parts in arrivals.items()}
 

@@ -57,9 +57,10 @@ def apply_constraints(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     vocab_size = logits.shape[1]
     biases: dict[int, float] = {}  # place in the flattened logits -> what is added there
     for i, row in enumerate(rows):
-        for token, bias in (row.params.logit_bias or {}).items():
+        params = row.params
+        for token, bias in params.logit_bias.items() if params.logit_bias else ():
             biases[i * vocab_size + token] = bias
-        if row.num_output_tokens < row.params.min_tokens:
+        if params.min_tokens and row.num_output_tokens < params.min_tokens:
             # Some checkpoints have an end-of-sequence id outside of the vocabulary, such as -1.
             stops = {token for token in row.stop_ids if 0 <= token < vocab_size}
             # If a request forbids every token, its min_tokens is ignored.

@@ -323,8 +323,9 @@ class Scheduler:
         """Append a token that was sampled, and end the request if it is the last one."""
         request.token_ids.append(token_id)
         num_tokens, params = len(request.token_ids), request.sampling_params
-        if request.num_computed_tokens >= num_tokens and request.status is RequestStatus.RUNNING:
-            self.manager.cache_blocks(request, num_tokens - 1)  # this token may complete a block
+        is_computed = request.num_computed_tokens >= num_tokens and request.status is RequestStatus.RUNNING
+        if is_computed and num_tokens % self.manager.block_size == 0:
+            self.manager.cache_blocks(request, num_tokens - 1)  # this token completes a block
         # A grammar leaves only tokens that end the request when the output is complete.
         if token_id in request.stop_reasons and (
             request.num_output_tokens >= params.min_tokens or params.structured_outputs is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 import random
 import tempfile
@@ -19,6 +20,7 @@ from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.lab.bench.local import TINY, run_requests, start_engine, write_checkpoint
 from nanovllm.lab.bench.workloads import BenchRequest
+from nanovllm.models.eagle import shipped_head
 from tests.gpu.setting import DRY_RUN, TINY_DEEPSEEK, TINY_MIXTRAL
 
 REFERENCE = {"device": "cpu", "attention_backend": "torch"}
@@ -88,6 +90,40 @@ def test_tokens_of_quantized_weights_are_those_of_the_cpu(quantization: str) -> 
     expected = tokens_of(folder, requests, **quantized, **REFERENCE)
     for variant in list(VARIANTS.values())[-1:] if DRY_RUN else VARIANTS.values():
         assert tokens_of(folder, requests, **quantized, **variant) == expected
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_drafts_change_no_token(method: str) -> None:
+    """The model drafts for itself, then its 8-bit copy does. The head is the course model's, and its matrices have 8 bits."""
+    its_own: dict[str, Any] = {"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 256, 3]]}
+    if method == "eagle3":
+        if DRY_RUN or not (COURSE_FOLDER / "config.json").is_file():
+            pytest.skip("a dry run" if DRY_RUN else f"{COURSE_FOLDER} is not there (`nanovllm fetch` makes it)")
+        folder, requests, options, expected = expected_of(COURSE_MODEL)
+        ways: list[dict[str, Any]] = [{"model": str(shipped_head(COURSE_MODEL))}]
+    else:
+        folder, _, options, _ = expected_of("tiny model")
+        # Prompts with every token: wherever the output goes, there are n-grams to look up.
+        size = 64 if DRY_RUN else TINY["vocab_size"]
+        requests = [BenchRequest([i * step % size for i in range(size)], 4 if DRY_RUN else 48) for step in (3, 7)]
+        expected = tokens_of(folder, requests, **options, **REFERENCE)
+        copies = [{"model": folder}, {"model": folder, "quantization": "w8a8"}]
+        ways = copies if method == "draft_model" else [{"prompt_lookup_min": 1}]
+    variants = list(VARIANTS.values())[-1:] if DRY_RUN else [VARIANTS["Triton attention"], _GRAPHS]
+    for way, variant in itertools.product(ways, variants):
+        core = start_engine(
+            folder,
+            dtype="float32",
+            num_kv_blocks=128,
+            speculative_config={"method": method} | its_own | way,
+            **options,
+            **variant,
+        )
+        assert run_requests(core, requests)[0] == expected
+        stats = core.stats.spec_decoding
+        assert stats.num_drafts > 0 or (DRY_RUN and method == "ngram")
+        assert method == "ngram" or stats.num_accepted_tokens > 0
+        core.close()
 
 
 @pytest.mark.skipif(DRY_RUN, reason="a dry run")

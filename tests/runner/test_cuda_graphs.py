@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 from nbformat import v4
@@ -31,6 +32,7 @@ from nanovllm.lab.course.__main__ import main as course_main
 from nanovllm.models.config import ModelConfig
 from nanovllm.runner.cuda_graphs import CudaGraph, DecodeGraphs, capture_graphs, ladder
 from nanovllm.runner.runner import ModelRunner, graph_maker
+from tests.models.test_eagle import CONFIG, random_head, write
 from tests.oracle import make_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -64,6 +66,7 @@ class Rows:
 
     def __init__(self, make_graph: Any, sizes: int, noted: list[Any]) -> None:
         self.config, self.make_graph, self.noted = EngineConfig(max_num_seqs=sizes), make_graph, noted
+        self.speculator = None
         self.config.settle(64, 32)
 
     def blank(self, most: int) -> None:
@@ -101,7 +104,7 @@ def test_the_smallest_that_is_large_enough() -> None:
     assert recorded == [(13, None), *((n, "pool") for n in (8, 4, 2, 1))], "all share the memory of the first"
     assert noted == [("padding", 0, 13), ("upload", 13, 13), *(f"work {n}" for n in (13, 8, 4, 2, 1))]
     assert [graphs.size_for(n) for n in (1, 3, 4, 5, 8, 9, 13)] == [1, 4, 4, 8, 8, 13, 13]
-    out = graphs.replay(SimpleNamespace(rows=[0] * 5, input_ids=[0] * 8), None)  # type: ignore[arg-type]
+    out = graphs.replay(SimpleNamespace(num_scheduled=np.ones(5), input_ids=[0] * 8), None)  # type: ignore[arg-type]
     assert recorded[-1] == "replayed" and len(out) == 5  # type: ignore[arg-type]
 
 
@@ -116,13 +119,13 @@ def test_a_replay_returns_the_rows_of_the_requests(monkeypatch: pytest.MonkeyPat
             size: SimpleNamespace(replay=lambda size=size: replayed.append((size, graphs._received.clone())))
         }
     received = torch.ones(3, 2)
-    out = graphs.replay(SimpleNamespace(rows=[5, 0, 2], input_ids=[0] * 4), received)
+    out = graphs.replay(SimpleNamespace(num_scheduled=np.array([1, 2]), input_ids=[0] * 4), received)
     assert [size for size, _ in replayed] == [4], "the graph of the size to which the batch was padded"
     assert torch.equal(replayed[0][1][:3], received), "what the graph reads is in its buffer before the replay"
     assert out.shape == (3, 2), "the requests' rows, without those of the padding"
     graphs._out.fill_(7)
     assert bool((out == 7).all()) == is_last, "the next replay must not change what is still to be sent"
-    graphs.replay(SimpleNamespace(rows=[0] * 8, input_ids=[0] * 8), None)
+    graphs.replay(SimpleNamespace(num_scheduled=np.ones(8), input_ids=[0] * 8), None)
     assert replayed[1][0] == 8
 
 
@@ -266,6 +269,40 @@ def test_preemption_prefix_hits_and_policies(folder, graphs, options) -> None:
     stats = llm.engine.core.stats
     assert stats == eager.engine.core.stats and stats.num_hit_tokens > 0
     assert stats.num_preemptions > 0 or options.get("num_kv_blocks") != 28
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
+def test_steps_with_drafts_are_replayed(folder, graphs, monkeypatch, tmp_path, method) -> None:
+    """With and without graphs the same drafts, although a head reads hidden states of the replayed step; and tokens as without drafts."""
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    drafts["num_speculative_tokens_per_batch_size"] = [[1, 256, 3]]
+    drafts |= {"draft_model": {"model": str(folder)}, "ngram": {"prompt_lookup_min": 1}}.get(method, {})
+    if method == "eagle3":
+        drafts["model"] = str(write(tmp_path, random_head(), CONFIG))
+    few = {token: 60.0 for token in (70, 71, 72)}  # so that the text repeats itself
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=24, ignore_eos=True, logit_bias=few)
+    plain = make_llm(folder, enforce_eager=True)
+    made = [make_llm(folder, enforce_eager=eager, speculative_config=drafts) for eager in (True, False)]
+    noted: list[list[Any]] = [[], []]
+    for llm, notes in zip(made, noted, strict=True):
+        step = llm.engine.core.runner.launch
+
+        def launch(plan: SchedulerOutput, step: Any = step, notes: Any = notes) -> Any:
+            notes += [(r.request_id, r.num_tokens, list(r.draft_token_ids)) for r in plan.requests]
+            replays = sum(graph.num_replays for graph in graphs.made)
+            wait = step(plan)
+            decodes = all(r.num_tokens == 1 + len(r.draft_token_ids) for r in plan.requests)
+            fits = sum(r.num_tokens for r in plan.requests) <= 24
+            if notes is noted[1] and decodes:
+                assert sum(graph.num_replays for graph in graphs.made) == replays + fits
+            return wait
+
+        monkeypatch.setattr(llm.engine.core.runner, "launch", launch)
+    prompts = make_prompts(4, shared=3)
+    expected = serve(plain, prompts, params)
+    assert [serve(llm, prompts, params) for llm in made] == [expected] * 2
+    assert noted[0] == noted[1] and sum(len(drafted) for *_, drafted in noted[1]) > 30
+    assert made[1].engine.core.runner.graphs.sizes[-1] == 24, "as many rows as the step's budget, for up to 52 tokens"
 
 
 def test_decode_steps_are_replayed_and_no_others(folder, graphs, monkeypatch) -> None:
@@ -478,7 +515,7 @@ def test_what_is_asked_of_cuda(monkeypatch) -> None:
     assert make_graph is not None
     graphs = capture_graphs(Rows(make_graph, 2, events))  # type: ignore[arg-type]
     del events[:2]  # the padding
-    graphs.replay(SimpleNamespace(rows=[0, 1], input_ids=[0, 1]), None)  # type: ignore[arg-type]
+    graphs.replay(SimpleNamespace(num_scheduled=np.ones(2), input_ids=[0, 1]), None)  # type: ignore[arg-type]
     rounds = [
         [
             "cuda waits for main", "on cuda", f"work {size}", "main waits for cuda",

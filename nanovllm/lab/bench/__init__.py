@@ -42,7 +42,7 @@ BENCHMARKS = {
     "all": ("the named workloads of these three", _ENGINES),
     "scheduler": ("the time that a step costs the host", "part dry-run repeats threads vllm-python"),
     "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
-    "speculation": ("the gain of drafting tokens", "part dry-run repeats threads"),
+    "speculation": ("the gain of drafting tokens", "part dry-run repeats threads vllm-python"),
     "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
     "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
     "quality": ("what quantized weights, or a setting, cost in quality", "baseline samples"),

@@ -43,7 +43,7 @@ STOP_SECONDS = 10.0
 _VLLM_OPTIONS = {
     "block_size", "dtype", "enable_chunked_prefill", "enable_prefix_caching", "load_format",
     "long_prefill_token_threshold", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "scheduling_policy",
-    "seed", "tokenizer",
+    "seed", "speculative_config", "tokenizer",
 }  # fmt: skip
 # Parameters of llama.cpp's context, and llama-server's flags for them.
 _LLAMA_FLAGS = dict(n_seq_max="-np", n_ctx="-c", n_batch="-b", n_ubatch="-ub", n_threads="-t", n_threads_batch="-tb")

@@ -86,9 +86,7 @@ def text_of(cell: Any) -> str:
     return number(cell) if isinstance(cell, float) else str(cell)
 
 
-def conditions(
-    model: str, num_threads: int, seconds: float, found: dict[str, dict[str, str]] | None = None
-) -> list[str]:
+def conditions(model: str, threads: int, seconds: float, found: dict[str, dict[str, str]] | None = None) -> list[str]:
     """When, where and on what was measured: a fact per line.
 
     Args:
@@ -96,7 +94,7 @@ def conditions(
     """
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [
-        f"{now}, {cpu_model()}, {len(usable_cores())} cores ({num_threads} used), "
+        f"{now}, {cpu_model()}, {len(usable_cores())} cores ({threads} used), "
         f"{psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.platform(terse=True)}",
         f"model {model}; the whole run took {seconds / 60:.1f} minutes",
         *(

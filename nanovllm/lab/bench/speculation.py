@@ -1,7 +1,9 @@
-"""What drafts gain, on texts of four kinds and in batches: plain and drafting engines answer the same questions in turn."""
+"""What drafts gain, on texts of four kinds and in batches: plain and drafting engines answer the same questions in turn, and vLLM's, too."""
 
+import pathlib
 import pydoc_data.topics
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -9,20 +11,21 @@ from typing import Any
 from nanovllm.data.config import COURSE_MODEL
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.llm import LLM
+from nanovllm.lab.bench.engines import EngineSettings, OfflineEngine
 from nanovllm.lab.bench.metrics import alternate, timed
 from nanovllm.lab.bench.parts import Setting, Skip
 from nanovllm.lab.bench.report import Row, paired
+from nanovllm.lab.bench.workloads import BenchRequest
 from nanovllm.models.eagle import shipped_head
 
+#: As in vLLM's documentation. There, as many tokens are drafted whatever the load.
+VLLM_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+
+Answered = tuple[float, float | None, list[list[int]]]
 # Text that every machine has.
 _TEXT = " ".join(pydoc_data.topics.topics["if"].split())[:700]
 #: Questions that no head was trained on.
-_TASKS = (
-    "reverses a string",
-    "sorts a list of numbers",
-    "counts the words of a text",
-    "checks whether a number is prime",
-)
+_TASKS = "reverses a string", "sorts a list of numbers", "counts the words of a text", "checks if a number is prime"
 QUESTIONS = {
     "chat": [
         "What is the capital of France, and why is it famous?", "Explain how plants make food from light.", "How do I cook rice?",
@@ -46,33 +49,49 @@ def measure(setting: Setting, method: str) -> Iterator[Row]:
     more: dict[str, Any] = {"ngram": {"prompt_lookup_min": 2}, "draft_model": copy, "eagle3": head}
     config = {"method": method} | more[method]
     options = setting.options(max_num_seqs=32, max_model_len=512, kv_cache_memory="512MiB")
-    engines = {name: LLM(**options, speculative_config=each) for name, each in (("none", None), (method, config))}
-    for kind, batch in [*((kind, 1) for kind in QUESTIONS), *(("chat", batch) for batch in (8, 32))]:
-        questions = list(islice(cycle(QUESTIONS[kind]), max(batch, len(QUESTIONS[kind]))))[
-            : 1 if setting.dry_run else None
-        ]
-        works = {
-            name: partial(_answer, llm, questions, batch, 4 if setting.dry_run else 128)
-            for name, llm in engines.items()
-        }
-        found = alternate(works, setting.repeats)
-        if found["none"][0][2] != found[method][0][2]:
-            raise RuntimeError(f"{method} changes the answers to {kind}")
-        for name, rounds in found.items():
-            row: Row = {"table": "Drafts, greedy answers", "questions": kind, "at once": batch, "drafts": name}
-            row |= {"tokens/s": [sum(map(len, texts)) / seconds for seconds, _, texts in rounds]}
-            ratio = paired(*([seconds for seconds, *_ in each] for each in (rounds, found["none"])))
-            yield row | {"tokens per verification": rounds[-1][1], "speed ÷ none": ratio}
+    plain, drafting = (LLM(**options, speculative_config=each) for each in (None, config))
+    tokenizer, peers, python = plain.get_tokenizer(), dict[str, OfflineEngine](), setting.vllm_python
+    with ExitStack() as stack:
+        for name, each in (("vLLM, none", None), ("vLLM, ngram", VLLM_NGRAM)) if python and method == "ngram" else ():
+            where, settings = pathlib.Path(setting.folder), options | {"speculative_config": each}
+            engine = OfflineEngine(EngineSettings("vllm", where, settings, setting.threads, python or ""))
+            peers[name] = stack.enter_context(engine)
+            engine.rest()  # it waits busily
+        for kind, batch in [*((kind, 1) for kind in QUESTIONS), *(("chat", batch) for batch in (8, 32))]:
+            count = 1 if setting.dry_run else max(batch, len(QUESTIONS[kind]))
+            chats = [[{"role": "user", "content": question}] for question in islice(cycle(QUESTIONS[kind]), count)]
+            texts = [tokenizer.apply_chat_template(c) if tokenizer.chat_templates else c[0]["content"] for c in chats]
+            prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            run = partial(_answer, prompts=prompts, batch=batch, tokens=4 if setting.dry_run else 128)
+            works = {"none": partial(run, plain), method: partial(run, drafting)}
+            lengths = [len(answer) for answer in works["none"]()[2]]
+            works |= {name: partial(_time_peer, peer, prompts, batch, lengths) for name, peer in peers.items()}
+            found = alternate(works, setting.repeats)
+            if found["none"][0][2] != found[method][0][2]:
+                raise RuntimeError(f"{method} changes the answers to {kind}")
+            for name, rounds in found.items():
+                row: Row = {"table": "Drafts, greedy answers", "questions": kind, "at once": batch, "drafts": name}
+                row |= {"tokens/s": [sum(lengths) / seconds for seconds, *_ in rounds]}
+                ratio = paired(*([seconds for seconds, *_ in each] for each in (rounds, found["none"])))
+                yield row | {"tokens per verification": rounds[-1][1], "speed ÷ none": ratio}
 
 
-def _answer(llm: LLM, questions: list[str], batch: int, tokens: int) -> tuple[float, float | None, list[list[int]]]:
+def _answer(llm: LLM, prompts: list[list[int]], batch: int, tokens: int) -> Answered:
     """Seconds, tokens per verification of drafts, and the tokens of each answer."""
-    tokenizer, drafts = llm.get_tokenizer(), llm.engine.core.stats.spec_decoding
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    prompts = [tokenizer.apply_chat_template(chat) for chat in chats] if tokenizer.chat_templates else questions
-    before, answers = (drafts.num_drafts, drafts.num_accepted_tokens), list[Any]()
-    params, groups = SamplingParams(temperature=0, max_tokens=tokens), range(0, len(prompts), batch)
+    drafts, answers = llm.engine.core.stats.spec_decoding, list[Any]()
+    before, params = (drafts.num_drafts, drafts.num_accepted_tokens), SamplingParams(temperature=0, max_tokens=tokens)
+    groups = [[{"prompt_token_ids": ids} for ids in prompts[i : i + batch]] for i in range(0, len(prompts), batch)]
     run = partial(llm.generate, sampling_params=params, use_tqdm=False)
-    seconds = timed(lambda: answers.extend(answer for i in groups for answer in run(prompts[i : i + batch])))
+    seconds = timed(lambda: answers.extend(answer for group in groups for answer in run(group)))
     steps, accepted = drafts.num_drafts - before[0], drafts.num_accepted_tokens - before[1]
     return seconds, 1 + accepted / steps if steps else None, [answer.outputs[0].token_ids for answer in answers]
+
+
+def _time_peer(engine: OfflineEngine, prompts: list[list[int]], batch: int, lengths: list[int]) -> Answered:
+    """The same for answers of given lengths."""
+    requests = [BenchRequest(*pair) for pair in zip(prompts, lengths, strict=True)]
+    groups = [requests[i : i + batch] for i in range(0, len(requests), batch)]
+    engine.wake()
+    seconds = sum(max(line[-1][0] for line in engine.ask(group)) for group in groups)
+    engine.rest()
+    return seconds, None, []

@@ -154,9 +154,8 @@ def executor(setting: Setting) -> Iterator[Row]:
             pathlib.Path(setting.folder).name: (setting.threads, setting.options()),
         }
         for name, (threads, options) in models.items():
-            yield from compare_executors(
-                name, run_ranks(time_steps, Grid(), options, steps, rounds, threads=threads)[0]
-            )
+            [times] = run_ranks(time_steps, Grid(), options, steps, rounds, threads=threads)
+            yield from compare_executors(name, times)
 
 
 def compare_executors(model: str, times: dict[int, dict[str, list[float]]]) -> Iterator[Row]:

@@ -102,9 +102,7 @@ def normalise(notebook: NotebookNode, root: Path) -> NotebookNode:
     notebook.metadata["kernelspec"] = NotebookNode(_KERNEL)
     notebook.metadata["language_info"] = NotebookNode(name="python")
     first = notebook.cells[0]
-    first.source = _READING_TIME.sub(
-        reading_time([(cell.cell_type, cell.source) for cell in notebook.cells[1:]]), first.source
-    )
+    first.source = _READING_TIME.sub(reading_time([(c.cell_type, c.source) for c in notebook.cells[1:]]), first.source)
     count = 0
     for cell in notebook.cells:
         for key in ("execution", "ExecuteTime"):

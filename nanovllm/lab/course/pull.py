@@ -129,12 +129,10 @@ def _carry_pieces(module: Module, origins: list[Piece], before: list[Piece], aft
     _delete([origin_of[key] for key in old_of if key not in kept and key in origin_of], edits)
 
 
-def _insert(
-    module: Module, new: Piece, anchor: Piece | None, top: Piece | None, below: Piece | None, edits: Edits
-) -> None:
+def _insert(module: Module, new: Piece, at: Piece | None, top: Piece | None, below: Piece | None, edits: Edits) -> None:
     """Add a new piece after the one above it in the module, or before the first one."""
-    if anchor:
-        seat = anchor.first
+    if at:
+        seat = at.first
         row, lines = seat.end, [*[""] * new.blanks, *new.lines]
     elif top:
         seat = top.first

@@ -159,12 +159,10 @@ def gif_bytes(pictures: Sequence[Image.Image], seconds: Sequence[float], comment
             pixels[frame == frames[number - 1]] = _UNCHANGED
         images.append(Image.fromarray(pixels))
         images[-1].putpalette(palette.astype(np.uint8).tobytes())
-    buffer = io.BytesIO()
+    first, *others = images
     look: dict[str, Any] = {"transparency": _UNCHANGED, "disposal": 1}  # each frame is drawn over the one before
-    times = [round(1000 * each) for each in seconds]
-    images[0].save(
-        buffer, "GIF", save_all=True, append_images=images[1:], duration=times, loop=0, comment=comment, **look
-    )
+    look |= {"duration": [round(1000 * each) for each in seconds], "loop": 0, "comment": comment}
+    first.save(buffer := io.BytesIO(), "GIF", save_all=True, append_images=others, **look)
     return buffer.getvalue()
 
 

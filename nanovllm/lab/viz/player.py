@@ -38,9 +38,7 @@ def bundle(entry: str) -> str:
                 texts[imported] = f"const {what} = {(WEB / imported).read_text(encoding='utf-8').strip()};\n"
             elif imported not in visited:
                 add(imported)
-        body = re.sub(
-            r"^export (?=(?:async )?(?:class|function|const)\b)", "", _IMPORT.sub("", source), flags=re.MULTILINE
-        )
+        body = re.sub(r"^export (?=(?:async )?(?:class|function|const)\b)", "", _IMPORT.sub("", source), flags=re.M)
         if left := re.search(r"^(?:import|export)\b.*", body, re.MULTILINE):
             raise ValueError(f"{name}: cannot bundle {left[0]!r}")
         texts[name] = f"// {name}\n{body}"

@@ -71,6 +71,9 @@ class Drafter:
     def prepare(self, schedule: SchedulerOutput) -> None:
         """Called before the first model runs a step."""
 
+    def keep(self) -> None:
+        """Called at the end of a first model's step that a graph records: what a replay shall leave goes into buffers."""
+
     def propose(
         self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
     ) -> dict[str, list[int]]:
@@ -250,11 +253,25 @@ class Eagle(Drafter):
         whole = self.target.fused
         self.target.collect_hidden_states(self.model.aux_layers)
         self.ways = {False: ((), whole), True: (self.model.aux_layers, self.target.fused)}
-        runner.make_graph = None  # a CUDA graph would leave the hidden states of the step that it recorded
+        self._kept: list[Tensor] = []  # hidden states of a step that a graph has replayed
         self.num_kv_heads, self.head_dim = self.model.num_kv_heads, self.model.head_dim
 
+    def keep(self) -> None:
+        states, most = self.target.aux_hidden_states, self.runner.config.max_decodes
+        self._kept = self._kept or [state.new_zeros(most, state.shape[1]) for state in states]
+        for kept, state in zip(self._kept, states, strict=True):
+            kept[: len(state)].copy_(state)
+
+    def propose(
+        self, schedule: SchedulerOutput, batch: Batch, hidden: Tensor, emitted: dict[str, list[int]]
+    ) -> dict[str, list[int]]:
+        if self.runner.graphs is not None and batch.metadata.max_query_len == 1:
+            self.target.aux_hidden_states = self._kept
+        return super().propose(schedule, batch, hidden, emitted)
+
     def prepare(self, schedule: SchedulerOutput) -> None:
-        self.target.aux_hidden_state_layers, self.target.fused = self.ways[self.follows(schedule)]
+        keeps = self.follows(schedule) or self.runner.graphs is not None  # a recorded step always keeps them
+        self.target.aux_hidden_state_layers, self.target.fused = self.ways[keeps]
 
     def _features(self, hidden: Tensor, sources: Tensor) -> Tensor | None:
         states: Any = self.target.aux_hidden_states or [hidden]

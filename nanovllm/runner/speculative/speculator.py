@@ -25,6 +25,7 @@ class Speculator:
 
     Attributes:
         drafter: None if the scheduler drafts n-grams.
+        keep: see `Drafter.keep`.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -32,6 +33,7 @@ class Speculator:
         assert config is not None
         kinds: dict[str | None, Any] = {"draft_model": DraftModel, "eagle": Eagle, "eagle3": Eagle}
         self.drafter = kinds[config.method](runner, config) if config.method in kinds else None
+        self.keep = self.drafter.keep if self.drafter is not None else lambda: None
         is_drawn = config.draft_sample_method == "probabilistic"
         if is_drawn:
             runner.sampler = RejectionSampler()

@@ -18,9 +18,11 @@ import torch
 
 from nanovllm.cli.main import main
 from nanovllm.data.flags import UsageError
-from nanovllm.lab.bench import client, worker
+from nanovllm.lab.bench import client, speculation, worker
 from nanovllm.lab.bench.engines import SLOTS, EngineSettings, Server
+from nanovllm.lab.bench.local import TINY, write_checkpoint
 from nanovllm.lab.bench.machine import Limits
+from nanovllm.lab.bench.parts import Setting
 from nanovllm.lab.bench.to_gguf import gguf_of, write_gguf
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import checkpoint_tensors
@@ -378,3 +380,38 @@ def test_the_dry_run_of_bench_speculation(tmp_path: pathlib.Path, forked_parts: 
     assert [(row["questions"], row["at once"]) for row in rows[::2]] == cases * 2
     assert [row["drafts"] for row in rows] == ["none", "ngram"] * 6 + ["none", "draft_model"] * 6
     assert all(row["tokens/s"][0] > 0 and row["speed ÷ none"]["median"] > 0 for row in rows)
+
+
+class PeerAlone:
+    """In the place of vLLM: the last of a question's 4 tokens comes after half a second."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        assert (settings.name, settings.python) == ("vllm", "its python")
+
+    def __enter__(self) -> PeerAlone:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def wake(self) -> None:
+        self.is_awake = True
+
+    def rest(self) -> None:
+        self.is_awake = False
+
+    def ask(self, requests: Any) -> Any:
+        assert self.is_awake
+        drafts = self.settings.engine_options()["speculative_config"]
+        assert drafts is None or drafts["method"] == "ngram"
+        assert all(request.prompt_token_ids and request.max_tokens == 4 for request in requests)
+        return [[(0.25, 3), (0.5, 1)] for _ in requests]
+
+
+def test_vllm_answers_the_same_questions(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "OfflineEngine", PeerAlone)
+    folder = write_checkpoint(tmp_path, TINY)
+    rows = list(speculation.measure(Setting(True, str(folder), repeats=1, vllm_python="its python"), "ngram"))
+    assert [row["drafts"] for row in rows] == ["none", "ngram", "vLLM, none", "vLLM, ngram"] * 6
+    assert [row["tokens/s"] for row in rows if row["drafts"] == "vLLM, ngram"] == [[8.0]] * 6

@@ -127,9 +127,7 @@ def compare(stages: list[list[Passage]], of_what: str, has_goal: bool) -> Iterat
         if has_goal:
             figure = f"pipeline bubble, {count} micro-batch{'es' * (count > 1)} on {STAGES} stages"
             yield goal(figure, statistics.median(measured), "%", near=expected, tolerance=TOLERANCE)
-        computing = {
-            f"stage {s} computes, ms": [1e3 * sum(each[s].computing) for each in of_count] for s in range(STAGES)
-        }
+        computing = {f"stage {s} computes, ms": [1e3 * sum(x[s].computing) for x in of_count] for s in range(STAGES)}
         yield {
             "table": f"{STAGES} stages, {of_what}, a prompt per micro-batch, medians of {len(of_count)}",
             "micro-batches": count,
