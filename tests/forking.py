@@ -50,6 +50,7 @@ READ_LATE = (
     "PYTHONUNBUFFERED",
     "CUDA_VISIBLE_DEVICES",
     "HF_HUB_OFFLINE",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",  # torchrun's
 )
 ROOT = pathlib.Path(__file__).parents[1]
 CAUGHT = (signal.SIGINT, signal.SIGTERM)
@@ -128,6 +129,9 @@ class Popen(Started):  # type: ignore[type-arg]
             del words[1]
         variables = os.environ if environment is None else environment
         variables = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
+        if words[1:2] == ["-u"] and "TORCHELASTIC_RUN_ID" in variables:  # how torchrun starts a rank
+            del words[1]
+            variables["PYTHONUNBUFFERED"] = "1"
         ignored = [number for number in CAUGHT if signal.getsignal(number) is signal.SIG_IGN]
         where = os.path.abspath(folder or ".")
         order = pickle.dumps((words, variables, where, [0, 1, 2, *pass_fds], ignored, new_session, group))

@@ -216,11 +216,17 @@ def _reference_tokens(folder: str, prompt: tuple[int, ...], count: int, stop_ids
 
 
 @torch.inference_mode()
-def greedy_choices(folder: str, prompt: list[int], continuation: list[int]) -> list[int]:
-    """What transformers would choose in the place of each token of a continuation, given all before it. If these are the
-    tokens themselves, the continuation is its greedy one, by induction; and a single pass has shown it."""
-    logits = reference_model(folder)(torch.tensor([prompt + continuation[:-1]])).logits[0]
-    return logits[len(prompt) - 1 :].argmax(dim=-1).tolist()
+def greedy_choices(
+    folder: str, prompts: list[list[int]], continuations: list[list[int]], count: int
+) -> list[list[int]]:
+    """What transformers would choose in the place of each of `count` tokens of the prompts' continuations, given all before
+    it. If these are the tokens themselves, a continuation is its greedy one, by induction; and a single pass has shown it."""
+    choices = []
+    for prompt, tokens in zip(prompts, continuations, strict=True):
+        assert len(tokens) == count
+        logits = reference_model(folder)(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=count).logits[0]
+        choices.append(logits.argmax(dim=-1).tolist())
+    return choices
 
 
 def greedy(llm: LLM, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:

@@ -90,3 +90,15 @@ def in_turn(*values: Iterable[Any]) -> list[Any]:
         parts = [value if isinstance(value, tuple) else (value,) for _, value in case]
         cases.append(pytest.param(*itertools.chain(*parts), marks=[pytest.mark.nightly] if is_by_night else []))
     return cases
+
+
+def half_by_day(*values: Sequence[Any]) -> list[Any]:
+    """All combinations of the values, as pytest's parameters; every second one only by night. By day each value occurs, and of
+    three lists and more each pair of values."""
+    return [
+        pytest.param(
+            *(each[place] for each, place in zip(values, places, strict=True)),
+            marks=[pytest.mark.nightly] if sum(places) % 2 else [],
+        )
+        for places in itertools.product(*(range(len(each)) for each in values))
+    ]

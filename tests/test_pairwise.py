@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.pairwise import covering_cases, covering_sets, in_turn, possible_pairs
+from tests.pairwise import covering_cases, covering_sets, half_by_day, in_turn, possible_pairs
 
 
 @pytest.mark.parametrize("conflicts", [0.0, 0.1, 0.5, 1.0])
@@ -50,3 +50,13 @@ def test_by_day_each_case_meets_the_last_values_in_turn() -> None:
     assert {(case[0], case[3]) for case in day} > {(1, "x"), (1, "z"), (2, "z"), (2, "y")}
     assert {(case[1], case[3]) for case in day} == {(letter, kind) for letter in "ab" for kind in kinds}
     assert all([mark.name for mark in case.marks] == ["nightly"] for case in cases if case.values not in day)
+
+
+def test_half_of_all_combinations_have_every_pair_of_values() -> None:
+    values = [[1, 2, 3, 4], ["a", "b", "c"], [True, False]]
+    cases = half_by_day(*values)
+    assert [case.values for case in cases] == list(itertools.product(*values))
+    by_day = [case.values for case in cases if not case.marks]
+    assert len(by_day) == 12
+    for a, b in itertools.combinations(range(3), 2):
+        assert {(case[a], case[b]) for case in by_day} == set(itertools.product(values[a], values[b]))

@@ -228,8 +228,16 @@ def forward_on_a_rank(
     return logits, caches[-1], tuple(up.shape), dict(get_tp_group().calls)
 
 
-@pytest.mark.parametrize("variant", ["deepseek-v2-dense-yarn", "deepseek-v3"])
-@pytest.mark.parametrize("tp", [2, 4])
+# By day each model, and each number of ranks, once.
+@pytest.mark.parametrize(
+    ("variant", "tp"),
+    [
+        ("deepseek-v2-dense-yarn", 4),
+        ("deepseek-v3", 2),
+        pytest.param("deepseek-v2-dense-yarn", 2, marks=pytest.mark.nightly),
+        pytest.param("deepseek-v3", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_share_heads_and_repeat_the_cache(variant: str, tp: int, tmp_path) -> None:
     folder = str(make_checkpoint(tmp_path, variant))
     tokens = prompts()[4][:40]

@@ -149,7 +149,7 @@ def collectives_of(seed: int, shared: bool) -> list[Any]:
         (Grid(tensor=2), False),
         (Grid(pipeline=3), True),
         (Grid(2, 1, 2), True),
-        (Grid(2, 2, 1), False),
+        pytest.param(Grid(2, 2, 1), False, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -302,7 +302,7 @@ def fail_on_rank_1(fault: str) -> tuple[str, float]:
         if fault == "leaves":
             return "left", 0.0
         if fault == "stays away":
-            time.sleep(6)
+            time.sleep(4.5)
             return "stayed away", 0.0
     if fault == "stops" and group.rank == 0:
         os.kill(pids[1], signal.SIGSTOP)
@@ -366,7 +366,7 @@ def late_barrier() -> str:
 
     group = groups.get_tp_group()
     if group.rank == 1:
-        time.sleep(5)
+        time.sleep(3.5)
         return ""
     try:
         group.barrier()
@@ -416,5 +416,5 @@ def test_failures_of_ranks_are_told():
 
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*something of rank 1|rank 0 failed"):
         run_ranks(fail, Grid(tensor=2))
-    with pytest.raises(RankError, match=r"has not ended after 4 s"):
-        run_ranks(lambda: __import__("time").sleep(60), Grid(), timeout=4)
+    with pytest.raises(RankError, match=r"has not ended after 1 s"):
+        run_ranks(lambda: __import__("time").sleep(60), Grid(), timeout=1)

@@ -19,7 +19,7 @@ from nanovllm.distributed.standstill import Activity
 from tests.server_process import wait_until
 
 SILENCE = 0.8  # on a loaded machine a thread that computes gets its share of a processor within this time
-RESTS = 2.0
+RESTS = 1.4  # more than SILENCE and the looks after it
 
 
 @pytest.fixture(autouse=True)

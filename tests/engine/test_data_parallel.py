@@ -46,7 +46,7 @@ from tests import rank_faults
 from tests.content_runner import ContentRunner, next_token
 from tests.examples import examples
 from tests.forking import children
-from tests.oracle import greedy, make_checkpoint, reference_tokens
+from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.server_process import ServerProcess, wait_until
 
 BLOCK = 4
@@ -486,7 +486,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def llm() -> Iterator[Callable[..., LLM]]:
+def llm(fork_server: None) -> Iterator[Callable[..., LLM]]:
     """Makes engines, which end with the test."""
     made: list[LLM] = []
 
@@ -509,8 +509,8 @@ def coordinator(llm: LLM) -> DataParallelCore:
 
 def check_tokens(llm: LLM, folder: pathlib.Path) -> None:
     for _ in range(2):  # the second time out of the prefix cache
-        for prompt, tokens in zip(PROMPTS, greedy(llm, PROMPTS, 20), strict=True):
-            assert tokens == reference_tokens(str(folder), prompt, 20)
+        ours = greedy(llm, PROMPTS, 20)
+        assert ours == greedy_choices(str(folder), PROMPTS, ours, 20)
 
 
 def test_dense_engines(llm: Callable[..., LLM], tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -617,7 +617,9 @@ def test_the_trace_of_the_first_engine(llm: Callable[..., LLM], tiny_model: path
         pytest.param(signal.SIGKILL, True, "was killed by SIGKILL", id="dies in lock-step"),
         pytest.param(signal.SIGKILL, False, "was killed by SIGKILL", id="dies apart"),
         pytest.param(signal.SIGSTOP, True, "hangs: nothing was heard", id="is silent in lock-step"),
-        pytest.param(signal.SIGSTOP, False, "hangs: nothing was heard", id="is silent apart"),
+        pytest.param(
+            signal.SIGSTOP, False, "hangs: nothing was heard", id="is silent apart", marks=pytest.mark.nightly
+        ),
         pytest.param("1 launch hang", True, ".*tests/rank_faults.py:.* in strike", id="hangs in lock-step"),
     ],
 )

@@ -11,7 +11,7 @@ from nanovllm import LLM, SamplingParams
 from tests.oracle import make_checkpoint, reference_tokens
 from tests.pairwise import covering_sets, possible_pairs
 
-OUTPUT_LEN = 14
+OUTPUT_LEN = 9
 # Engine options by feature; "pool" is the KV pool in tokens, "n", "reverse" and "priorities" change how requests are made.
 FEATURES: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
@@ -47,10 +47,10 @@ IMPOSSIBLE = [
 
 
 def prompts() -> list[list[int]]:
-    """Lengths from 1 to 70, a shared beginning of 37 tokens, two equal prompts."""
+    """Lengths from 1 to 70, a shared beginning of 33 tokens, two equal prompts."""
     draw = random.Random(7)
-    shared = [draw.randrange(3, 320) for _ in range(37)]
-    alone = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 5, 16, 33, 70)]
+    shared = [draw.randrange(3, 320) for _ in range(33)]
+    alone = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 16, 70)]
     together = [shared + [draw.randrange(3, 320) for _ in range(length)] for length in (1, 12, 27)]
     return [*alone, *together, together[1], shared]
 
@@ -135,7 +135,7 @@ def fit(one: str, other: str) -> bool:
 PAIRS = [pytest.param(pair, marks=pytest.mark.nightly) for pair in possible_pairs(list(FEATURES), fit)]
 
 
-@pytest.mark.parametrize("features", [*covering_sets(list(FEATURES), fit), *PAIRS], ids=" + ".join)
+@pytest.mark.parametrize("features", [*covering_sets(list(FEATURES), fit, 5), *PAIRS], ids=" + ".join)
 def test_together(features: tuple[str, ...], checkpoint: str, expected: list[list[int]]) -> None:
     """Every pair occurs in one of the sets; nightly, each is also tested alone."""
     copies = max(FEATURES[feature].get("n", 1) for feature in features)

@@ -25,7 +25,8 @@ from nanovllm.executor import base, multiprocess
 from nanovllm.executor.base import ExecutorError
 from nanovllm.executor.grid import check_grid
 from nanovllm.models.config import ModelConfig
-from tests.oracle import greedy, make_checkpoint, reference_tokens
+from tests.examples import examples
+from tests.oracle import greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.rank_faults import BURN_SECONDS, EXIT_CODE, RANK
 from tests.server_process import SOON, are_gone, wait_for_shared_memory_to_go, wait_until
 
@@ -78,15 +79,15 @@ def test_tokens_are_those_of_transformers(
     )
     processes = processes_of(llm)
     prompts = prompts_with_common_prefix(6)
-    expected = [reference_tokens(str(tiny_model), prompt, 40) for prompt in prompts]
-    assert greedy(llm, prompts, 40) == expected
+    found = greedy(llm, prompts, 16)
+    assert found == greedy_choices(str(tiny_model), prompts, found, 16)
     stats = llm.engine.core.stats
     assert stats.num_preemptions > 0 and stats.num_hit_tokens > 0
     llm.engine.add_request("leaves", {"prompt_token_ids": prompts[0]}, LONG)
     for _ in range(10):
         llm.engine.step()
     llm.engine.abort_request("leaves")
-    assert greedy(llm, prompts[::-1], 40) == expected[::-1]
+    assert greedy(llm, prompts[::-1], 16) == found[::-1]
     llm.engine.core.close()
     assert are_gone(processes)
     with pytest.raises(ExecutorError, match="shut down"):
@@ -98,7 +99,7 @@ def test_control_c_breaks_off_a_step_and_no_more(tiny_model: pathlib.Path) -> No
     prompts = prompts_with_common_prefix(3)
     expected = [reference_tokens(str(tiny_model), prompt, 12) for prompt in prompts]
     rng = random.Random(1)
-    for _ in range(8):
+    for _ in range(examples(12)):
         timer = threading.Timer(rng.uniform(0.01, 0.3), os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):

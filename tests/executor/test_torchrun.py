@@ -165,8 +165,9 @@ class Job:
         assert self._url is not None, self.text
         self.client = httpx.Client(base_url=self._url, timeout=60)
         self.processes = children(psutil.Process(self.process.pid), recursive=True)
-        self.ranks = [self._rank(number) for number in "01"]
-        self.engine = next(p for p in children(self.ranks[0]) if "nanovllm.engine.client" in " ".join(words_of(p)))
+        # Rank 0 alone starts an engine.
+        self.ranks = sorted((p for p in self.processes if "serve" in words_of(p)), key=self._engines, reverse=True)
+        assert [len(self._engines(rank)) for rank in self.ranks] == [1, 0]
         return self
 
     @property
@@ -178,9 +179,9 @@ class Job:
         found = re.search(r"(http://\S+)/v1, described", self.text)
         return found[1] if found else None
 
-    def _rank(self, number: str) -> psutil.Process:
-        (found,) = [p for p in self.processes if "serve" in words_of(p) and p.environ().get("RANK") == number]
-        return found
+    @staticmethod
+    def _engines(rank: psutil.Process) -> list[int]:
+        return [p.pid for p in children(rank) if "nanovllm.engine.client" in " ".join(words_of(p))]
 
     def complete(self, count: int) -> httpx.Response:
         body = {"model": "tiny", "prompt": PROMPT, "max_tokens": count, "temperature": 0, "ignore_eos": True}

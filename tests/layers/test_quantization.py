@@ -24,7 +24,7 @@ from nanovllm.layers.quantization import W8A8, W8A16, QuantizedWeight, Scheme
 from nanovllm.models.loader import CheckpointError, load_model
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops.reference_quantized import pack, round_to_nearest, unpack
-from tests.oracle import VARIANTS, greedy, make_checkpoint, reference_tokens
+from tests.oracle import VARIANTS, greedy, greedy_choices, make_checkpoint, reference_tokens
 from tests.quantized import FORMATS, compressed_tensors, grid, quantize_checkpoint, words
 from tests.stages import staged  # noqa: F401  (a fixture)
 
@@ -40,8 +40,8 @@ def tokens(folder: str, prompts: list[list[int]], **options: Any) -> list[list[i
     return greedy(LLM(folder, dtype="float32", num_kv_blocks=64, **options), prompts, 10)
 
 
-def expected_tokens(plain: pathlib.Path) -> list[list[int]]:
-    return [reference_tokens(str(plain), prompt, 10) for prompt in PROMPTS]
+def expected_tokens(plain: pathlib.Path, found: list[list[int]]) -> list[list[int]]:
+    return greedy_choices(str(plain), PROMPTS, found, 10)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 )
 def test_tokens_are_those_of_the_dequantized_weights(made: Any, variant: str, kind: str) -> None:
     quantized_folder, plain = made(variant, kind)
-    assert tokens(str(quantized_folder), PROMPTS) == expected_tokens(plain)
+    found = tokens(str(quantized_folder), PROMPTS)
+    assert found == expected_tokens(plain, found)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in WEIGHT_ONLY if "symmetric" in kind])
@@ -106,12 +107,13 @@ WHOLE_EXPERTS = {"enable_expert_parallel": True}
 MOVING = WHOLE_EXPERTS | {"enable_eplb": True, "eplb_config": '{"step_interval": 3}'}
 
 
+# By night also formats and divisions that the others contain.
 @pytest.mark.parametrize(
     ("changes", "kind", "ranks", "options"),
     [
-        (UNEVEN, GPTQ, Grid(tensor=3), {}),
+        pytest.param(UNEVEN, GPTQ, Grid(tensor=3), {}, marks=pytest.mark.nightly),
         (UNEVEN, ASYMMETRIC, Grid(tensor=3), {}),
-        ("mixtral", AWQ, Grid(tensor=2), WHOLE_EXPERTS),
+        pytest.param("mixtral", AWQ, Grid(tensor=2), WHOLE_EXPERTS, marks=pytest.mark.nightly),
         ("mixtral", AWQ, Grid(tensor=2), MOVING),
         ("qwen3-moe", "gptq 8 bits, groups of 0, version 2", Grid(tensor=2), {}),
     ],
@@ -125,7 +127,7 @@ def test_tokens_stay_the_same_on_several_ranks(
         changes = "uneven"
     folder, plain = made(changes, kind)
     found = run_ranks(in_grid, ranks, str(folder), PROMPTS, options, timeout=120)
-    assert found == [expected_tokens(plain)] * ranks.tensor
+    assert found == [expected_tokens(plain, found[0])] * ranks.tensor
 
 
 @pytest.mark.parametrize(("variant", "head"), [("llama", False), ("llama-mha-tied", True)])
@@ -487,7 +489,8 @@ def test_layers_that_the_file_leaves_alone_stay_as_they_are(made: Any, tmp_path:
     save_file(stored, tmp_path / "model.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(folder / name)
-    assert tokens(str(tmp_path), PROMPTS) == expected_tokens(plain)
+    found = tokens(str(tmp_path), PROMPTS)
+    assert found == expected_tokens(plain, found)
 
 
 @pytest.mark.nightly

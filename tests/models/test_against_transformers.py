@@ -30,21 +30,20 @@ OPENINGS = ["Tell me about {}.", "{}:", "Question: what do you know of {}? Answe
 
 @pytest.mark.slow
 def test_course_model() -> None:
-    """18 prompts (nightly 54) of 3 to 200 tokens in one batch that is chunked, cached and preempted as it comes."""
+    """14 prompts (nightly 54) of 3 to 200 tokens in one batch that is chunked, cached and preempted as it comes."""
     llm = LLM(dtype="float32", max_model_len=512, check_invariants=True)
     tokenizer, folder = llm.get_tokenizer(), str(resolve_model("smollm2-135m"))
     texts = [opening.format(topic) for topic in TOPICS[:10] for opening in OPENINGS] + [
         " ".join(f"Item {i}: {topic}." for i in range(20)) for topic in TOPICS[8:]
     ]
-    texts = texts[:: len(texts) // examples(len(texts))]
+    texts = texts[:: len(texts) // examples(36)]
     prompts = [tokenizer.encode(text) for text in texts]
-    assert len(prompts) >= 18
-    ours = greedy(llm, prompts, 40)
-    assert all(len(tokens) == 40 for tokens in ours)
-    for text, prompt, tokens in zip(texts, prompts, ours, strict=True):
-        assert tokens == greedy_choices(folder, prompt, tokens), text
-    for prompt, tokens in list(zip(prompts, ours, strict=True))[::9]:  # with transformers' own loop and cache
-        assert tokens == reference_tokens(folder, prompt, 40)
+    assert len(prompts) >= 14
+    count = examples(48) + 8
+    ours = greedy(llm, prompts, count)
+    assert ours == greedy_choices(folder, prompts, ours, count)
+    for prompt, tokens in list(zip(prompts, ours, strict=True))[5::14]:  # with transformers' own loop and cache
+        assert tokens == reference_tokens(folder, prompt, count)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -55,7 +54,8 @@ def test_architectures(variant: str, backend: str, tmp_path) -> None:
     prompts = [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 2, 15, 16, 17, 40, 90)]
     llm = LLM(str(folder), dtype="float32", attention_backend=backend, max_num_batched_tokens=48, max_num_seqs=8,
               check_invariants=True)  # fmt: skip
-    assert greedy(llm, prompts, 24) == [reference_tokens(str(folder), prompt, 24) for prompt in prompts]
+    ours = greedy(llm, prompts, 24)
+    assert ours == greedy_choices(str(folder), prompts, ours, 24)
 
 
 def test_sliding_window_matters(tmp_path) -> None:
@@ -88,9 +88,8 @@ def test_gemma2_attention_settings_matter(change: dict[str, Any], tmp_path) -> N
     folder = make_checkpoint(tmp_path / "gemma2", "gemma2")
     changed = changed_copy(folder, change)
     prompt = list(range(3, 80))
-    expected = reference_tokens(str(changed), prompt, 24)
-    assert expected != reference_tokens(str(folder), prompt, 24)
-    assert greedy(LLM(str(changed), dtype="float32"), [prompt], 24) == [expected]
+    ours = greedy(LLM(str(changed), dtype="float32"), [prompt], 24)
+    assert ours == greedy_choices(str(changed), [prompt], ours, 24) != greedy_choices(str(folder), [prompt], ours, 24)
 
 
 def test_gemma2_caps_logits(tmp_path) -> None:

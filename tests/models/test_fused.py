@@ -16,6 +16,7 @@ from nanovllm.layers import quantization
 from nanovllm.models import llama
 from nanovllm.ops import native
 from tests.oracle import make_checkpoint
+from tests.pairwise import half_by_day
 from tests.quantized import quantize_checkpoint
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason="plain torch has no call for several layers")
@@ -47,9 +48,10 @@ def test_the_bits_are_those_of_layers_one_by_one(variant: str, dtype: str, tmp_p
 QUANTIZED = ["w8a8", "w4a16", "w4a8"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("variant", ["llama", "llama-biased", "qwen3"])
-@pytest.mark.parametrize("kind", [*QUANTIZED, "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "variant", "dtype"),
+    half_by_day(["mixed", *QUANTIZED], ["llama", "llama-biased", "qwen3"], ["bfloat16", "float32"]),
+)
 def test_the_bits_of_quantized_layers_are_those_of_layers_one_by_one(
     kind: str, variant: str, dtype: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -285,19 +285,14 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return folder
 
 
-def error_of(folder: pathlib.Path, original: pathlib.Path, text: list[int]) -> float:
-    """How far the last hidden states are from the original model's, as a share of their size."""
-    from nanovllm.lab.bench import quality
-
-    found = []
-    for each in (folder, original):
-        llm = LLM(str(each), dtype="float32", num_kv_blocks=64, enable_prefix_caching=False)
-        model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
-        seen: list[torch.Tensor] = []
-        model.register_forward_hook(lambda module, inputs, hidden, seen=seen: seen.append(hidden.clone()))
-        quality.logprobs(llm, text)
-        found.append(torch.cat(seen))
-    return ((found[0] - found[1]).square().sum() / found[1].square().sum()).item()
+def hidden_states(folder: pathlib.Path, text: list[int]) -> torch.Tensor:
+    """The last ones, `[num_tokens, hidden_size]`."""
+    llm = LLM(str(folder), dtype="float32", num_kv_blocks=64, enable_prefix_caching=False)
+    model: Any = llm.engine.core.executor.runner.model  # type: ignore[attr-defined]
+    seen: list[torch.Tensor] = []
+    model.register_forward_hook(lambda module, inputs, hidden: seen.append(hidden.clone()))
+    greedy(llm, [text], 1)
+    return torch.cat(seen)[: len(text)]
 
 
 def test_gptq_and_awq_are_nearer_to_the_original_on_text_that_they_have_not_seen(
@@ -307,11 +302,12 @@ def test_gptq_and_awq_are_nearer_to_the_original_on_text_that_they_have_not_seen
     (tmp_path / "text").write_text("\n\n".join(topics[name] for name in sorted(topics)[::2]))
     tokenizer = LLM(str(two_layers), num_kv_blocks=8, max_model_len=64).get_tokenizer()
     [unseen] = pieces(documentation(), tokenizer, 1, 512)
-    errors = {}
+    expected, errors = hidden_states(two_layers, unseen), {}
     for method in ("rtn", "gptq", "awq"):
         file = {} if method == "rtn" else {"calibration": str(tmp_path / "text"), "num_samples": 4}
         folder = quantize(str(two_layers), tmp_path / method, Recipe(method=method, **file))  # type: ignore[arg-type]
-        errors[method] = error_of(folder, two_layers, unseen)
+        difference = hidden_states(folder, unseen) - expected
+        errors[method] = (difference.square().sum() / expected.square().sum()).item()
     assert errors["gptq"] < 0.7 * errors["rtn"] and errors["awq"] < 0.9 * errors["rtn"], errors
 
 

@@ -36,7 +36,7 @@ def program(request, tmp_path_factory) -> list[str]:
             command, flags = [path], [find_compiler(), "-march=native", "-include", str(HERE / "amx.h")]
         except BuildError as error:
             pytest.skip(str(error))
-    flags += ["-O2", "-std=c++17", "-ffp-contract=off", f"-I{KERNELS}", str(HERE / "emulated.cpp"), "-o", path]
+    flags += ["-Og", "-std=c++17", "-ffp-contract=off", f"-I{KERNELS}", str(HERE / "emulated.cpp"), "-o", path]
     subprocess.run(flags, check=True, timeout=300)
     return command
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.ops import device, native, reference
+from nanovllm.ops.native_library import find_compiler
 from tests.examples import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -487,13 +488,33 @@ def test_building_with_a_compiler_that_fails_is_reported_once(tmp_path):
     assert "/bin/false" in result.stderr
 
 
+# Compiles nothing, and "links" a library that is there already, as soon as the other process has come so far, too.
+COMPILER = """#!/bin/sh
+case "$*" in
+*-dM*) exec "{compiler}" "$@" ;;
+*-shared*)
+    echo >>"{log}"
+    until [ "$(wc -l <"{log}")" = 2 ]; do sleep 0.1; done
+    exec cp "{library}" library.so ;;
+*) touch source.o ;;
+esac
+"""
+
+
 @needs_native
-def test_building_in_two_processes_at_once(tmp_path):
-    variables = {**os.environ, "NANOVLLM_HOME": str(tmp_path), "CXXFLAGS": "-O0"}
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_building_in_two_processes_at_once(tmp_path, compiles):
+    variables, log = {**os.environ, "NANOVLLM_HOME": str(tmp_path), "CXXFLAGS": "-O0"}, tmp_path / "log"
+    if not compiles:
+        compiler, library = tmp_path / "compiler", native._library()._name
+        compiler.write_text(COMPILER.format(compiler=find_compiler(), log=log, library=library))
+        compiler.chmod(0o755)
+        variables["CXX"] = str(compiler)
     command = [sys.executable, "-c", REPORT]
     builders = [subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [builder.communicate(timeout=300)[0] for builder in builders] == ["native\n"] * 2
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
+    assert compiles or log.read_text() == "\n\n", "each has built, not one"
 
 
 @needs_native

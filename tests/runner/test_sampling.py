@@ -699,7 +699,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_alone_in_a_batch_and_preempted_gives_the_same_tokens(checkpoint: str) -> None:
     prompts = [[3 + (7 * i + j) % 300 for j in range(20 + i)] for i in range(8)]
     params = [
-        SamplingParams(temperature=1.0 + i / 8, top_p=0.95, seed=i % 3, max_tokens=40, ignore_eos=True, logprobs=2)
+        SamplingParams(temperature=1.0 + i / 8, top_p=0.95, seed=i % 3, max_tokens=24, ignore_eos=True, logprobs=2)
         for i in range(8)
     ]
     roomy = LLM(checkpoint, dtype="float64")

@@ -17,7 +17,7 @@ from nanovllm.ops import triton as operators
 from tests.oracle import greedy, make_checkpoint, reference_tokens
 from tests.quantized import quantize_checkpoint
 
-OUTPUT_LEN = 4
+OUTPUT_LEN = 3
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,10 @@ def triton_operators(monkeypatch) -> None:
 
 
 def prompts() -> list[list[int]]:
+    """Few and short: a program takes the interpreter as long as thousands take a GPU. Two begin with the same block."""
     draw = random.Random(3)
-    shared = [draw.randrange(3, 320) for _ in range(34)]
-    return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 14, 30)] + [shared, shared[:33]]
+    shared = [draw.randrange(3, 320) for _ in range(19)]
+    return [[draw.randrange(3, 320) for _ in range(length)] for length in (1, 15)] + [shared, shared[:17]]
 
 
 def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
@@ -49,12 +50,12 @@ def generate(checkpoint, num_prompts=None, **options) -> list[list[int]]:
     return tokens
 
 
+# Gemma has windows, too, and Llama's operators are those of the tests below.
 @pytest.mark.parametrize(
     "variant",
     [
-        "mistral-window",
         "gemma2",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-head-dim", "qwen3")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mistral-window", "llama-head-dim", "qwen3")),
     ],
 )
 def test_tokens_of_transformers(variant, tmp_path, triton_operators) -> None:
@@ -85,7 +86,7 @@ def test_bfloat16_is_as_near_to_float32_as_torch_is(tmp_path) -> None:
 
     def prompt_logprobs(backend: str, dtype: str) -> torch.Tensor:
         llm = LLM(model=str(checkpoint), device="cpu", dtype=dtype, attention_backend=backend, num_kv_blocks=64)
-        [output] = llm.generate({"prompt_token_ids": prompts()[-2]}, params, use_tqdm=False)
+        [output] = llm.generate({"prompt_token_ids": list(range(40, 74))}, params, use_tqdm=False)
         return torch.tensor([next(iter(entry.values())).logprob for entry in output.prompt_logprobs[1:]])
 
     exact = prompt_logprobs("torch", "float32")

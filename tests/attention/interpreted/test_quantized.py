@@ -12,6 +12,7 @@ from torch import Tensor
 from nanovllm.layers.quantization import W8A8, QuantizedWeight, Scheme
 from nanovllm.ops import quantized, reference_quantized
 from nanovllm.ops import triton_quantized as ours
+from tests.pairwise import half_by_day
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # (outputs, inputs, groups): groups of 32, 64 and 128 inputs, whole rows; outputs and parts of the inputs that fill no tile.
@@ -57,10 +58,9 @@ def assert_near(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 @pytest.mark.usefixtures("kernels_alone")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs", "groups"), SIZES)
-def test_w4a16(outputs: int, inputs: int, groups: int, has_zeros: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "has_zeros", "dtype"), half_by_day(SIZES, [False, True], DTYPES), ids=str)
+def test_w4a16(size: tuple[int, int, int], has_zeros: bool, dtype: torch.dtype) -> None:
+    outputs, inputs, groups = size
     nibbles, scales, zeros = weight_w4(outputs, inputs, groups, dtype, has_zeros)
     weight, packed = reference_quantized.dequantize(nibbles, scales, zeros, dtype), ours.pack_nibbles(nibbles)[0]
     bias = torch.randn(outputs).to(dtype)
@@ -70,9 +70,9 @@ def test_w4a16(outputs: int, inputs: int, groups: int, has_zeros: bool, dtype: t
 
 
 @pytest.mark.usefixtures("kernels_alone")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs", "groups"), [*SIZES, (33, 96, 3), (40, 50, 1)])
-def test_w8a16(outputs: int, inputs: int, groups: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("size", "dtype"), half_by_day([*SIZES, (33, 96, 3), (40, 50, 1)], DTYPES), ids=str)
+def test_w8a16(size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    outputs, inputs, groups = size
     values, scales = weight_w8(outputs, inputs, groups)
     scales, bias = scales.to(dtype), torch.randn(outputs).to(dtype)
     weight = reference_quantized.dequantize(values, scales, None, dtype)
@@ -171,14 +171,13 @@ def order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("kernels_alone", "order_of_sums")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "dtype"), half_by_day([4, 8], DTYPES), ids=str)
 def test_a_row_depends_neither_on_its_batch_nor_on_who_shares_its_sums(
     bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nibbles, scales, zeros = weight_w4(80, 576, 9, dtype, True)
-    bias, x = torch.randn(80).to(dtype), activations(65, 576, dtype)
-    weight = (ours.pack_nibbles(nibbles)[0], scales, zeros) if bits == 4 else (weight_w8(80, 576)[0], scales)
+    nibbles, scales, zeros = weight_w4(80, 320, 5, dtype, True)
+    bias, x = torch.randn(80).to(dtype), activations(65, 320, dtype)
+    weight = (ours.pack_nibbles(nibbles)[0], scales, zeros) if bits == 4 else (weight_w8(80, 320)[0], scales)
     product = ours.linear_w4a16 if bits == 4 else ours.linear_w8a16
     alone = torch.cat([product(row, *weight, bias) for row in x[:3].split(1)])
     for few_programs in (ours.FEW_PROGRAMS, 0):

@@ -78,9 +78,9 @@ def test_every_rounding(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_tokens_of_plain_torch(kind: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.Hardware, "of", classmethod(lambda cls, device: Hardware(1, 227 * 1024)))
-    checkpoint, prompts = str(make_checkpoint(tmp_path)), [[5, 17, 200], list(range(30, 64)), [*range(30, 50), 9]]
+    checkpoint, prompts = str(make_checkpoint(tmp_path)), [[5, 17, 200], list(range(30, 49)), [*range(30, 46), 9]]
     tokens = []
     for backend in ("triton", "torch"):
         llm = LLM(checkpoint, dtype="float32", attention_backend=backend, kv_cache_dtype=kind, num_kv_blocks=32)
-        tokens.append(greedy(llm, prompts, 4))
+        tokens.append(greedy(llm, prompts, 3))
     assert tokens[0] == tokens[1]
