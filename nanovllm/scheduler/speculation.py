@@ -115,7 +115,7 @@ class Speculation:
         (`num_speculative_tokens_per_batch_size`: first, last, number), that one, or 0 if they name others. Otherwise drafts pay one after the
         other, as long as their chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of each other that
         much less than the one before. In two steps in a row of every `PROBE`, where `_num_steps` leaves a remainder of 0 or 1, it tries the
-        opposite: 0 if any pays, 1 if none does. (The first of them still verifies what was drafted before.)
+        opposite: 0 if any pays, 2 if none does. (The first of them still verifies what was drafted before.)
         """
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
@@ -127,7 +127,7 @@ class Speculation:
         while paying < limit and chance > price:
             paying, chance = paying + 1, chance * acceptance
         if self._num_steps % PROBE < 2:
-            return 0 if paying else 1
+            return 0 if paying else min(2, limit)
         return paying
 
     def _price(self, num_requests: int) -> float:
@@ -184,8 +184,9 @@ class Speculation:
         if plan.num_prefill_tokens or plan.empty:
             return
         self._num_steps += 1
-        size, drafted = len(plan.requests).bit_length(), sum(len(r.draft_token_ids) for r in plan.requests)
-        if drafted == 0 and not any(r.num_drafts for r in plan.requests):
+        size, counts = len(plan.requests).bit_length(), [len(r.draft_token_ids) for r in plan.requests]
+        if not any(counts) and not any(r.num_drafts for r in plan.requests):
             self._plain[size].append(seconds)
-        elif drafted and self._plain[size]:
-            self._row[size].append((seconds - median(self._plain[size])) / drafted)
+        # A single draft would have to pay for what all drafts of a step need.
+        elif self._plain[size] and max(counts) >= min(2, self.most):
+            self._row[size].append((seconds - median(self._plain[size])) / sum(counts))

@@ -49,7 +49,7 @@ def make_request(num_tokens: int = 3, max_tokens: int = 90, **options: Any) -> R
 def make_speculation(plain: float = 0.0, row: float = 0.0, num_requests: int = 1, **options: Any) -> Speculation:
     """One that has seen a step without drafts of `plain` seconds, and some where each request's draft took `row` seconds more."""
     speculation = Speculation(SpeculativeConfig(**{"method": "ngram", "num_speculative_tokens": 8} | options))
-    for drafts in ([], *[[7]] * FEW) if plain else ():
+    for drafts in ([], *[[7, 7]] * FEW) if plain else ():
         shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts) for _ in range(num_requests)]
         speculation.add(SchedulerOutput(shares), plain + row * num_requests * len(drafts))
     speculation._num_steps = 2
@@ -74,7 +74,7 @@ def test_a_row_pays_if_its_chance_is_above_its_price(
     speculation, request = make_speculation(1.0, row, num_requests), make_request()
     monkeypatch.setattr(speculation, "acceptance", lambda request: acceptance)
     assert speculation.count(request, num_requests) == wanted
-    for step, tried in ((0, 0 if wanted else 1), (1, 0 if wanted else 1), (2, wanted)):
+    for step, tried in ((0, 0 if wanted else 2), (1, 0 if wanted else 2), (2, wanted)):
         speculation._num_steps = 3 * PROBE + step  # to measure again what it has left
         assert speculation.count(request, num_requests) == tried
     speculation._paused = True
@@ -94,6 +94,17 @@ def test_it_measures_steps_without_drafts_first_and_then_with_as_many_as_may_be(
         speculation.add(SchedulerOutput([ScheduledRequest("", 0, 9, [], [], draft_token_ids=[7] * 8)]), 2.0)
     speculation._num_steps = 2
     assert speculation.count(make_request(), 1) == 0
+
+
+@pytest.mark.parametrize("most", [1, 8])
+def test_a_single_draft_measures_no_row_unless_there_are_never_more(most: int) -> None:
+    """It pays alone for what all drafts of a step need."""
+    speculation = make_speculation(num_speculative_tokens=most)
+    speculation.add(SchedulerOutput([ScheduledRequest("", 0, 1, [], [])]), 1.0)
+    for drafts in ([7], [7] * min(2, most)):
+        shares = [ScheduledRequest("", 0, 1 + len(drafts), [], [], draft_token_ids=drafts)]
+        speculation.add(SchedulerOutput(shares), 1.6)
+    assert list(speculation._row[1]) == [pytest.approx(0.6 / n) for n in ((1, 1) if most == 1 else (2,))]
 
 
 def test_a_table_of_batch_sizes_decides_alone() -> None:
