@@ -115,7 +115,7 @@ class Speculation:
         (`num_speculative_tokens_per_batch_size`: first, last, number), that one, or 0 if they name others. Otherwise drafts pay one after the
         other, as long as their chance is above `_price(num_requests)`: the chance of the first is `acceptance(request)`, of each other that
         much less than the one before. In two steps in a row of every `PROBE`, where `_num_steps` leaves a remainder of 0 or 1, it tries the
-        opposite: 0 if any pays, 2 if none does. (The first of them still verifies what was drafted before.)
+        opposite: 0 if any pays, else 1, or 2 of a single request. (The first of them still verifies what was drafted before.)
         """
         limit = 0 if self._paused else self.limit(request)
         if limit == 0:
@@ -127,7 +127,7 @@ class Speculation:
         while paying < limit and chance > price:
             paying, chance = paying + 1, chance * acceptance
         if self._num_steps % PROBE < 2:
-            return 0 if paying else min(2, limit)
+            return 0 if paying else min(limit, 1 + (num_requests == 1))
         return paying
 
     def _price(self, num_requests: int) -> float:
@@ -188,5 +188,5 @@ class Speculation:
         if not any(counts) and not any(r.num_drafts for r in plan.requests):
             self._plain[size].append(seconds)
         # A single draft would have to pay for what all drafts of a step need.
-        elif self._plain[size] and max(counts) >= min(2, self.most):
+        elif self._plain[size] and sum(counts) >= min(2, self.most):
             self._row[size].append((seconds - median(self._plain[size])) / sum(counts))
