@@ -76,17 +76,18 @@ def covering_cases(
     return cases
 
 
-def in_turn(*values: Iterable[Any]) -> list[Any]:
+def in_turn(*values: Iterable[Any], one_in: int = 0) -> list[Any]:
     """All cases of the product, for `pytest.mark.parametrize`: by day each combination of all parameters but the last with one
     value of the last, in turn; the others are nightly.
 
     Args:
         values: by parameter; a tuple among them is a value each of several parameters.
+        one_in: of how many cases one is by day; by default as many as the last parameter has values.
     """
     numbered = [list(enumerate(choices)) for choices in values]
     cases = []
     for case in itertools.product(*numbered):
-        is_by_night = sum(number for number, _ in case) % len(numbered[-1])
+        is_by_night = sum(number for number, _ in case) % (one_in or len(numbered[-1]))
         parts = [value if isinstance(value, tuple) else (value,) for _, value in case]
         cases.append(pytest.param(*itertools.chain(*parts), marks=[pytest.mark.nightly] if is_by_night else []))
     return cases
@@ -95,10 +96,4 @@ def in_turn(*values: Iterable[Any]) -> list[Any]:
 def half_by_day(*values: Sequence[Any]) -> list[Any]:
     """All combinations of the values, as pytest's parameters; every second one only by night. By day each value occurs, and of
     three lists and more each pair of values."""
-    return [
-        pytest.param(
-            *(each[place] for each, place in zip(values, places, strict=True)),
-            marks=[pytest.mark.nightly] if sum(places) % 2 else [],
-        )
-        for places in itertools.product(*(range(len(each)) for each in values))
-    ]
+    return in_turn(*([(value,) for value in choices] for choices in values), one_in=2)
