@@ -205,7 +205,7 @@ class TorchLatentBackend:
 
     name = "torch"
     write = staticmethod(write_latent)
-    decodes_pieces = False  # whether the tokens of a short piece of a prompt run as decodes
+    decodes_pieces = False  # whether decodes run together, and with them the tokens of a short piece of a prompt
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float
@@ -224,7 +224,12 @@ class TorchLatentBackend:
             `[num_tokens, num_heads, v]`, in q's dtype.
         """
         self.write(latent, kv_cache, metadata.slot_mapping)
-        shape, seq_lens = LatentShape.of(q, latent, up), metadata.seq_lens.tolist()
+        shape = LatentShape.of(q, latent, up)
+        if self.decodes_pieces and metadata.max_query_len == 1:  # no length is read, so that a CUDA graph can record it
+            where = metadata.block_tables, metadata.seq_lens
+            q = absorb(q, up, shape.rope)
+            return unabsorb(self.decode(q, kv_cache, *where, shape.rank, scale, metadata.query_start_loc), up, shape.v)
+        seq_lens = metadata.seq_lens.tolist()
         out = q.new_zeros(len(q), shape.num_heads, shape.v)
         tokens: list[tuple[int, int, int]] = []  # row of q, sequence, and length up to itself
         for s, (first, last) in enumerate(pairwise(metadata.query_start_loc.tolist())):
@@ -242,9 +247,11 @@ class TorchLatentBackend:
         return out
 
     def decode(
-        self, q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float
-    ) -> Tensor:
-        """Attend with one absorbed query per row, each over the first tokens of its block table; as `decode_absorbed`."""
+        self, q: Tensor, kv_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, rank: int, scale: float,
+        query_start_loc: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend with one absorbed query per row, each over the first tokens of its block table; as `decode_absorbed`. A backend
+        with `decodes_pieces` also takes sequences without a query, and `query_start_loc` then."""
         out = q.new_empty(*q.shape[:2], rank)
         for group in alike(seq_lens.tolist(), GATHERED_AT_ONCE // kv_cache.shape[2]):
             out[group] = decode_absorbed(q[group], kv_cache, block_tables[group], seq_lens[group], rank, scale)

@@ -42,15 +42,13 @@ def write_kv_cache(
             must be contiguous.
     """
     num_kv_heads, head_dim = k.shape[1:]
-    group = q.shape[1] // num_kv_heads
     # Without rotation these two are not read, but a kernel needs valid pointers.
     positions, cos_sin = rotary if rotary is not None else (slot_mapping, slot_mapping)
     if len(slot_mapping):
         write_kv_kernel[(len(slot_mapping), num_kv_heads)](
-            q, k, v, kv_cache, slot_mapping, positions, cos_sin, q.stride(0), k.stride(0), v.stride(0), GROUP=group,
-            GROUP_P2=triton.next_power_of_2(group), NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv_cache.shape[3],
-            HEAD_DIM=head_dim, HALF_P2=triton.next_power_of_2(head_dim // 2), PARTS=kv_cache.shape[1],
-            ROTATE=rotary is not None, num_warps=2, enable_fp_fusion=False,
+            q, k, v, kv_cache, slot_mapping, positions, cos_sin, q.stride(0), k.stride(0), v.stride(0),
+            GROUP=q.shape[1] // num_kv_heads, NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=kv_cache.shape[3], HEAD_DIM=head_dim,
+            PARTS=kv_cache.shape[1], ROTATE=rotary is not None, num_warps=2, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -89,11 +87,17 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def shared_memory(self, channels: int, itemsize: int) -> int:
-        """Upper bound on the compiler's shared memory in bytes. A tile of keys and values is loaded two stages after its
-        entry of the block table; Hopper's matrix instructions read one more tile while it is replaced."""
+    def shared_memory(self, channels: int, itemsize: int, num_loaded: int = 2) -> int:
+        """Upper bound on the compiler's shared memory in bytes. A tile of keys and values (`num_loaded` is 2) is loaded two stages
+        after its entry of the block table; Hopper's matrix instructions read one more tile while it is replaced."""
         num_buffers = self.num_stages // 2 + (self.rows >= 64)
-        return (self.rows + num_buffers * 2 * self.keys) * channels * itemsize + 3072
+        return (self.rows + num_buffers * num_loaded * self.keys) * channels * itemsize + 3072
+
+    def fitting(self, channels: int, itemsize: int, hardware: Hardware, num_loaded: int = 2) -> Tiles:
+        """These tiles, with fewer stages if shared memory does not suffice."""
+        if self.num_stages <= 2 or self.shared_memory(channels, itemsize, num_loaded) <= hardware.shared_memory:
+            return self
+        return self._replace(num_stages=self.num_stages - 2).fitting(channels, itemsize, hardware, num_loaded)
 
 
 def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
@@ -114,10 +118,8 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
     if rows > 16 and hardware.shared_memory < HOPPER_SHARED_MEMORY:
         # Before Hopper, operands of products go through registers: the more rows a warp has, the fewer keys.
         keys = max(32, (4096 if rows == 128 else 2048) // channels)
-    tiles = Tiles(rows, keys, 8 if rows == 128 or (rows == 64 and channels > 128) else 4, 5)
-    while tiles.shared_memory(channels, dtype.itemsize) > hardware.shared_memory and tiles.num_stages > 1:
-        tiles = tiles._replace(num_stages=tiles.num_stages - 2)
-    return tiles
+    num_warps = 8 if rows == 128 or (rows == 64 and channels > 128) else 4
+    return Tiles(rows, keys, num_warps, 5).fitting(channels, dtype.itemsize, hardware)
 
 
 def paged_attention(
@@ -131,72 +133,64 @@ def paged_attention(
     """
     hardware = hardware or Hardware.of(q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    num_seqs, num_kv_heads, head_dim = len(metadata.seq_lens), kv_cache.shape[2], q.shape[2]
+    (num_tokens, num_heads, head_dim), num_seqs, num_kv_heads = q.shape, len(metadata.seq_lens), kv_cache.shape[2]
+    group = num_heads // num_kv_heads
     arguments = {
-        "q_ptr": q, "cache_ptr": kv_cache, "out_ptr": out,
-        "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens, "query_start_ptr": metadata.query_start_loc,
-        "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
+        "q_ptr": q, "cache_ptr": kv_cache, "table_ptr": metadata.block_tables, "seq_len_ptr": metadata.seq_lens,
+        "query_start_ptr": metadata.query_start_loc, "score_scale": scale * LOG2_E, "cap_scale": 0.0, "window": sliding_window,
         "q_stride": q.stride(0), "table_stride": metadata.block_tables.stride(0), "block_stride": kv_cache.stride(0),
-        "NUM_HEADS": q.shape[1], "GROUP": q.shape[1] // num_kv_heads, "NUM_KV_HEADS": num_kv_heads,
-        "BLOCK_SIZE": kv_cache.shape[3], "HEAD_STRIDE": kv_cache.stride(2), "HEAD_DIM": head_dim,
-        "HEAD_P2": triton.next_power_of_2(head_dim), "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0, "WIDEN": widen,
+        "NUM_HEADS": num_heads, "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "BLOCK_SIZE": kv_cache.shape[3],
+        "HEAD_STRIDE": kv_cache.stride(2), "HEAD_DIM": head_dim,
+        "WINDOWED": sliding_window > 0, "CAPPED": soft_cap > 0, "WIDEN": widen,
     }  # fmt: skip
     if soft_cap:  # soft_cap * tanh(x), where tanh(x) = 1 - 2 / (2^(2 x log2(e)) + 1)
         arguments |= {"score_scale": soft_cap * LOG2_E, "cap_scale": 2 * LOG2_E * scale / soft_cap}
     # In a mixed batch, too, several programs share a decode over a long context.
     split_decodes = metadata.max_query_len == 1 or (num_seqs > 1 and metadata.max_seq_len > SHORT_CONTEXT)
     if split_decodes:
-        tiles = choose_tiles(arguments["GROUP"], head_dim, q.dtype, hardware)
-        tiles = tiles._replace(rows=max(tiles.rows, triton.next_power_of_2(arguments["GROUP"])))
-        attend_decodes(arguments, num_kv_heads, tiles, choose_splits(num_seqs, num_kv_heads, hardware))
+        tiles = choose_tiles(group, head_dim, q.dtype, hardware)
+        tiles = tiles._replace(rows=max(tiles.rows, triton.next_power_of_2(group)))
+        splits = choose_splits(num_seqs, num_kv_heads, hardware)
+        attend_decodes(decode_attention_kernel, arguments, out, num_kv_heads, tiles, splits)
     if metadata.max_query_len > 1:
-        _attend_mixed(arguments, num_seqs, metadata.max_query_len, split_decodes, hardware)
+        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware)
+        rows = max(tiles.rows, triton.next_power_of_2(group))
+        # A quantized tile needs registers in which it is widened.
+        tile_tokens, keys = rows // group, min(tiles.keys, 128 if widen is None else 64)
+        mixed_attention_kernel[(num_tokens // tile_tokens + num_seqs, num_kv_heads)](
+            **arguments, out_ptr=out, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=keys,
+            SKIP_DECODES=split_decodes, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+        )  # fmt: skip
     return out
 
 
 def attend_decodes(
-    arguments: dict[str, Any], num_groups: int, tiles: Tiles, splits: int, rope: int = 0, combine_warps: int = 4
+    kernel: Any, arguments: dict[str, Any], out: Tensor, num_groups: int, tiles: Tiles, splits: int
 ) -> None:
     """Attend for the sequences with one new token.
 
     Args:
-        arguments: of `decode_attention_kernel`.
+        kernel: computes parts of contexts.
+        arguments: of the kernel.
         num_groups: groups of query heads, each of which is served by programs of its own.
         splits: parts of each context.
-        rope: see `_attend` of the kernels.
     """
-    out, num_seqs = arguments["out_ptr"], len(arguments["seq_len_ptr"])
-    _, num_heads, head_dim = out.shape
-    partial = log_weight = out  # not used by a single part
+    num_seqs, (_, num_heads, head_dim) = len(arguments["seq_len_ptr"]), out.shape
+    partial = log_weight = out  # of a single part
     if splits > 1:
         partial = out.new_empty((num_seqs, splits, num_heads, head_dim), dtype=torch.float32)
         log_weight = out.new_empty((num_seqs, splits, num_heads), dtype=torch.float32)
-    decode_attention_kernel[(num_seqs, num_groups, splits)](
-        **arguments, partial_ptr=partial, log_weight_ptr=log_weight, ROPE=rope,
-        ROPE_P2=max(16, triton.next_power_of_2(rope)), TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, NUM_SPLITS=splits,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
+    kernel[(num_seqs, num_groups, splits)](
+        **arguments, partial_ptr=partial, log_weight_ptr=log_weight, TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys,
+        NUM_SPLITS=splits, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
     )  # fmt: skip
     if splits > 1:
-        shared = ("out_ptr", "seq_len_ptr", "query_start_ptr", "window", "NUM_HEADS", "HEAD_DIM", "HEAD_P2", "WINDOWED")
+        names = ("seq_len_ptr", "query_start_ptr", "window", "NUM_HEADS", "HEAD_DIM", "WINDOWED")
+        shared = {name: arguments[name] for name in names if name in arguments}
+        num_warps = max(4, splits * triton.next_power_of_2(head_dim) // 2048)
         combine_kernel[(num_seqs, num_heads)](
-            partial, log_weight, **{name: arguments[name] for name in shared}, TILE_KEYS=tiles.keys,
-            NUM_SPLITS=splits, num_warps=combine_warps, **FUSED,
-        )  # fmt: skip
-
-
-def _attend_mixed(
-    arguments: dict[str, Any], num_seqs: int, max_query_len: int, skip_decodes: bool, hardware: Hardware
-) -> None:
-    """Attend for all sequences, or only for those with several new tokens."""
-    q, group = arguments["q_ptr"], arguments["GROUP"]
-    tiles = choose_tiles(max_query_len * group, arguments["HEAD_DIM"], q.dtype, hardware)
-    rows = max(tiles.rows, triton.next_power_of_2(group))
-    # A quantized tile needs registers in which it is widened.
-    tile_tokens, keys = rows // group, min(tiles.keys, 128 if arguments["WIDEN"] is None else 64)
-    mixed_attention_kernel[(len(q) // tile_tokens + num_seqs, arguments["NUM_KV_HEADS"])](
-        **arguments, num_seqs=num_seqs, TILE_ROWS=rows, TILE_TOKENS=tile_tokens, TILE_KEYS=keys,
-        SKIP_DECODES=skip_decodes, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **FUSED,
-    )  # fmt: skip
+            partial, log_weight, out, **shared, TILE_KEYS=tiles.keys, NUM_SPLITS=splits, num_warps=num_warps, **FUSED
+        )
 
 
 class TritonBackend:

@@ -17,16 +17,16 @@ from nanovllm.ops.triton import rotate, rotate_heads
 @triton.jit
 def write_kv_kernel(
     q_ptr, k_ptr, v_ptr, cache_ptr, slot_ptr, position_ptr, cos_sin_ptr, q_stride, k_stride, v_stride,
-    GROUP: tl.constexpr, GROUP_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HALF_P2: tl.constexpr, PARTS: tl.constexpr, ROTATE: tl.constexpr,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """One token, one KV head: its key and value go into the slot; with ROTATE, the key and the head's queries are
     rotated on the way, the queries in place. With PARTS = 1, the cache has keys only. Grid (num_tokens, num_kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
-    half = HEAD_DIM // 2
-    channel = tl.arange(0, HALF_P2)
+    half: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, triton.next_power_of_2(half))
     inside = channel < half
     # Padding has no slot; its queries need no rotation either.
     if slot >= 0:
@@ -41,7 +41,7 @@ def write_kv_kernel(
             sin = tl.load(angle + half, mask=inside).to(first.dtype).to(tl.float32)
             first, second = rotate(first, second, cos, sin)
             queries = q_ptr + token * q_stride + head * GROUP * HEAD_DIM
-            rotate_heads(queries, HEAD_DIM, cos[None, :], sin[None, :], GROUP, GROUP_P2, HEAD_DIM // 2, HALF_P2)
+            rotate_heads(queries, HEAD_DIM, cos[None, :], sin[None, :], GROUP, half)
         target = cache_ptr + row + channel
         tl.store(target, first, mask=inside)
         tl.store(target + half, second, mask=inside)
@@ -60,15 +60,30 @@ def _load(pointers, exists, inside, MASKED: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
+def _weigh(scores, peak, total, score_scale, MASKED: tl.constexpr):
+    """Online softmax (Milakov and Gimelshein 2018): take a tile of scores `[rows, keys]` into the largest score so far and the
+    total of weights so far, both `[rows]`, in units of log 2. MASKED: a row may have seen no key yet.
+
+    Returns: the weights of the tile, the factor by which the earlier sums shrink, and the new total and peak.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
+    reference = new_peak
+    if MASKED:  # a row that has seen no key yet has nothing to compare with
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    weights = tl.exp2(scores * score_scale - reference[:, None])
+    shrink = tl.exp2(peak - reference)
+    return weights, shrink, total * shrink + tl.sum(weights, 1), new_peak
+
+
+@triton.jit
 def _attend(
-    q, q_rope, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
-    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr, TILE_KEYS: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    q, cache_ptr, table_ptr, begin, whole, end, query_position, score_scale, cap_scale, window, block_stride,
+    value_offset, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax (Milakov and Gimelshein 2018) of some rows over the keys [begin, end) of a sequence and a KV head,
-    of which all rows see all of [begin, whole): whole tiles, which need no mask. WIDEN, if there is one, turns tiles of a
-    quantized cache into keys and values, and reads their scales (`triton_quantized.widen`). With ROPE (latent attention), a row of the
-    cache is a value, which is its own key, and then ROPE further channels of the key; and every tile gets the mask.
+    """Attend with some rows to the keys [begin, end) of a sequence and a KV head, of which all rows see all of
+    [begin, whole): whole tiles, which need no mask. WIDEN, if there is one, turns tiles of a quantized cache into keys and
+    values, and reads their scales (`triton_quantized.widen`).
 
     Returns: the weighted average of the values `[rows, channels]`, and log2 of the sum of weights `[rows]`; 0 and -inf
     for a row that sees nothing.
@@ -79,35 +94,27 @@ def _attend(
     channel = tl.arange(0, q.shape[1])
     PADDED: tl.constexpr = q.shape[1] != HEAD_DIM
     # Of a prompt's tiles few are last: filling a pipeline would take longer than they do. But loads then pass through registers.
-    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not WINDOWED and ROPE == 0 else None
-    # With a window, every tile needs the mask. Latents wait for memory, and a second loop would only take registers.
-    for MASKED in tl.static_range(WINDOWED or ROPE > 0, 2):
+    LAST: tl.constexpr = 1 if q.shape[0] >= 64 and WIDEN is None and not WINDOWED else None
+    # With a window, every tile needs the mask.
+    for MASKED in tl.static_range(WINDOWED, 2):
         stop = end if MASKED else whole
         for start in tl.range(begin, stop, TILE_KEYS, num_stages=LAST if MASKED else None):
             position = start + tl.arange(0, TILE_KEYS)
             exists = position < end
             block = _load(table_ptr + position // BLOCK_SIZE, exists, exists, MASKED, False)
-            offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * (HEAD_DIM + ROPE)
+            offset = block.to(tl.int64) * block_stride + position % BLOCK_SIZE * HEAD_DIM
             # Constants are added to the base, once: an addition to a tile of addresses is one for each thread.
             keys = cache_ptr + offset[:, None] + channel[None, :]
             values = cache_ptr + value_offset + offset[:, None] + channel[None, :]
+            k = _load(keys, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+            v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
+            if WIDEN is not None:
+                page = cache_ptr + (block.to(tl.int64) * block_stride + BLOCK_SIZE * HEAD_DIM)
+                k, v, k_scale, v_scale = WIDEN(k, v, page, position % BLOCK_SIZE, value_offset, exists, q.dtype)
             # "ieee" keeps float32 exact; 16-bit products are exact in any case.
-            if ROPE:
-                rotated = tl.arange(0, q_rope.shape[1])
-                rope_keys = cache_ptr + HEAD_DIM + offset[:, None] + rotated[None, :]
-                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                k_rope = _load(rope_keys, exists[:, None], rotated[None, :] < ROPE, MASKED, q_rope.shape[1] != ROPE)
-                scores = tl.dot(q, tl.trans(v), input_precision="ieee")
-                scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
-            else:
-                k = _load(keys, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                v = _load(values, exists[:, None], channel[None, :] < HEAD_DIM, MASKED, PADDED)
-                if WIDEN is not None:
-                    page = cache_ptr + (block.to(tl.int64) * block_stride + BLOCK_SIZE * HEAD_DIM)
-                    k, v, k_scale, v_scale = WIDEN(k, v, page, position % BLOCK_SIZE, value_offset, exists, q.dtype)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-                if WIDEN is not None:
-                    scores *= k_scale[None, :]
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if WIDEN is not None:
+                scores *= k_scale[None, :]
             if CAPPED:  # tanh, by way of 2^x
                 scores = 1.0 - 2.0 / (tl.exp2(scores * cap_scale) + 1.0)
             if MASKED:
@@ -115,17 +122,10 @@ def _attend(
                 if WINDOWED:
                     visible = visible & (position[None, :] > query_position[:, None] - window)
                 scores = tl.where(visible, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
-            reference = new_peak
-            if MASKED:  # a row that has seen no key yet has nothing to compare with
-                reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores * score_scale - reference[:, None])
-            shrink = tl.exp2(peak - reference)
-            total = total * shrink + tl.sum(weights, 1)
+            weights, shrink, total, peak = _weigh(scores, peak, total, score_scale, MASKED)
             if WIDEN is not None:
                 weights *= v_scale[None, :]
             sums = tl.dot(weights.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
-            peak = new_peak
         begin = stop
     total = tl.where(total == 0.0, 1.0, total)
     return sums / total[:, None], peak + tl.log2(total)
@@ -147,16 +147,15 @@ def _parts(seq_len, window, NUM_SPLITS: tl.constexpr, TILE_KEYS: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["window"])
 def decode_attention_kernel(
-    q_ptr, cache_ptr, out_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale,
-    cap_scale, window, q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_P2: tl.constexpr, ROPE: tl.constexpr, ROPE_P2: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    q_ptr, cache_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale, cap_scale,
+    window, q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A sequence with one new token: all query heads of one KV head over one part of the context, so that each key
-    is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel` (Flash-Decoding,
-    Dao et al. 2023). Sequences with more new tokens are left to `mixed_attention_kernel`. With ROPE (see `_attend`), a single
-    KV head serves all query heads, and the second axis of the grid is tiles of GROUP query heads."""
+    is read once. Grid (num_seqs, num_kv_heads, NUM_SPLITS); the parts become one in `combine_kernel`, which
+    describes `partial` and `log_weight` (Flash-Decoding, Dao et al. 2023). The only part goes to the sequence's row of
+    `partial[num_tokens, NUM_HEADS, HEAD_DIM]`. Sequences with more new tokens are left to `mixed_attention_kernel`."""
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -168,37 +167,25 @@ def decode_attention_kernel(
         end = tl.minimum(begin + part, seq_len)
         if (begin < end) | (NUM_SPLITS == 1):
             member = tl.arange(0, TILE_ROWS)
-            query_head = head * GROUP + member
-            channel = tl.arange(0, HEAD_P2)
-            ours = (member < GROUP) & (query_head < NUM_HEADS)
-            mine = ours[:, None] & (channel < HEAD_DIM)[None, :]
-            queries = q_ptr + row * q_stride + query_head[:, None] * (HEAD_DIM + ROPE)
-            q = tl.load(queries + channel[None, :], mask=mine, other=0.0)
-            q_rope = q
-            if ROPE:
-                rope_channel = tl.arange(0, ROPE_P2)
-                roped = ours[:, None] & (rope_channel < ROPE)[None, :]
-                q_rope = tl.load(queries + HEAD_DIM + rope_channel[None, :], mask=roped, other=0.0)
+            channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+            mine = (member < GROUP)[:, None] & (channel < HEAD_DIM)[None, :]
+            cell = (head * GROUP + member)[:, None] * HEAD_DIM + channel[None, :]
+            q = tl.load(q_ptr + row * q_stride + cell, mask=mine, other=0.0)
             whole = begin + (end - begin) // TILE_KEYS * TILE_KEYS
             out, log_weight = _attend(
-                q, q_rope, cache_ptr + head * HEAD_STRIDE, table_ptr + seq * table_stride, begin, whole, end,
+                q, cache_ptr + head * HEAD_STRIDE, table_ptr + seq * table_stride, begin, whole, end,
                 tl.zeros_like(member) + (seq_len - 1), score_scale, cap_scale, window, block_stride,
-                NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, ROPE, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
-            cell = query_head[:, None] * HEAD_DIM + channel[None, :]
-            if NUM_SPLITS == 1:
-                target = out_ptr + row * NUM_HEADS * HEAD_DIM + cell
-                tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
-            else:
-                part_row = (seq * NUM_SPLITS + split) * NUM_HEADS
-                tl.store(partial_ptr + part_row * HEAD_DIM + cell, out, mask=mine)
-                tl.store(log_weight_ptr + part_row + query_head, log_weight, mask=ours)
+                NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
+            part_row = (row if NUM_SPLITS == 1 else seq * NUM_SPLITS + split) * NUM_HEADS
+            tl.store(partial_ptr + part_row * HEAD_DIM + cell, out, mask=mine)
+            if NUM_SPLITS > 1:
+                tl.store(log_weight_ptr + part_row + head * GROUP + member, log_weight, mask=member < GROUP)
 
 
 @triton.jit(do_not_specialize=["window"])
 def combine_kernel(
-    partial_ptr, log_weight_ptr, out_ptr, seq_len_ptr, query_start_ptr, window, NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    partial_ptr, log_weight_ptr, out_ptr, seq_len_ptr, query_start_ptr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, window=0, WINDOWED: tl.constexpr = False,
 ):  # fmt: skip
     """Combine the parts of one decode and one head: averages over keys, weighted with their sums of 2^score. Grid
     (num_seqs, num_heads).
@@ -207,7 +194,7 @@ def combine_kernel(
     sums, -inf for a part in which no key was visible. The parts that begin at the end of the sequence or later (`_parts`) were never
     written: they may be NaN and must not be loaded. The sums themselves may be too large or too small for float32; only their ratios
     matter. If no key was visible, the result is 0. It goes to the sequence's row of `out[num_tokens, NUM_HEADS, HEAD_DIM]`,
-    `query_start[seq]`. Sequences without or with several new tokens are left alone. Only HEAD_DIM of HEAD_P2 channels exist.
+    `query_start[seq]`. Sequences without or with several new tokens are left alone.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -221,22 +208,21 @@ def combine_kernel(
         log_weight = tl.load(log_weight_ptr + part_row, mask=used, other=float("-inf"))
         weight = tl.exp2(log_weight - tl.maximum(tl.max(log_weight, 0), -1e30))
         weight = weight / tl.maximum(tl.sum(weight, 0), 1e-30)
-        channel = tl.arange(0, HEAD_P2)
+        channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
         inside = channel < HEAD_DIM
         known = used[:, None] & inside[None, :]
         partial = tl.load(partial_ptr + part_row[:, None] * HEAD_DIM + channel[None, :], mask=known, other=0.0)
         out = tl.sum(partial * weight[:, None], 0)
-        target = out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + channel
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + (row * NUM_HEADS + head) * HEAD_DIM + channel, out, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window"])
 def mixed_attention_kernel(
     q_ptr, cache_ptr, out_ptr, table_ptr, seq_len_ptr, query_start_ptr, num_seqs, score_scale, cap_scale, window,
     q_stride, table_stride, block_stride, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr,
-    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, WIDEN: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr, SKIP_DECODES: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Whole prompts, chunks, the rest of a prompt after a prefix hit, and decodes, in one launch.
 
@@ -262,7 +248,7 @@ def mixed_attention_kernel(
     if (first < query_len) & ((query_len > 1) | (not SKIP_DECODES)):
         seq_len = tl.load(seq_len_ptr + seq)
         row = tl.arange(0, TILE_ROWS)
-        channel = tl.arange(0, HEAD_P2)
+        channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
         token = first + row // GROUP
         mine = ((token < query_len) & (row < TILE_TOKENS * GROUP))[:, None] & (channel < HEAD_DIM)[None, :]
         cell = (head * GROUP + row % GROUP)[:, None] * HEAD_DIM + channel[None, :]
@@ -275,8 +261,7 @@ def mixed_attention_kernel(
             begin = tl.maximum(position - window + 1, 0) // TILE_KEYS * TILE_KEYS
         whole = (position + 1) // TILE_KEYS * TILE_KEYS
         out, _ = _attend(
-            q, q, cache_ptr + head * HEAD_STRIDE, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
+            q, cache_ptr + head * HEAD_STRIDE, table_ptr + tl.cast(seq, tl.int64) * table_stride, begin,
             whole, end, position + row // GROUP, score_scale, cap_scale, window, block_stride,
-            NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, 0, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
-        target = out_ptr + packed_row * (NUM_HEADS * HEAD_DIM) + cell
-        tl.store(target, out.to(out_ptr.dtype.element_ty), mask=mine)
+            NUM_KV_HEADS * HEAD_STRIDE, BLOCK_SIZE, HEAD_DIM, TILE_KEYS, WINDOWED, CAPPED, WIDEN)  # fmt: skip
+        tl.store(out_ptr + packed_row * (NUM_HEADS * HEAD_DIM) + cell, out, mask=mine)

@@ -19,14 +19,14 @@ from nanovllm.ops.quantized_cache import LARGEST, SCALE_BYTES, TINY
 @triton.jit
 def write_quantized_kernel(
     k_ptr, v_ptr, cache_ptr, slot_ptr, k_stride, v_stride, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_P2: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROW: tl.constexpr, LARGEST: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     """The key or value of one token and KV head, with the rounding of `quantized_cache.quantize`. Grid
     (num_tokens, num_kv_heads, 2)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slot_ptr + token)
-    channel = tl.arange(0, HEAD_P2)
+    channel = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     inside = channel < HEAD_DIM
     if slot >= 0:
         if tl.program_id(2) == 0:
@@ -69,11 +69,11 @@ def widen(k, v, page_ptr, offset, value_offset, exists, dtype: tl.constexpr):
 
 def write_kv_cache(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """As `quantized_cache.write_kv_cache`; heads must be contiguous within each token."""
-    (num_tokens, num_kv_heads, head_dim), head_p2 = k.shape, triton.next_power_of_2(k.shape[2])
+    num_tokens, num_kv_heads, head_dim = k.shape
     if num_tokens:
         write_quantized_kernel[(num_tokens, num_kv_heads, 2)](
             k, v, as_bytes(kv_cache), slot_mapping, k.stride(0), v.stride(0), NUM_KV_HEADS=num_kv_heads,
-            BLOCK_SIZE=kv_cache.shape[3], HEAD_DIM=head_dim, HEAD_P2=head_p2, ROW=kv_cache.shape[4],
+            BLOCK_SIZE=kv_cache.shape[3], HEAD_DIM=head_dim, ROW=kv_cache.shape[4],
             LARGEST=LARGEST[kv_cache.dtype], TINY=TINY, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
 

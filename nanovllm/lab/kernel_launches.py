@@ -24,8 +24,8 @@ GROUPS = (1, 3, 4, 7, 8)  # query heads per KV head
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 VARIANTS = ((0, 0.0), (4096, 0.0), (0, 50.0), (4096, 50.0))  # (sliding window, soft cap)
 NUM_KV_HEADS = 8
-# Latent attention as in DeepSeek-V2-Lite, and in V2 and V3 on four ranks and on one; (nope, rope, v, rank).
-LATENT_HEADS, LATENT_SIZES = (16, 32, 128), (128, 64, 128, 512)
+# Latent attention as in DeepSeek-V2-Lite, and in V2 and V3 on four ranks and on one; rope and rank, also such as fill no power of two.
+LATENT_HEADS, LATENT_SIZES = (16, 32, 128), ((64, 512), (48, 384))
 # Rows of SmolLM2-135M, Llama-3.2-1B, Llama-3.1-8B and Llama-3.1-70B.
 HIDDEN_SIZES = (576, 2048, 4096, 8192)
 INTERMEDIATE_SIZES = (1536, 8192, 14336, 28672)
@@ -111,14 +111,13 @@ def launch_attention(case: Case, target: Target) -> None:
 def launch_latent_attention(dtype_name: str, target: Target) -> None:
     """Run the Triton backend of latent attention on batches of decodes (torch computes prompts)."""
     backend, dtype = TritonLatentBackend(_hardware(target)), getattr(torch, dtype_name)
-    nope, rope, v, rank = LATENT_SIZES
-    # Every number of splits once; the number of heads and other dtypes change other things.
-    every = [(LATENT_HEADS[0], batch) for batch in DECODES] if dtype_name == "bfloat16" else []
+    # Every number of splits once; the number of heads, the sizes and other dtypes change other things.
+    every = [(LATENT_HEADS[0], batch, LATENT_SIZES[0]) for batch in DECODES] if dtype_name == "bfloat16" else []
     with torch.device("meta"):
-        kv_cache = torch.empty(latent_cache_shape(2**32 // (16 * rank), 16, rank + rope), dtype=dtype)
-        for num_heads, batch in [*every, *itertools.product(LATENT_HEADS, DECODES[:2])]:
-            q = torch.empty(batch.num_seqs, num_heads, nope + rope, dtype=dtype)
-            up = torch.empty(num_heads, nope + v, rank, dtype=dtype)
+        for num_heads, batch, (rope, rank) in [*every, *itertools.product(LATENT_HEADS, DECODES[:2], LATENT_SIZES)]:
+            kv_cache = torch.empty(latent_cache_shape(2**32 // (16 * rank), 16, rank + rope), dtype=dtype)
+            q = torch.empty(batch.num_seqs, num_heads, 128 + rope, dtype=dtype)
+            up = torch.empty(num_heads, 128 + 128, rank, dtype=dtype)
             latent = torch.empty(batch.num_seqs, rank + rope, dtype=dtype)
             backend.forward(q, latent, up, kv_cache, _metadata(batch, 16), 0.1)
 

@@ -93,8 +93,7 @@ class LatentAttention(nn.Module):
         self.compresses_queries = config.q_lora_rank > 0
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        compressed = self.q_a_layernorm(self.q_a_proj(x)) if self.compresses_queries else x
-        q = (self.q_b_proj if self.compresses_queries else self.q_proj)(compressed)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.compresses_queries else self.q_proj(x)
         q = q.view(len(x), -1, self.head_dim)
         latent = self.kv_a_proj_with_mqa(x)
         q_rope, k_rope = self._in_halves(q[:, :, self.nope :]), self._in_halves(latent[:, None, self.rank :])

@@ -13,7 +13,6 @@ Environment: `CXX` names the compiler, `CXXFLAGS` is added to its flags, the res
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -61,9 +60,6 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernels; or None, with the reason in the log, if plain torch has to replace them."""
-    if os.environ.get("NANOVLLM_NATIVE") == "0":
-        logger.info("CPU kernels are switched off by NANOVLLM_NATIVE=0")
-        return None
     folder = Path(__file__).parent
     sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
     try:

@@ -13,13 +13,8 @@ from torch import Tensor
 from nanovllm.ops.attention import paged_attention, write_kv_cache  # noqa: F401
 
 
-def _accumulator(tensor: Tensor) -> Tensor:
-    """`tensor` in float32, or in float64 if it has that dtype."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = _accumulator(x)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))  # float64 stays
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 

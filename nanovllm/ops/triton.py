@@ -109,13 +109,10 @@ def rotate(first, second, cos, sin):
 
 
 @triton.jit
-def rotate_heads(
-    heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, HALF: tl.constexpr,
-    HALF_P2: tl.constexpr,
-):  # fmt: skip
+def rotate_heads(heads_ptr, head_stride, cos, sin, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
     """All heads of one token, in place."""
-    head = tl.arange(0, HEADS_P2)[:, None]
-    channel = tl.arange(0, HALF_P2)[None, :]
+    head = tl.arange(0, triton.next_power_of_2(NUM_HEADS))[:, None]
+    channel = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     inside = (head < NUM_HEADS) & (channel < HALF)
     target = heads_ptr + head * head_stride + channel
     first = tl.load(target, mask=inside, other=0.0)
@@ -128,21 +125,20 @@ def rotate_heads(
 @triton.jit
 def apply_rope_kernel(
     q_ptr, k_ptr, position_ptr, cos_sin_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride,
-    num_positions, NUM_HEADS: tl.constexpr, HEADS_P2: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    KV_HEADS_P2: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr,
+    num_positions, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """One token, queries and keys. Grid (num_tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(position_ptr + token)
-    channel = tl.arange(0, HALF_P2)[None, :]
+    channel = tl.arange(0, triton.next_power_of_2(HALF))[None, :]
     angle = position * 2 * HALF + channel
     # A kernel cannot raise an error: a position beyond the table, which is not read, gives NaN.
     known = (channel < HALF) & (angle >= 0) & (angle < num_positions * 2 * HALF)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     cos = tl.load(cos_sin_ptr + angle, mask=known, other=float("nan")).to(dtype).to(tl.float32)
     sin = tl.load(cos_sin_ptr + angle + HALF, mask=known, other=float("nan")).to(dtype).to(tl.float32)
-    rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HEADS_P2, HALF, HALF_P2)
-    rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, KV_HEADS_P2, HALF, HALF_P2)
+    rotate_heads(q_ptr + token * q_token_stride, q_head_stride, cos, sin, NUM_HEADS, HALF)
+    rotate_heads(k_ptr + token * k_token_stride, k_head_stride, cos, sin, NUM_KV_HEADS, HALF)
 
 
 def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,13 +149,11 @@ def apply_rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tupl
     if not fits or not covers(q, k) or k.shape != (num_tokens, num_kv_heads, head_dim):
         return reference.apply_rope(q, k, positions, cos_sin)
     if num_tokens > 0:
-        heads_p2, half_p2 = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim // 2)
         # enable_fp_fusion: a fused multiply-add would skip the rounding of one product.
         apply_rope_kernel[(num_tokens,)](
             q, k, positions, cos_sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[0],
-            NUM_HEADS=num_heads, HEADS_P2=heads_p2, NUM_KV_HEADS=num_kv_heads,
-            KV_HEADS_P2=triton.next_power_of_2(num_kv_heads), HALF=head_dim // 2, HALF_P2=half_p2,
-            num_warps=_num_warps(2 * heads_p2 * half_p2), enable_fp_fusion=False,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+            num_warps=_num_warps(triton.next_power_of_2(num_heads * head_dim)), enable_fp_fusion=False,
         )  # fmt: skip
     return q, k
 

@@ -59,8 +59,7 @@ def grouped_linear_kernel(
             x = tl.load(x_rows + (start + channel)[None, :], mask=ours[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weight_rows + (start + channel)[:, None], mask=inside[:, None] & known[None, :], other=0.0)
             total = tl.dot(x, weight, total, input_precision="ieee")
-        target = out_ptr + row[:, None] * num_outputs + output[None, :]
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=ours[:, None] & known[None, :])
+        tl.store(out_ptr + row[:, None] * num_outputs + output[None, :], total, mask=ours[:, None] & known[None, :])
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

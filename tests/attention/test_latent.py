@@ -143,9 +143,15 @@ def test_the_kernels_are_among_those_that_are_compiled_for_absent_gpus() -> None
 
     launches = record_launches(lambda: kernel_launches.launch_latent_attention("bfloat16", TARGETS["sm_90"]))
     names = {launch.function.__name__ for launch in launches}
-    assert names == {"write_kv_kernel", "decode_attention_kernel", "combine_kernel"}
-    decodes = [launch.constants for launch in launches if launch.function.__name__ == "decode_attention_kernel"]
-    assert {constants["NUM_HEADS"] for constants in decodes} == set(kernel_launches.LATENT_HEADS)
+    assert names == {"write_kv_kernel", "latent_decode_kernel", "combine_kernel"}
+    decodes = [launch.constants for launch in launches if launch.function.__name__ == "latent_decode_kernel"]
+    for rope, rank in kernel_launches.LATENT_SIZES:
+        heads = {
+            constants["NUM_HEADS"]
+            for constants in decodes
+            if (constants["ROPE"], constants["HEAD_DIM"]) == (rope, rank)
+        }
+        assert heads == set(kernel_launches.LATENT_HEADS)
     assert {constants["NUM_SPLITS"] for constants in decodes} >= {4, 8, 16, 32, 64}
 
 

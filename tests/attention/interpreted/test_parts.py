@@ -53,8 +53,8 @@ def combine(
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     out = torch.full((sum(query_lens), HEADS, head_dim), 7.0)
     combine_kernel[(len(seq_lens), HEADS)](
-        partial, log_weights, out, torch.tensor(seq_lens, dtype=torch.int32), starts, 0, NUM_HEADS=HEADS,
-        HEAD_DIM=head_dim, HEAD_P2=triton.next_power_of_2(head_dim), TILE_KEYS=TILE, NUM_SPLITS=SPLITS, WINDOWED=False,
+        partial, log_weights, out, torch.tensor(seq_lens, dtype=torch.int32), starts, NUM_HEADS=HEADS,
+        HEAD_DIM=head_dim, TILE_KEYS=TILE, NUM_SPLITS=SPLITS,
     )  # fmt: skip
     return out, partial
 
