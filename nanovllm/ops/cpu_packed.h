@@ -49,7 +49,8 @@ constexpr int PACKED_TOKENS = 3;
 #else
 constexpr int PACKED_TOKENS = 1;
 #endif
-constexpr int64_t PART_WORDS = 64;  // of the weight at a time, which stay in the first-level cache
+// Of the weight at a time, where they have to stay in the first-level cache: they are unpacked, or few tokens multiply each of them.
+constexpr int64_t PART_WORDS = 64;
 constexpr int64_t WORDS_AHEAD = 64;  // fetched: without it, 8 tokens read at three quarters of the speed
 constexpr int PER_GROUP = GROUP / LANES;  // vectors
 
@@ -126,7 +127,9 @@ INLINE void packed_block(const uint32_t* x, int64_t stride, const Weight& weight
   typename Product::Total sums[BLOCK_TOKENS * 2 * PER_GROUP];
   alignas(64) uint32_t buffer[Weight::UNPACKS ? GROUPS * PART_WORDS * GROUP : 1];
   const int64_t tiles = (tokens + PACKED_TOKENS - 1) / PACKED_TOKENS;
-  const int64_t part_words = Weight::UNPACKS || tiles > 1 ? PART_WORDS : words;
+  // Twelve tokens take so long with a word that the second-level cache brings the next; in parts, their sums would come from there, too.
+  const bool in_parts = Weight::UNPACKS || (tiles > 1 && PACKED_TOKENS < 12);
+  const int64_t part_words = in_parts ? PART_WORDS : words;
   for (int64_t first = 0; first < words; first += part_words) {
     const int64_t here = std::min(part_words, words - first);
     const Part part = weight.read(group, GROUPS, first, here, buffer);

@@ -30,8 +30,10 @@ class RequestRows:
     def __init__(self, max_num_seqs: int, max_tokens: int, max_blocks: int) -> None:
         self.token_ids = np.zeros((max_num_seqs, max_tokens), dtype=np.int32)
         self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
-        # `num_tokens` counts a pending token, `num_known` does not.
-        self.num_known, self.num_tokens, self.num_prompt_tokens, self.num_blocks = np.zeros((4, max_num_seqs), np.int32)
+        # `num_tokens` counts a pending token, `num_known` does not. A step needs `num_tokens` of all rows at once; the others are read
+        # and written one by one, for which a list takes less time than an array.
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int32)
+        self.num_known, self.num_blocks, self.num_prompt_tokens = ([0] * max_num_seqs for _ in range(3))
         self.params: dict[str, SamplingParams] = {}
         self.matchers: dict[str, Any] = {}  # of requests with a grammar; see `structured_output`
         self.row_of: dict[str, int] = {}
@@ -48,7 +50,7 @@ class RequestRows:
         params = self.params[request_id]
         stop_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + eos_token_ids
         tokens = self.token_ids[row, : self.num_tokens[row] - num_unseen]
-        return SamplingRow(params, tokens, int(self.num_prompt_tokens[row]), stop_ids)
+        return SamplingRow(params, tokens, self.num_prompt_tokens[row], stop_ids)
 
     def update(self, scheduled: ScheduledRequest) -> int:
         """Take over what is new about a request; returns its row.
@@ -70,16 +72,18 @@ class RequestRows:
             self.num_known[row] = self.num_blocks[row] = 0
             self.num_prompt_tokens[row] = scheduled.num_prompt_tokens
         row = self.row_of[request_id]
-        start, first = int(self.num_known[row]), int(self.num_blocks[row])
+        start, first = self.num_known[row], self.num_blocks[row]
         known, end = start + len(new_tokens), scheduled.start + scheduled.num_tokens
-        unknown = self._unknown(scheduled)
-        if end > known + len(unknown):
+        tokens = [*new_tokens, *self._unknown(scheduled)]
+        if end > start + len(tokens):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
-        self.token_ids[row, start : known + len(unknown)] = [*new_tokens, *unknown]
-        self.block_tables[row, first : first + len(blocks)] = blocks
+        # A number goes into an array in less time than a list.
+        self.token_ids[row, start : start + len(tokens)] = tokens if len(tokens) != 1 else tokens[0]
+        if blocks:
+            self.block_tables[row, first : first + len(blocks)] = blocks
+            self.num_blocks[row] = first + len(blocks)
         self.num_known[row] = known
-        self.num_tokens[row] = known + len(unknown)
-        self.num_blocks[row] = first + len(blocks)
+        self.num_tokens[row] = start + len(tokens)
         return row
 
     def _unknown(self, scheduled: ScheduledRequest) -> list[int]:

@@ -295,12 +295,12 @@ class ModelRunner:
         """What the sampler has to know of the tokens that this step samples, if it is this rank that samples: by request, and by (request,
         number of drafts before the token)."""
         rows: dict[Any, SamplingRow] = {}
-        for i in np.unique(batch.due) if get_pp_group().is_last else ():
+        eos_token_ids, row_of = self.model_config.eos_token_ids, self.rows.row_of
+        for i in dict.fromkeys(batch.due.tolist()) if get_pp_group().is_last else ():
             name, num_drafts = schedule.requests[i].request_id, len(schedule.requests[i].draft_token_ids)
-            row, eos_token_ids = int(batch.rows[i]), self.model_config.eos_token_ids
             for place in range(num_drafts + 1):
                 key = (name, place) if place else name
-                rows[key] = self.rows.sampling_row(name, row, eos_token_ids, num_drafts - place)
+                rows[key] = self.rows.sampling_row(name, row_of[name], eos_token_ids, num_drafts - place)
         if self.speculator is not None:
             self.speculator.mark(rows, schedule)
         return rows
@@ -344,10 +344,11 @@ class ModelRunner:
         """
         rows, first = self.rows, 0
         arrivals: dict[str, list[Callable[[], list[TokenLogprobs]]]] = {}
-        for scheduled, row in zip(schedule.requests, batch.rows, strict=True):
+        is_wanted = any(params.prompt_logprobs is not None for params in rows.params.values())
+        for scheduled, row in zip(schedule.requests, batch.rows, strict=True) if is_wanted else ():
             count, end = rows.params[scheduled.request_id].prompt_logprobs, scheduled.start + scheduled.num_tokens
             # The hidden state at position p predicts position p + 1, which must still be of the prompt.
-            last = 0 if count is None else min(end, int(rows.num_prompt_tokens[row]) - 1)
+            last = 0 if count is None else min(end, rows.num_prompt_tokens[row] - 1)
             if last > scheduled.start:
                 targets = rows.token_ids[row, scheduled.start + 1 : last + 1]
                 parts = arrivals[scheduled.request_id] = []

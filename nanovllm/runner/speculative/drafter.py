@@ -107,7 +107,7 @@ class Drafter:
         features = self._features(hidden, upload(sources, torch.int64, hidden.device))
         asking, ends = np.flatnonzero(wanted), starts + lengths
         out = self._forward(batch.rows, lengths, ends, ids, positions, features, lengths.cumsum()[asking] - 1)
-        outputs = rows.num_known[batch.rows] - rows.num_prompt_tokens[batch.rows] + [len(tokens) for tokens in new]
+        outputs = np.array([rows.num_known[i] - rows.num_prompt_tokens[i] for i in batch.rows]) + [len(t) for t in new]
         names = [requests[i].request_id for i in asking]
         return self._continue(names, batch.rows[asking], ends[asking], outputs[asking], wanted[asking], out)
 
