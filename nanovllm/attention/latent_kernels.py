@@ -66,9 +66,8 @@ def latent_decode_kernel(
             scores += tl.dot(q_rope, tl.trans(rope), others, input_precision="ieee")
             scores = tl.where(exists[None, :], scores, float("-inf"))
             weights, shrink, total, peak = _weigh(scores, peak, total, score_scale, False)
-            weights = weights.to(low.dtype)
-            sums_low = tl.dot(weights, low, sums_low * shrink[:, None], input_precision="ieee")
-            sums_high = tl.dot(weights, high, sums_high * shrink[:, None], input_precision="ieee")
+            sums_low = tl.dot(weights.to(low.dtype), low, sums_low * shrink[:, None], input_precision="ieee")
+            sums_high = tl.dot(weights.to(low.dtype), high, sums_high * shrink[:, None], input_precision="ieee")
         total = tl.maximum(total, 1.0)  # of a sequence of no length; the largest score has the weight 1
         part_row = (row if NUM_SPLITS == 1 else seq * NUM_SPLITS + split) * NUM_HEADS
         channel = tl.arange(0, HALF)[None, :]

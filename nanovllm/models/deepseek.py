@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.rank, self.nope = layer, config.kv_lora_rank, config.qk_nope_head_dim
-        self.interleaved = config.rope_interleave
+        self.interleaved, self.q_rank = config.rope_interleave, config.q_lora_rank
         self.head_dim = config.qk_nope_head_dim + config.head_dim
         scaling = config.rope_scaling
         sharper = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
@@ -90,10 +90,9 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = ColumnParallelLinear(self.rank, config.num_heads * self.head_rows)
         self.kv_b_proj.packable = False
         self.o_proj = RowParallelLinear(config.num_heads * config.v_head_dim, hidden, bias)
-        self.compresses_queries = config.q_lora_rank > 0
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.compresses_queries else self.q_proj(x)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.q_rank else self.q_proj(x)
         q = q.view(len(x), -1, self.head_dim)
         latent = self.kv_a_proj_with_mqa(x)
         q_rope, k_rope = self._in_halves(q[:, :, self.nope :]), self._in_halves(latent[:, None, self.rank :])

@@ -26,8 +26,9 @@ from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("cpu_kernels.cpp", "cpu_attention.cpp", "cpu_layers.cpp")
-HEADERS = sorted(path.name for path in Path(__file__).parent.glob("cpu_*.h"))
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / name for name in ("cpu_kernels.cpp", "cpu_attention.cpp", "cpu_layers.cpp")]
+HEADERS = sorted(FOLDER.glob("cpu_*.h"))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread")
 
 LINEAR_ALIGNMENT = 32
@@ -60,10 +61,8 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 @cache
 def _library() -> ctypes.CDLL | None:
     """The compiled kernels; or None, with the reason in the log, if plain torch has to replace them."""
-    folder = Path(__file__).parent
-    sources, headers = [folder / name for name in SOURCES], [folder / name for name in HEADERS]
     try:
-        library = load_library(sources, headers, FLAGS, "the CPU kernels")
+        library = load_library(SOURCES, HEADERS, FLAGS, "the CPU kernels")
     except (BuildError, OSError) as error:
         logger.warning("no CPU kernels, using plain torch: %s", error)
         return None

@@ -9,7 +9,6 @@ import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,15 +18,12 @@ from nanovllm.ops.native_library import BuildError, load_library
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("cpu_quantized_cache.cpp",)
-
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    folder = Path(__file__).parent
-    sources, headers = [folder / name for name in SOURCES], [folder / name for name in native.HEADERS]
+    source = native.FOLDER / "cpu_quantized_cache.cpp"
     try:
-        return load_library(sources, headers, native.FLAGS, "kernels for a quantized KV cache")
+        return load_library([source], native.HEADERS, native.FLAGS, "kernels for a quantized KV cache")
     except (BuildError, OSError) as error:
         logger.warning("no CPU kernels for a quantized KV cache, using plain torch: %s", error)
         return None
