@@ -29,7 +29,7 @@ def _load_rows(pointers, exists, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, ROP
 
 
 @triton.jit
-def latent_decode_kernel(
+def latent_attention_kernel(
     q_ptr, cache_ptr, partial_ptr, log_weight_ptr, table_ptr, seq_len_ptr, query_start_ptr, score_scale, table_stride,
     block_stride, NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROPE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
@@ -157,5 +157,5 @@ class TritonLatentBackend(TorchLatentBackend):
             "block_stride": kv_cache.stride(0), "NUM_HEADS": num_heads, "BLOCK_SIZE": kv_cache.shape[1],
             "HEAD_DIM": rank, "ROPE": width - rank,
         }  # fmt: skip
-        attend_decodes(latent_decode_kernel, arguments, out, triton.cdiv(num_heads, tiles.rows), tiles, splits)
+        attend_decodes(latent_attention_kernel, arguments, out, triton.cdiv(num_heads, tiles.rows), tiles, splits)
         return out

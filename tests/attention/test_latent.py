@@ -143,8 +143,8 @@ def test_the_kernels_are_among_those_that_are_compiled_for_absent_gpus() -> None
 
     launches = record_launches(lambda: kernel_launches.launch_latent_attention("bfloat16", TARGETS["sm_90"]))
     names = {launch.function.__name__ for launch in launches}
-    assert names == {"write_kv_kernel", "latent_decode_kernel", "combine_kernel"}
-    decodes = [launch.constants for launch in launches if launch.function.__name__ == "latent_decode_kernel"]
+    assert names == {"write_kv_kernel", "latent_attention_kernel", "combine_kernel"}
+    decodes = [launch.constants for launch in launches if launch.function.__name__ == "latent_attention_kernel"]
     for rope, rank in kernel_launches.LATENT_SIZES:
         heads = {
             constants["NUM_HEADS"]

@@ -414,6 +414,7 @@ def test_a_trace_is_split_by_kind_and_by_gap() -> None:
     ("name", "kind"),
     [
         ("mixed_attention_kernel", "attention"),
+        ("latent_attention_kernel", "attention"),
         ("write_kv_kernel", "attention"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64", "matrix products"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16>", "matrix products"),
