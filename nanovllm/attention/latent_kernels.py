@@ -91,14 +91,12 @@ def choose_latent_tiles(num_heads: int, width: int, dtype: torch.dtype, hardware
 
 
 def choose_latent_splits(num_queries: int, num_heads: int, tiles: Tiles, hardware: Hardware) -> int:
-    """Parts of each context: the fewest with which programs fill the GPU but for a sixteenth; two run on each multiprocessor at once, or
-    one of 64 heads. At least two parts if all sequences run at once, since the longest would run last and alone. With more parts, as
-    `choose_splits` of lecture 15 has, their averages would cost too much: one of 16 heads is as large as 28 rows of the cache, and is
-    written and read."""
-    programs = num_queries * triton.cdiv(num_heads, tiles.rows)
-    at_once = hardware.num_processors * (1 if tiles.rows >= 64 else 2)
-    wanted = triton.next_power_of_2(at_once * 15 // 16 // programs + 1)
-    return min(max(wanted, 2 if programs <= at_once else 1), MAX_SPLITS)
+    """Parts of each context, such that between one and two times as many programs run as fit at once: two on each multiprocessor, one
+    of 64 heads. (Fewer are 4 % faster where all contexts are equally long, and up to 20 % slower where they are not, since the longest runs
+    last and alone.) With more parts, as `choose_splits` of lecture 15 has, their averages would cost too much: one of 16 heads is as large
+    as 28 rows of the cache, and is written and read."""
+    programs, at_once = num_queries * triton.cdiv(num_heads, tiles.rows), 1 if tiles.rows >= 64 else 2
+    return min(triton.next_power_of_2(at_once * hardware.num_processors // programs + 1), MAX_SPLITS)
 
 
 class TritonLatentBackend(TorchLatentBackend):

@@ -100,22 +100,25 @@ class Tiles(NamedTuple):
         return self._replace(num_stages=self.num_stages - 2).fitting(channels, itemsize, hardware, num_loaded)
 
 
-def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware) -> Tiles:
-    """Choose tiles for programs with at most `max_rows` rows of queries.
+def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Hardware, num_kv_heads: int = 1) -> Tiles:
+    """Choose tiles for at most `max_rows` rows of queries of each KV head.
 
     A program with few rows waits for memory: it gets 16 rows, the minimum of a matrix instruction, and many keys in flight.
-    One with many rows is bound by compute: it gets four warps per 64 rows, as Hopper's matrix instruction needs. All choices fit
-    into the registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
+    One with many rows is bound by compute: it gets four warps per 64 rows, as Hopper's matrix instruction needs. All choices but
+    one fit into the registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
     """
     channels = triton.next_power_of_2(head_dim)
-    amd = hardware.warp_size == 64
+    amd, is_hopper = hardware.warp_size == 64, hardware.shared_memory >= HOPPER_SHARED_MEMORY
     if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
         return Tiles(16, 64, 4, 3) if channels <= 64 else Tiles(16, 16, 4, 3) if amd else Tiles(16, 32, 8, 3)
     rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
     if amd:
         return Tiles(rows, max(32, 4096 // channels), 4, 2)
+    if is_hopper and head_dim in (64, 128) and max_rows * num_kv_heads > 1024 * hardware.num_processors:
+        # Many programs: two of 8 warps on a multiprocessor at a time, or one of 16. While some weigh scores, others multiply.
+        return Tiles(256, 64, 16, 7) if head_dim == 128 else Tiles(128, 64, 8, 7)
     keys = 128 if rows == 128 else max(32, 8192 // channels)
-    if rows > 16 and hardware.shared_memory < HOPPER_SHARED_MEMORY:
+    if rows > 16 and not is_hopper:
         # Before Hopper, operands of products go through registers: the more rows a warp has, the fewer keys.
         keys = max(32, (4096 if rows == 128 else 2048) // channels)
     num_warps = 8 if rows == 128 or (rows == 64 and channels > 128) else 4
@@ -153,7 +156,7 @@ def paged_attention(
         splits = choose_splits(num_seqs, num_kv_heads, hardware)
         attend_decodes(decode_attention_kernel, arguments, out, num_kv_heads, tiles, splits)
     if metadata.max_query_len > 1:
-        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware)
+        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware, 1 if widen else num_kv_heads)
         rows = max(tiles.rows, triton.next_power_of_2(group))
         # A quantized tile needs registers in which it is widened.
         tile_tokens, keys = rows // group, min(tiles.keys, 128 if widen is None else 64)
@@ -220,11 +223,11 @@ class TritonBackend:
             Number of sequences, `max_query_len` and `max_seq_len` of each kind; its lengths on the device do not matter.
         """
         hardware = self.hardware or Hardware.of(kv_cache.device)
-        num_kv_heads, _, head_dim = kv_cache.shape[2:]
-        group = num_heads // num_kv_heads
+        num_kv_heads, _, dim = kv_cache.shape[2:]
+        group, dtype = num_heads // num_kv_heads, kv_cache.dtype
         # The fewest sequences with each number of parts, and the shortest query with each choice of tiles.
         splits = {choose_splits(n, num_kv_heads, hardware): n for n in range(max_num_seqs, 0, -1)}
-        tiles = {choose_tiles(n * group, head_dim, kv_cache.dtype, hardware): n for n in range(max_num_tokens, 1, -1)}
+        tiles = {choose_tiles(n * group, dim, dtype, hardware, num_kv_heads): n for n in range(max_num_tokens, 1, -1)}
         batches = [(1, 1), (2, SHORT_CONTEXT + 1)][:max_num_seqs]
         mixed = [(num_seqs, n, seq_len) for n in tiles.values() for num_seqs, seq_len in batches]
         return [(n, 1, 1) for n in splits.values()] + mixed

@@ -38,6 +38,15 @@ LARGE: Cases = {
     "decode of 128k": {"sequences": [(1, 131071), (1, 100000), (1, 1)], **_8B},
     "chunk of 300 on 128k": {"sequences": [(300, 130000)], **_8B},
     "prompt of 4k": {"sequences": [(4096, 0)], **_8B},
+    # Long enough for the tiles of long prompts.
+    "prompt of 8k beside decodes": {"sequences": [(1, 500), (5000, 20), (8192, 0)], **_8B},
+    "prompt of 8k, heads of 64, window, soft cap": {
+        "sequences": [(8000, 100)],
+        "sliding_window": 1000,
+        "soft_cap": 20.0,
+        **_8B,
+        "head_dim": 64,
+    },
     "chunk of 512 on 8k": {"sequences": [(512, 8192)], **_8B},
     "window of 4k on 32k": {"sequences": [(1, 32000), (100, 20000)], "sliding_window": 4096, **_8B},
     "300 decodes": {"sequences": [(1, 13 * i % 997) for i in range(300)], **_8B},

@@ -171,8 +171,14 @@ def test_parts_fill_the_gpu_and_do_not_depend_on_lengths() -> None:
 def test_tiles_fit(shared_memory, dtype) -> None:
     hardware = Hardware(100, shared_memory, 64 if shared_memory == 64 * KIB else 32)
     for head_dim in (64, 80, 96, 128, 256):
-        for max_rows in (1, 16, 17, 64, 65, 10_000):
-            tiles = choose_tiles(max_rows, head_dim, dtype, hardware)
+        for max_rows, num_kv_heads in ((1, 1), (16, 1), (17, 8), (64, 8), (65, 8), (10_000, 1), (10_000, 16)):
+            tiles = choose_tiles(max_rows, head_dim, dtype, hardware, num_kv_heads)
+            # Many programs, on Hopper.
+            assert (tiles.rows == 256) == (
+                max_rows * num_kv_heads > 102_400
+                and (head_dim, shared_memory) == (128, 227 * KIB)
+                and dtype != torch.float32
+            )
             channels = 1 << (head_dim - 1).bit_length()
             assert tiles.shared_memory(channels, dtype.itemsize) <= shared_memory or hardware.warp_size == 64
             assert tiles.rows >= min(max_rows, 16) and tiles.num_stages >= 1
