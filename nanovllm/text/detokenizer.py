@@ -108,15 +108,15 @@ class StopChecker:
             The text to emit, and the stop string found or None. A stop string ends the text: the rest of the piece is
             dropped, and neither `append` nor `flush` may be called again.
         """
-        unseen = len(self._held)
-        self._held += text
-        for end, character in enumerate(text, start=unseen + 1):
+        if not self._stop:
+            return text, None
+        start, self._held = len(self._held) + 1, self._held + text
+        for end, character in enumerate(text, start):
             complete = self._advance(character)
             if complete and check:
                 matched = max(complete, key=len)
                 return self._held[: end if self._include else end - len(matched)], matched
-        hold = 0 if self._include else max(self._matched_lengths, default=0)
-        cut = len(self._held) - hold
+        cut = len(self._held) - (0 if self._include else max(self._matched_lengths))
         emitted, self._held = self._held[:cut], self._held[cut:]
         return emitted, None
 

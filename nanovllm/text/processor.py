@@ -203,7 +203,7 @@ class OutputProcessor:
             news.append(state.update(output))
             if output.finish_reason is None and state.completions[output.request_id].finished:
                 stopped.append(output.request_id)
-            if state.finished:
+            if news[-1].finished:
                 self.remove(state.request_id)
         return news, stopped
 
