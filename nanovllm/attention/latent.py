@@ -205,7 +205,7 @@ class TorchLatentBackend:
 
     name = "torch"
     write = staticmethod(write_latent)
-    decodes_pieces = False  # whether decodes run together, and with them the tokens of a short piece of a prompt
+    decodes_pieces = False  # whether `decode` reads no length on the host, and takes short pieces of prompts, too
 
     def forward(
         self, q: Tensor, latent: Tensor, up: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, scale: float

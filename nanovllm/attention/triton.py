@@ -108,17 +108,17 @@ def choose_tiles(max_rows: int, head_dim: int, dtype: torch.dtype, hardware: Har
     one fit into the registers of sm_80, sm_90 and gfx942; `nanovllm kernels` shows it.
     """
     channels = triton.next_power_of_2(head_dim)
-    amd, is_hopper = hardware.warp_size == 64, hardware.shared_memory >= HOPPER_SHARED_MEMORY
+    amd = hardware.warp_size == 64
     if dtype == torch.float32:  # there is no exact matrix instruction: everything goes through registers
         return Tiles(16, 64, 4, 3) if channels <= 64 else Tiles(16, 16, 4, 3) if amd else Tiles(16, 32, 8, 3)
     rows = 16 if max_rows <= 16 else 64 if max_rows <= 64 or channels > 128 else 128
     if amd:
         return Tiles(rows, max(32, 4096 // channels), 4, 2)
-    if is_hopper and head_dim in (64, 128) and max_rows * num_kv_heads > 1024 * hardware.num_processors:
+    if hardware.generation == 9 and head_dim in (64, 128) and max_rows * num_kv_heads > 1024 * hardware.num_processors:
         # Many programs: two of 8 warps on a multiprocessor at a time, or one of 16. While some weigh scores, others multiply.
         return Tiles(256, 64, 16, 7) if head_dim == 128 else Tiles(128, 64, 8, 7)
     keys = 128 if rows == 128 else max(32, 8192 // channels)
-    if rows > 16 and not is_hopper:
+    if rows > 16 and hardware.shared_memory < HOPPER_SHARED_MEMORY:
         # Before Hopper, operands of products go through registers: the more rows a warp has, the fewer keys.
         keys = max(32, (4096 if rows == 128 else 2048) // channels)
     num_warps = 8 if rows == 128 or (rows == 64 and channels > 128) else 4
@@ -156,7 +156,7 @@ def paged_attention(
         splits = choose_splits(num_seqs, num_kv_heads, hardware)
         attend_decodes(decode_attention_kernel, arguments, out, num_kv_heads, tiles, splits)
     if metadata.max_query_len > 1:
-        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware, 1 if widen else num_kv_heads)
+        tiles = choose_tiles(metadata.max_query_len * group, head_dim, q.dtype, hardware, 0 if widen else num_kv_heads)
         rows = max(tiles.rows, triton.next_power_of_2(group))
         # A quantized tile needs registers in which it is widened.
         tile_tokens, keys = rows // group, min(tiles.keys, 128 if widen is None else 64)

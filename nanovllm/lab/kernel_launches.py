@@ -84,7 +84,7 @@ def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> Iterator[Case]:
         elif dtype != "float16" or head_dim == 128 or "bfloat16" not in dtypes:
             yield case
         if dtype == "bfloat16":
-            yield from (case._replace(kv_dtype=kv_dtype) for kv_dtype in LARGEST)
+            yield from (case._replace(kv_dtype=dtype, batches=(*FEW_BATCHES, PREFILLS[3])) for dtype in LARGEST)
 
 
 def launch_attention(case: Case, target: Target) -> None:

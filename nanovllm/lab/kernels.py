@@ -91,7 +91,7 @@ def examine(launch: Launch, target: str) -> dict[str, Any]:
     wants_wgmma = target == "sm_90" and rows >= 64 and row["dtype"] != "float32"
     waits = gpu.backend == "cuda" and reads_pages and not instructions["cp.async"]
     # Tiles of 256 rows are faster nevertheless (lecture 15).
-    spills = spilled > (168 if rows == 256 else 0) and target in NO_SPILL_TARGETS
+    spills = spilled > (80 if rows == 256 else 0) and target in NO_SPILL_TARGETS
     problems = {
         f"needs {shared} bytes of shared memory; {gpu.shared_memory} is the limit": shared > gpu.shared_memory,
         f"spills {spilled} bytes per thread": spills,

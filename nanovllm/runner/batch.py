@@ -77,8 +77,7 @@ class RequestRows:
         tokens = [*new_tokens, *self._unknown(scheduled)]
         if end > start + len(tokens):
             raise InvariantError(f"{request_id} shall compute up to token {end}, {known} are known")
-        # A number goes into an array in less time than a list.
-        self.token_ids[row, start : start + len(tokens)] = tokens if len(tokens) != 1 else tokens[0]
+        self.token_ids[row, start : start + len(tokens)] = tokens
         if blocks:
             self.block_tables[row, first : first + len(blocks)] = blocks
             self.num_blocks[row] = first + len(blocks)
