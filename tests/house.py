@@ -1,4 +1,4 @@
-"""The plan of the house: its floors, the parts that peel off, budgets of code lines, and the reading path.
+"""The plan of the house: its floors, the parts that peel off, sizes in lines of code, and the reading path.
 
 `python -m tests.house` prints the sizes of rooms and parts, and brings README's table of rooms and reading path up to date.
 """
@@ -45,14 +45,11 @@ ROOMS = [
 ONLY_IN_STAGES = ["stages of a pipeline"]  # the whole engine's models import it
 PARTS = {name: patterns for name, (_, patterns) in stages.PARTS.items() if name not in ONLY_IN_STAGES}
 
-# Code lines at most. A budget only ever gets smaller.
+# Packages of features that came after the first engine; `sizes` counts them apart.
 LATER = "quantization, speculation and structured output"
-BUDGETS = {"the engine": 14_000, LATER: 2_750, "the workshop": 7_000, "the core that remains": 6_500}
-# The parts of that name, which have a budget beside the engine's.
 LATER_PARTS = ["structured output", "quantization", "speculation"]
 # What they need of the plain data, which cannot be deleted: sampling parameters name it.
 LATER_FILES = ["data/structured_outputs.py", "data/spec_decoding.py"]
-MODULE_LINES = 460
 
 # The core in an afternoon.
 READING_PATH = [
@@ -101,7 +98,7 @@ def files_of(part: str, package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
 
 
 def sizes() -> dict[str, int]:
-    """Code lines of the rooms, of the parts that peel off, and of what BUDGETS names."""
+    """Lines of code of the packages, of the parts that peel off, and of the engine as a whole."""
     modules = module_lines()
     found = {f"{room}/": sum(n for path, n in modules.items() if path.startswith(f"{room}/")) for room in ROOMS}
     peeled: set[str] = set()
@@ -157,7 +154,7 @@ def up_to_date(readme: str) -> str:
 
 def main() -> None:
     for name, lines in sizes().items():
-        print(f"{lines:7,}  {name}" + (f" (at most {BUDGETS[name]:,})" if name in BUDGETS else ""))
+        print(f"{lines:7,}  {name}")
     path = ROOT / "README.md"
     path.write_text(up_to_date(path.read_text(encoding="utf-8")), encoding="utf-8")
 

@@ -7,9 +7,7 @@ import functools
 import pathlib
 import re
 
-import pytest
-
-from tests.house import BUDGETS, MODULE_LINES, PACKAGE, PARTS, ROOMS, ROOT, files_of, module_lines, sizes, up_to_date
+from tests.house import PACKAGE, PARTS, ROOMS, ROOT, files_of, up_to_date
 
 
 def module_files() -> dict[str, pathlib.Path]:
@@ -105,18 +103,6 @@ def test_no_files_import_each_other() -> None:
 def test_the_parts_that_peel_off_are_there() -> None:
     for part, patterns in PARTS.items():
         assert files_of(part) and all(any(PACKAGE.glob(pattern)) for pattern in patterns), part
-
-
-def test_budgets_of_code_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    found = sizes()
-    with capsys.disabled():
-        print("\n" + "\n".join(f"{lines:7,}  {name}" for name, lines in found.items()))
-    assert {name: found[name] for name in BUDGETS if found[name] > BUDGETS[name]} == {}
-
-
-def test_no_module_has_outgrown_its_room() -> None:
-    lengths = {path: len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in module_lines()}
-    assert {path: length for path, length in lengths.items() if length > MODULE_LINES} == {}
 
 
 def test_readme_has_the_rooms_and_the_reading_path() -> None:
