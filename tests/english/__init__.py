@@ -101,8 +101,8 @@ def phrases() -> list[Phrase]:
 
 
 def without_code(text: str) -> str:
-    """Replace code in backticks by an ellipsis."""
-    return re.sub(r"`[^`\n]+`", "`…`", text)
+    """Replace code in backticks, and the addresses of links, by an ellipsis."""
+    return re.sub(r"\]\([^)\s]+\)", "](…)", re.sub(r"`[^`\n]+`", "`…`", text))
 
 
 def markdown_passages(text: str) -> Iterator[Passage]:
