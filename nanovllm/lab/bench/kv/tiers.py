@@ -278,4 +278,6 @@ def compare_documents(measured: Tiers) -> Iterator[Row]:
             "mean relative to the first row": ratio,
         }
         if name != PLAIN:
-            yield goal(f"{plan.num_documents} documents, {name}: mean time to first token relative to {PLAIN}", ratio, "×")
+            yield goal(
+                f"{plan.num_documents} documents, {name}: mean time to first token relative to {PLAIN}", ratio, "×"
+            )

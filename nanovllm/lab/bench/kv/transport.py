@@ -163,7 +163,9 @@ def compare(num_bytes: int, seconds: Seconds) -> Iterator[Row]:
         speed = paired(times, seconds[COPY])  # the speeds' ratio is the inverse of the times'
         if way != COPY:
             wanted = GOAL if way in (READ, WRITE) else None
-            yield goal(f"{way}: bandwidth relative to a plain shared-memory copy", speed["median"], "×", at_least=wanted)
+            yield goal(
+                f"{way}: bandwidth relative to a plain shared-memory copy", speed["median"], "×", at_least=wanted
+            )
         yield {
             "table": title,
             "way": way,
