@@ -125,7 +125,7 @@ MISSING_ROUTES = {
 
 
 def route_hint(path: str) -> str:
-    """What a client should ask for instead of a path that is no route; "" if nothing known resembles it."""
+    """Return a hint for a client that has asked for a path that is no route; "" if the path resembles none."""
     for name, hint in MISSING_ROUTES.items():
         if path.rstrip("/").endswith(name) or f"{name}/" in path:
             return f"; {hint}"

@@ -83,7 +83,7 @@ class Body(Strict, extra="allow"):
                     logger.warning("ignored a request field: %s", found)
 
     def is_neutral(self, name: str, value: Any) -> bool:
-        """Whether this value of an unsupported field changes nothing beside the request's other fields."""
+        """Whether this value of an unsupported field changes nothing, given the request's other fields."""
         return False
 
     @property
