@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.data.checks import Count
 from nanovllm.data.config import EngineConfig
@@ -44,6 +44,7 @@ class ServeFlags(Flags):
         exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
             when the engine is dead (else the server answers 503 until it is ended)
         demo: let the page send bursts of requests as soon as it is opened
+        metrics_prefix: the first word of the names at /metrics. vllm: as routers and dashboards of vLLM read them
         prefill: start several servers on this machine and a router: so many that prefill
         decode: and so many that decode
     """
@@ -53,6 +54,7 @@ class ServeFlags(Flags):
     strict: bool = False
     exit_with_stdin: bool = False
     demo: bool = False
+    metrics_prefix: Literal["vllm", "nanovllm"] = "vllm"
     prefill: Count = 0
     decode: Count = 0
 
@@ -111,7 +113,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     if flags.exit_with_stdin:
         # The process that has started this server starts another one in its place; this one would answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(engine, listener, access, flags.demo, flags.strict)
+    await server.run_server(engine, listener, access, flags.demo, flags.strict, flags.metrics_prefix)
 
 
 async def _end_with(engine: AsyncEngine) -> None:
