@@ -102,7 +102,9 @@ class AsyncEngine(FrontEnd):
         """
         arrival, process = time.monotonic(), self.input_processor.process
         content = prompt.get("prompt_token_ids") or prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if len(content or ()) <= LONG_PROMPT and params.structured_outputs is None:  # a grammar's check may take long
+        # A grammar's check may take long, and so may the tokens of many bad words.
+        takes_long = params.structured_outputs is not None or params.bad_words
+        if len(content or ()) <= LONG_PROMPT and not takes_long:
             text, requests = process(request_id, prompt, params, priority)
         else:
             text, requests = await asyncio.to_thread(process, request_id, prompt, params, priority)
