@@ -41,7 +41,21 @@ END_SECONDS = 5.0
 
 
 class AsyncEngine(FrontEnd):
-    """An engine process and its callers. `await AsyncEngine.start(config)` makes one."""
+    """An engine process and its callers. `await AsyncEngine.start(config)` makes one.
+
+    A program that streams:
+
+        import asyncio
+        from nanovllm import AsyncEngine, EngineConfig, SamplingParams
+
+        async def main():
+            engine = await AsyncEngine.start(EngineConfig("smollm2-135m"))
+            async for output in engine.generate("The capital of France is", SamplingParams(temperature=0), "request-1"):
+                print(output.outputs[0].text, end="", flush=True)
+            await engine.shutdown()
+
+        asyncio.run(main())
+    """
 
     input_processor: InputProcessor
 

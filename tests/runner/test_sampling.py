@@ -841,7 +841,10 @@ def test_names_are_normalised() -> None:
     assert (params.top_k, params.stop, params.stop_token_ids) == (0, ["end"], [3])
     assert isinstance(params.temperature, float) and not params.greedy and not params.looks_back
     assert SamplingParams(temperature=0).greedy
-    assert [SamplingParams(bad_words_token_ids=words).looks_back for words in ([[5], [6]], [[5], [6, 7]])] == [False, True]
+    assert [SamplingParams(bad_words_token_ids=words).looks_back for words in ([[5], [6]], [[5], [6, 7]])] == [
+        False,
+        True,
+    ]
     assert all(SamplingParams(**{name: 1.5}).looks_back for name in BAD if name.endswith("_penalty"))
     assert SamplingParams(max_tokens=None, min_tokens=10**9).min_tokens == 10**9
     shared = ["a"]
