@@ -41,10 +41,11 @@ lab: install  ## open JupyterLab at your copies of the lectures
 	@$(BIN)/python -m nanovllm.lab.course copy
 	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/my_notebooks $(ARGS)
 
-lint: install  ## style, types, and modules equal to their lectures
+lint: install  ## style, types, English, and modules equal to their lectures
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check nanovllm tests
 	$(BIN)/mypy
+	$(BIN)/python -m tests.english --check
 	$(BIN)/python -m nanovllm.lab.course build --check
 
 # The system's Chromium or else playwright's own; only root can install the first.
@@ -74,7 +75,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TESTS := OMP_NUM_THREADS=1 PYTEST_ADDOPTS="-p no:nbval" $(BIN)/python -m pytest -n 4 --dist worksteal --durations=30
 # All workers need them at once: else each compiles its own.
 KERNELS := $(BIN)/python -c "from nanovllm.ops import native; native.is_available()"
-QUICK := $(addprefix tests/,test_house.py test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
+QUICK := $(addprefix tests/,test_house.py english test_project.py test_pairwise.py text checkpoint/test_model_files.py scheduler \
 	trace/test_trace.py kv_transfer/test_kv_layout.py kv_transfer/test_transfer_scheduler.py distributed/test_standstill.py \
 	lab/course/test_course_build.py lab/course/test_course_teaching.py)
 

@@ -13,6 +13,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tests import english
+
 ROOT = pathlib.Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(
@@ -74,3 +76,9 @@ def test_readme_is_read_in_three_minutes() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     assert sum(any(map(str.isalnum, word)) for word in text.split()) <= 1200
+
+
+def test_no_phrase_occurs_more_often_than_stored() -> None:
+    """`python -m tests.english FILE` lists the occurrences in a file, with the preferred wording."""
+    complaints = english.complaints(english.all_hits(), english.stored_counts())
+    assert not complaints, "\n".join(complaints)
