@@ -60,7 +60,7 @@ class CompletionOutput:
 class RequestOutput:
     """A request with its completions.
 
-    As in nano-vllm, `output["text"]` and `output["token_ids"]` are those of the first completion.
+    As in nano-vllm, `output["text"]` and `output["token_ids"]` belong to the first completion.
 
     Attributes:
         prompt: the text, if the request was given as text.

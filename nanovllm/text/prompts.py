@@ -79,7 +79,7 @@ def check_request(
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the token sequences of some words: of each one as it begins a text, and as it follows a space.
+    """Return two token sequences for each word: without a space before it, and with one.
 
     As in vLLM, white space at a word's beginning is not part of it. A word of nothing but white space stays as it is.
     """

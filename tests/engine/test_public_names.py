@@ -115,7 +115,7 @@ def test_code_in_a_models_folder_never_runs(
     if has_tokenizer_file:
         assert LLM(str(folder), **options).generate([[5, 6]], use_tqdm=False)[0]["token_ids"]
     else:
-        with pytest.raises(ValueError, match="has no tokenizer.json"):
+        with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
             LLM(str(folder), **options)
     assert not (folder / "it_ran").exists()
     lines = [record.message for record in caplog.records if "trust_remote_code" in record.message]
