@@ -140,7 +140,7 @@ bench: install  ## measure (ARGS="throughput --workload W2", see nanovllm bench 
 GPU_PYTHON = $(or $(wildcard $(BIN)/python),$(PYTHON))
 GPU_FILES = $(if $(findstring --dry-run,$(ARGS)),,--json figures/gpu.json --markdown figures/gpu.md)
 
-gpu:  ## prove and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
+gpu:  ## test and measure on an NVIDIA GPU, in ten minutes (ARGS=--dry-run: the same code on the CPU)
 	@python=$$($(GPU_PYTHON) nanovllm/lab/bench/gpu/environment.py) && \
 		PYTHONPATH=. $$python -m nanovllm bench gpu $(GPU_FILES) $(ARGS)
 

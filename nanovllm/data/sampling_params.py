@@ -38,7 +38,7 @@ class SamplingParams(Keywords):
         presence_penalty: subtracted once from the logit of each token in the output, -2 to 2.
         frequency_penalty: subtracted once per occurrence in the output, -2 to 2.
         logit_bias: added to the logits of these token ids, -100 to 100.
-        seed: makes the draws repeatable, independent of the batch. None: the engine picks one.
+        seed: makes the draws repeatable, independent of the batch. None or -1: the engine picks one.
         stop: strings that end the request; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: token ids that end the request.
         bad_words: strings that the output never contains, up to 128: a token that would complete one of their token

@@ -36,9 +36,13 @@ UNSUPPORTED = names(
     "modalities best_of length_penalty"
 )
 NEUTRAL: dict[str, Any] = {"tool_choice": "none", "function_call": "none", "modalities": ["text"]}
-NEUTRAL |= {"best_of": 1, "length_penalty": 1.0}
+NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
 # What to use instead of a field.
-INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
+INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "best_of": "leave it out, or give it the value of n",
+}
 # OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
 HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
 # A client may send any number of unknown names: so many of them get a line in the log, and so many of a request's are named.
@@ -64,9 +68,9 @@ class Body(Strict, extra="allow"):
         """
         for name, value in (self.model_extra or {}).items():
             if name in UNSUPPORTED:
-                if value and value != NEUTRAL.get(name):
-                    use = "structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
-                    message = f"{name} is not supported by this server" + (f"; use {use}" if use else "")
+                if value and value != NEUTRAL.get(name) and not self.is_neutral(name, value):
+                    hint = "use structured_outputs" if name.startswith("guided_") else INSTEAD.get(name)
+                    message = f"{name} is not supported by this server" + (f"; {hint}" if hint else "")
                     raise APIError(400, message, name, "unsupported_parameter")
             elif len(self._ignored) < MAX_NAMED:
                 harmless, hint = name in HARMLESS, did_you_mean(name, type(self).model_fields)
@@ -77,6 +81,10 @@ class Body(Strict, extra="allow"):
                 if name not in _warned and len(_warned) < MAX_WARNINGS:
                     _warned.add(name)
                     logger.warning("ignored a request field: %s", found)
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """Whether this value of an unsupported field changes nothing, given the request's other fields."""
+        return False
 
     @property
     def warning(self) -> dict[str, str]:
@@ -136,6 +144,10 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    def is_neutral(self, name: str, value: Any) -> bool:
+        """See `Body`. The best `n` of `n` answers are all of them."""
+        return name == "best_of" and type(value) is int and value == (self.n or 1)
 
     def sampling_params(self, defaults: dict[str, Any], **values: Any) -> SamplingParams:
         """The given values, else those that the checkpoint recommends (`defaults`), else OpenAI's.

@@ -50,7 +50,7 @@ class InputProcessor:
         check_request(token_ids, params, priority, self.limits, self.grammars)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
         # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens` too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos

@@ -28,6 +28,11 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 # ---------------------------------------------------------------- AsyncEngine
 
 
+def lines_of(program: str) -> list[str]:
+    """The lines of a program, without blank ones."""
+    return [line for line in program.splitlines() if line]
+
+
 def streaming_program() -> str:
     """The program in the docstring of `AsyncEngine`."""
     documentation = inspect.getdoc(AsyncEngine) or ""
@@ -36,7 +41,7 @@ def streaming_program() -> str:
 
 def test_the_program_in_the_documentation_streams() -> None:
     program = streaming_program()
-    assert len([line for line in program.splitlines() if line]) == 8
+    assert len(lines_of(program)) == 8
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -48,7 +53,7 @@ def test_the_program_in_the_documentation_streams() -> None:
 def test_the_readme_of_the_package_has_the_same_program() -> None:
     readme = (ROOT / "nanovllm/README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
-    assert streaming_program().strip() in [block.strip() for block in blocks]
+    assert lines_of(streaming_program()) in [lines_of(block) for block in blocks]
 
 
 # ---------------------------------------------------------------- programs written for nano-vllm and vLLM

@@ -44,7 +44,7 @@ BENCHMARKS = {
     "parallel": ("the cost of computing in several processes together", "part dry-run repeats threads"),
     "speculation": ("the gain of drafting tokens", "part dry-run repeats threads vllm-python"),
     "kv": ("the cost of moving KV, and the gain of keeping it", "part dry-run repeats threads"),
-    "gpu": ("prove and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
+    "gpu": ("test and measure everything that needs an NVIDIA GPU", "dry-run minutes"),
     "quality": ("what quantized weights, or a setting, cost in quality", "baseline samples"),
 }
 
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and report; returns the exit code: 1 if a part or a proof failed."""
+    """Measure and report; returns the exit code: 1 if a part or a test failed."""
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # engines have sessions of their own
     try:
         measure: Callable[[argparse.Namespace], int] = arguments.measure
