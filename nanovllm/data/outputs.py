@@ -60,6 +60,8 @@ class CompletionOutput:
 class RequestOutput:
     """A request with its completions.
 
+    As in nano-vllm, `output["text"]` and `output["token_ids"]` belong to the first completion.
+
     Attributes:
         prompt: the text, if the request was given as text.
         prompt_logprobs: one entry per prompt token, if requested.
@@ -77,6 +79,11 @@ class RequestOutput:
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     error: RequestFailedError | GrammarError | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in ("text", "token_ids"):
+            raise KeyError(f"an output has the keys 'text' and 'token_ids', not {key!r}; all else are attributes")
+        return getattr(self.outputs[0], key)
 
 
 def join_pieces(pieces: list[CompletionOutput]) -> CompletionOutput:

@@ -190,7 +190,7 @@ class Metrics(MetricSet, EngineObserver):
             self._ended[engine][piece.finish_reason].inc()
 
     def finished(self, times: RequestTimes, last: CompletionOutput, now: float) -> None:
-        """Note the phases of a request, as far as it has come, and its lengths."""
+        """Note the phases of a request that it has been through, and its lengths."""
         durations = {"e2e_request_latency_seconds": now - times.arrival}
         if times.scheduled is not None:
             durations["request_queue_time_seconds"] = times.scheduled - times.arrival

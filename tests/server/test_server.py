@@ -261,6 +261,7 @@ def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
     assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
     assert text(temperature=1, top_k=1) == text(temperature=1, min_p=1.0) == text(temperature=1, top_p=1e-9) == text()
     assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(logit_bias={"68": 100, "69": 50}, bad_words=["bb"]) == "bc" * 6
     assert text(repetition_penalty=0.01) != text()
     biased = {"logit_bias": {"68": 10}}
     assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
