@@ -85,6 +85,8 @@ class EngineConfig(Flags):
             under torchrun, or as Ray's actors (auto: uni for one rank, external_launcher under torchrun, else mp)
         disable_custom_all_reduce: on a CPU, sum over ranks by gloo instead of through shared memory
         max_num_waiting: number of waiting requests above which the server answers 429
+        disable_log_stats: do not log the server's throughput, requests and use of the KV cache (default: every 10 seconds while it
+            is busy)
         trace: write a record of every step, with the token ids of all answers, to this file, as lines of JSON (.gz:
             compressed)
         check_invariants: check the engine's bookkeeping after every step (slow; for tests)
@@ -143,6 +145,7 @@ class EngineConfig(Flags):
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
     max_num_waiting: Count = 4096
+    disable_log_stats: bool = False
     trace: str | None = None
     check_invariants: bool = False
 
