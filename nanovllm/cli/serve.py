@@ -12,7 +12,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.data.checks import Count
 from nanovllm.data.config import EngineConfig
@@ -44,6 +44,7 @@ class ServeFlags(Flags):
         exit_with_stdin: exit when standard input is closed, for example when the parent process exits, and when the engine
             dies (default: answer 503 until stopped)
         demo: make the page send bursts of requests as soon as it is opened
+        metrics_prefix: prefix of the metric names at /metrics (vllm: the names that vLLM's routers and dashboards read)
         prefill: number of prefill servers to start on this machine, with a router in front of all servers
         decode: number of decode servers to start
     """
@@ -53,6 +54,7 @@ class ServeFlags(Flags):
     strict: bool = False
     exit_with_stdin: bool = False
     demo: bool = False
+    metrics_prefix: Literal["vllm", "nanovllm"] = "vllm"
     prefill: Count = 0
     decode: Count = 0
 
@@ -111,7 +113,7 @@ async def _serve(config: EngineConfig, listener: socket.socket, access: Access, 
     if flags.exit_with_stdin:
         # The process that has started this server starts another one in its place; this one would answer 503 for ever.
         _ending = asyncio.create_task(_end_with(engine))  # noqa: RUF006 (this frame refers to it)
-    await server.run_server(engine, listener, access, flags.demo, flags.strict)
+    await server.run_server(engine, listener, access, flags.demo, flags.strict, flags.metrics_prefix)
 
 
 async def _end_with(engine: AsyncEngine) -> None:

@@ -30,7 +30,7 @@ def names(text: str) -> frozenset[str]:
 # never do. Completions have echo and add_special_tokens, which are unsupported elsewhere. chat_template: Jinja from strangers can keep
 # a processor busy for ever.
 UNSUPPORTED = names(
-    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids bad_words "
+    "tools functions audio web_search_options reasoning_effort verbosity suffix use_beam_search allowed_token_ids "
     "truncate_prompt_tokens prompt_embeds documents guided_json guided_regex guided_choice guided_grammar echo "
     "add_special_tokens return_token_ids return_tokens_as_token_ids chat_template tool_choice function_call "
     "modalities best_of length_penalty"
@@ -123,7 +123,9 @@ class ResponseFormat(Strict):
 
 # Sampling parameters that need no conversion. Each is a field of the same name and type; None: not given.
 HINTS = get_type_hints(SamplingParams)
-PASSED_ON = [name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs")]
+PASSED_ON = [
+    name for name in HINTS if name not in ("logit_bias", "logprobs", "structured_outputs", "bad_words_token_ids")
+]
 _FIELDS: Any = {name: (HINTS[name] | None, None) for name in PASSED_ON}
 SamplingFields: Any = create_model("SamplingFields", __base__=Body, **_FIELDS)
 
@@ -136,6 +138,7 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
     response_format: ResponseFormat | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = Field(None, max_length=1024)
+    bad_words: Strings | None = None
     priority: int | None = Field(None, ge=-(2**31), le=2**31 - 1)
     cache_salt: str | None = Field(None, max_length=256)
     kv_transfer_params: dict[str, Any] | None = Field(None, description="where the prompt's KV comes from, or goes")

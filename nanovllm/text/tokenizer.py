@@ -217,7 +217,8 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without False, transformers asks on the terminal whether it may run code from the folder.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
         raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error

@@ -32,6 +32,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "drawn from the likeliest": FREE | {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 4},
     "penalties": FREE
     | {"temperature": 0.8, "presence_penalty": 1, "frequency_penalty": 0.5, "repetition_penalty": 1.3, "seed": 2},
+    "bad words": FREE | {"temperature": 1, "seed": 11, "bad_words_token_ids": [[70, 71], [72, 72, 73], [73, 73]]},
     "several": FREE | {"temperature": 1, "n": 3, "seed": 5},
     "log-probabilities": FREE | {"temperature": 1, "logprobs": 3, "prompt_logprobs": 2, "seed": 6},
     "a stop string": FREE | {"temperature": 1, "stop": ["gff", "fge"], "seed": 7, "logprobs": 0},

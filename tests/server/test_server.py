@@ -261,6 +261,7 @@ def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
     assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
     assert text(temperature=1, top_k=1) == text(temperature=1, min_p=1.0) == text(temperature=1, top_p=1e-9) == text()
     assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(logit_bias={"68": 100, "69": 50}, bad_words=["bb"]) == "bc" * 6
     assert text(repetition_penalty=0.01) != text()
     biased = {"logit_bias": {"68": 10}}
     assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
@@ -491,6 +492,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     stats = EngineStats.together(each)
     assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
     engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats, name="tiny")
+    engine.limits, engine.trace_settings = SimpleNamespace(max_model_len=256), []
     metrics = Metrics(engine)
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
@@ -501,7 +503,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     for family in metric_families(bytes(metrics.response().body).decode()):
         for s in family.samples:
             if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
-                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+                found.setdefault(s.name.removeprefix("vllm:"), {})[s.labels["engine"]] = s.value
     for name, values in {
         "num_requests_running": (3, 4),
         "num_requests_waiting": (1, 0),
