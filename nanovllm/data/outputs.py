@@ -145,6 +145,11 @@ class EngineStats:
     spec_decoding: SpecDecodingStats = field(default_factory=SpecDecodingStats)
     engines: list[EngineStats] = field(default_factory=list)
 
+    @property
+    def prefix_cache_hit_rate(self) -> float:
+        """Share of the looked-up tokens that the prefix cache had, 0 to 1, since the engine's start."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
     @classmethod
     def together(cls, engines: list[EngineStats]) -> EngineStats:
         """The stats of several engines as one: sums, the mean of `kv_cache_usage`, and the maximum of `num_waves`."""

@@ -167,6 +167,7 @@ class AsyncEngine(FrontEnd):
         try:
             while True:
                 for report in await self._next_reports():
+                    self._note_schedule(report)
                     for output in early_portions(report.outputs):
                         self._deliver([output], report.time)
                         await asyncio.sleep(0)

@@ -72,6 +72,7 @@ class EngineCore:
             trace.settings |= settings
             self._recorder = self._record_to(trace)
         self.num_steps = self._num_added = 0
+        self.first_scheduled: dict[str, float] | None = None  # see EngineLoop, which asks for it
         self._started = time.perf_counter()
 
     def _record_to(self, trace: Trace | None) -> StepRecorder:
@@ -272,6 +273,8 @@ class EngineCore:
         counts = self.config.in_lock_step or not plan.empty
         record = self._recorder.begin(plan, self.num_steps, start) if counts else None
         wave = self.waves.ended if self.waves is not None else 0
+        if plan.admitted and self.first_scheduled is not None:
+            self.first_scheduled |= dict.fromkeys(plan.admitted, time.monotonic())
         self._in_flight.append(StepInFlight(plan, self.executor.launch(plan), record, start, wave))
         self.num_steps += counts
 

@@ -180,7 +180,8 @@ async def _run(config: EngineConfig, arguments: argparse.Namespace, listener: so
         backends = backends_of(urls, routing, next(iter(access.api_keys), None))
         for process, backend in zip(fleet, backends, strict=True):
             backend.on_silence = process.end_silent
-        router = RouterServer(backends, listener, access, config.served_model_name or config.model)
+        name = config.served_model_name or config.model
+        router = RouterServer(backends, listener, access, name, arguments.metrics_prefix)
         await router.route(*(process.keep_alive() for process in fleet))
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -194,6 +195,7 @@ def processes(config: EngineConfig, arguments: argparse.Namespace) -> list[Serve
     gpus, shares = divide_gpus(visible_gpus(config), len(names), config.world_size * config.data_parallel_size)
     words = ["--host", "127.0.0.1", "--shutdown-timeout", str(arguments.shutdown_timeout)]
     words += ["--show-text"] * arguments.show_text + ["--strict"] * arguments.strict
+    words += ["--metrics-prefix", arguments.metrics_prefix]
     common = {"NANOVLLM_KV_SECRET": secrets.token_hex(32)} | os.environ
     if arguments.api_key:  # not on the command line, where `ps` shows it
         common["NANOVLLM_API_KEY"] = ",".join(arguments.api_key)

@@ -170,7 +170,7 @@ class Fleet:
         found: dict[str, float] = {}
         for family in metric_families((await self.client.get("/metrics")).text):
             for sample in family.samples:
-                name = sample.name.removeprefix("nanovllm_router_")
+                name = sample.name.removeprefix("vllm_router_")
                 found[name] = found.get(name, 0) + sample.value
         return found
 

@@ -492,6 +492,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     stats = EngineStats.together(each)
     assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
     engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats, name="tiny")
+    engine.limits, engine.trace_settings = SimpleNamespace(max_model_len=256), []
     metrics = Metrics(engine)
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
@@ -502,7 +503,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     for family in metric_families(bytes(metrics.response().body).decode()):
         for s in family.samples:
             if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
-                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+                found.setdefault(s.name.removeprefix("vllm:"), {})[s.labels["engine"]] = s.value
     for name, values in {
         "num_requests_running": (3, 4),
         "num_requests_waiting": (1, 0),
