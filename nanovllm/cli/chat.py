@@ -38,11 +38,11 @@ class ChatFlags(Flags):
     """Flags of this command alone.
 
     Attributes:
-        url: talk to the server there instead of starting an engine
+        url: use the server at this URL instead of starting an engine
         api_key: key for that server (with --url; default: NANOVLLM_API_KEY or VLLM_API_KEY)
-        system_prompt: what the model is told before the chat
-        temperature: 0: always the likeliest token (default: the model's)
-        max_tokens: longest answer (default: what the context leaves)
+        system_prompt: system message at the beginning of the chat
+        temperature: sampling temperature; 0 always takes the most likely token (default: the model's)
+        max_tokens: maximum number of tokens per answer (default: up to the context length)
     """
 
     url: str | None = None

@@ -39,17 +39,17 @@ class ServeFlags(Flags):
 
     Attributes:
         api_key: a key that clients must send as 'Authorization: Bearer KEY'; may be repeated. The environment variable
-            NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, unseen by ps. No key is needed for
-            /, /web/, /docs, /openapi.json, /health, /metrics and /version. Of several keys, each has its share of the waiting
-            places: --max-num-waiting divided by the number of keys
-        show_text: let all readers of GET / and /trace see the prompts and answers of all requests
-        strict: refuse requests with unknown fields (default: ignore the fields, and warn)
-        exit_with_stdin: end at once when standard input is closed, as by the end of the process that has started this one, and
-            when the engine is dead (else the server answers 503 until it is ended)
-        demo: let the page send bursts of requests as soon as it is opened
-        metrics_prefix: the first word of the names at /metrics. vllm: as routers and dashboards of vLLM read them
-        prefill: start several servers on this machine and a router: so many that prefill
-        decode: and so many that decode
+            NANOVLLM_API_KEY (keys separated by commas) or VLLM_API_KEY (one key) does the same, invisible to ps. No key is needed
+            for /, /web/, /docs, /openapi.json, /health, /metrics and /version. With several keys, each gets an equal share of
+            the queue slots: --max-num-waiting divided by the number of keys
+        show_text: show the prompts and outputs of all requests to every reader of GET / and /trace
+        strict: reject requests with unknown fields (default: ignore the fields and warn)
+        exit_with_stdin: exit when standard input is closed, for example when the parent process exits, and when the engine
+            dies (default: answer 503 until stopped)
+        demo: make the page send bursts of requests as soon as it is opened
+        metrics_prefix: prefix of the metric names at /metrics (vllm: the names that vLLM's routers and dashboards read)
+        prefill: number of prefill servers to start on this machine, with a router in front of all servers
+        decode: number of decode servers to start
     """
 
     api_key: Sequence[str] = ()

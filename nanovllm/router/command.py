@@ -10,19 +10,19 @@ from nanovllm.server.access import LIMITS, Access, api_keys
 
 SERVERS = {
     "--prefill": "servers that compute prompts (nanovllm serve --kv-role producer)",
-    "--decode": "servers that generate, and answer clients (nanovllm serve --kv-role consumer)",
+    "--decode": "servers that decode and answer clients (nanovllm serve --kv-role consumer)",
     "--worker-urls": "servers that do both",
 }
 KEY_HELP = (
-    "the router's own key for its questions to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router passes "
-    "clients' keys on, and the servers check them"
+    "the router's own key for its requests to the servers (default: NANOVLLM_API_KEY or VLLM_API_KEY); the router forwards "
+    "clients' keys, and the servers check them"
 )
 METRICS_HELP = "the first word of the names at /metrics (default: %(default)s)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `router`."""
-    group = parser.add_argument_group("servers", "either some that prefill and some that decode, or some that do both")
+    group = parser.add_argument_group("servers", "either prefill and decode servers, or servers that do both")
     for flag, help in SERVERS.items():
         group.add_argument(flag, nargs="+", action="extend", default=[], metavar="URL", help=help)
     group.add_argument("--api-key", metavar="KEY", help=KEY_HELP)
