@@ -79,6 +79,30 @@ def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
         assert mine[-1].finish_reason is not None, "the reason comes last"
 
 
+def test_the_clients_stream_helper_builds_the_whole_answer(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "temperature": 0}
+    # The helper takes an answer that was cut off for an error.
+    options["extra_body"] = {"structured_outputs": {"choice": ["well begun"]}}
+    with client.chat.completions.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == client.chat.completions.create(**options).choices[0].message.content
+    assert (kinds[0], kinds[-1]) == ("chunk", "content.done") and "content.delta" in kinds
+
+
+def test_what_is_not_there_becomes_an_error_of_the_client(client: openai.OpenAI, server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError, match="no Responses API: use /v1/chat/completions"):
+        client.responses.create(model="tiny", input="hello")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+        client.embeddings.create(model="tiny", input="hello")
+    without_version = client.with_options(base_url=server.url)
+    with pytest.raises(openai.NotFoundError, match="the route is /v1/chat/completions: give clients the base URL"):
+        without_version.chat.completions.create(model="tiny", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
 async def test_the_role_comes_with_the_first_token() -> None:
     """Benchmarks take the first chunk of a chat for its first token: it must not come while the prompt is computed."""
     engine: Any = SimpleNamespace(name="tiny", tokenizer=None)
