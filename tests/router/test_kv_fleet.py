@@ -213,9 +213,9 @@ def test_an_engine_that_cannot_start_ends_all(tiny_model: pathlib.Path, tmp_path
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prefill", "1"], "--prefill and --decode go together"),
-        (["--prefill", "1", "--decode", "1", "--kv-role", "both"], "--kv-role is given by"),
-        (["--prefill", "1", "--decode", "1", "--trace", "x"], "--trace is one engine's"),
+        (["--prefill", "1"], "--prefill and --decode must be used together"),
+        (["--prefill", "1", "--decode", "1", "--kv-role", "both"], "--kv-role is set by"),
+        (["--prefill", "1", "--decode", "1", "--trace", "x"], "--trace records one engine"),
         (["--prefill", "http://127.0.0.1:1", "--decode", "1"], "--prefill: invalid int value"),
     ],
 )

@@ -120,7 +120,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"stream": "yes"}, "stream", "stream"),
     ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
     ({"suffix": "end"}, "suffix is not supported", "suffix"),
-    ({"best_of": 3}, "best_of is not supported by this server; leave it out, or give it the value of n", "best_of"),
+    ({"best_of": 3}, "best_of is not supported by this server; do not set it, or set it to the value of n", "best_of"),
     ({"best_of": 3, "n": 2}, "best_of is not supported", "best_of"),
     ({"best_of": 1, "n": 2}, "best_of is not supported", "best_of"),
     ({"best_of": True}, "best_of is not supported", "best_of"),
