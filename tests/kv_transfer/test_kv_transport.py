@@ -241,7 +241,7 @@ def test_what_the_caller_does_wrong_is_raised_at_once(pair):
         with pytest.raises(ValueError, match=message):
             target.transport.read("x", peers, local, remote)
     target.transport.expect("z", peers, [1])
-    with pytest.raises(ValueError, match="an id of its own"):
+    with pytest.raises(ValueError, match="use a unique id"):
         target.transport.expect("z", peers, [1])
     assert target.transport.poll() == []
 

@@ -206,7 +206,7 @@ def test_nothing_is_left_when_the_command_is_killed(tiny_model: pathlib.Path, tm
 def test_an_engine_that_cannot_start_ends_all(tiny_model: pathlib.Path, tmp_path: pathlib.Path) -> None:
     fleet = KVFleet(tiny_model, tmp_path, 1, 1, "--max-model-len", "100000")
     assert fleet.process.wait(120) == 2
-    assert "prefill 0 ends with exit code 2" in fleet.text or "decode 0 ends with exit code 2" in fleet.text
+    assert "prefill 0 exited with code 2" in fleet.text or "decode 0 exited with code 2" in fleet.text
     assert "positions of the model" in fleet.text
 
 
