@@ -64,19 +64,21 @@ def test_the_scheduler_knows_no_tensor() -> None:
 READMES = sorted(path for pattern in ("*.md", "[!.]*/*.md", "nanovllm/*/*.md") for path in ROOT.glob(pattern))
 
 
+def headings_of(page: pathlib.Path) -> set[str]:
+    """The headings of a page, as links name them."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-") for line in lines if line[:1] == "#"}
+
+
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(readme: pathlib.Path) -> None:
-    text = readme.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w -]", "", line.lstrip("# ")).lower().replace(" ", "-")
-        for line in text.splitlines()
-        if line[:1] == "#"
-    }
-    for link in re.findall(r"\]\(([^)]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("http"):
-            assert (readme.parent / link.partition("#")[0]).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", readme.read_text(encoding="utf-8")):
+        if link.startswith("http"):
+            continue
+        path, _, heading = link.partition("#")
+        target = readme.parent / path if path else readme
+        assert target.exists(), link
+        assert not heading or target.suffix != ".md" or heading in headings_of(target), link
 
 
 def test_readme_is_read_in_three_minutes() -> None:
