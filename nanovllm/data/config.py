@@ -86,6 +86,7 @@ class EngineConfig(Flags):
             else mp)
         disable_custom_all_reduce: on a CPU, sum over ranks with gloo instead of shared memory
         max_num_waiting: maximum number of waiting requests; beyond it the server answers 429
+        disable_log_stats: disable the line of statistics that the server logs every 10 seconds while it is busy
         trace: write a record of every step to this file, as JSON lines, with the token ids of all outputs (.gz:
             compressed)
         check_invariants: check the engine's bookkeeping after every step (slow; for tests)
@@ -144,6 +145,7 @@ class EngineConfig(Flags):
     distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "ray"] = "auto"
     disable_custom_all_reduce: bool = False
     max_num_waiting: Count = 4096
+    disable_log_stats: bool = False
     trace: str | None = None
     check_invariants: bool = False
 

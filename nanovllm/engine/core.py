@@ -21,6 +21,7 @@ from nanovllm.data.parts import load
 from nanovllm.data.request import EngineOutput, EngineRequest, Request
 from nanovllm.data.schedule import ModelRunnerOutput, SchedulerOutput
 from nanovllm.distributed.activity import IDLE_SECONDS, waiting_for_others
+from nanovllm.engine.start_log import log_start
 from nanovllm.executor.base import create_executor, read_model_config
 from nanovllm.kv.block_pool import InvariantError
 from nanovllm.kv.manager import KVCacheManager
@@ -406,7 +407,9 @@ def create_core(config: EngineConfig, trace: Trace | None = None, blocking: bool
     """
     if config.is_divided:
         return load("nanovllm.engine.group:DataParallelCore", "data_parallel_size")(config, trace, blocking)
-    return EngineCore(config, trace)
+    core = EngineCore(config, trace)
+    log_start(config, core.model_config, core.executor, core.manager.pool.num_blocks)
+    return core
 
 
 @dataclass
