@@ -181,7 +181,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"functions": [{}]}, "functions is not supported", "functions"),
     ({"response_format": {"type": "xml"}}, "'json_object' or 'json_schema'", "response_format"),
     ({"response_format": {"type": "json_schema"}}, "must be an object if", "response_format.json_schema.schema"),
-    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "cannot be combined", "response_format"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "cannot be combined",
+        "response_format",
+    ),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": FAULTY}}},
         "person.properties.age.anyOf[1]: Invalid type: intger",
