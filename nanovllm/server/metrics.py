@@ -176,6 +176,11 @@ class Metrics(MetricSet, EngineObserver):
             )
         return metric
 
+    def total(self, name: str, index: int) -> float:
+        """Return the value of one of the counters, for one of the engines."""
+        labels = dict(zip(self.labels, self.values[index], strict=True))
+        return self.registry.get_sample_value(f"{self.prefix}{name}_total", labels) or 0.0
+
     def tokens(self, times: RequestTimes, piece: CompletionOutput, now: float) -> None:
         """Count the tokens of a completion, or its end."""
         engine = piece.engine

@@ -258,7 +258,7 @@ def test_a_file_that_was_cut_off(tmp_path: pathlib.Path) -> None:
         if cut == ends[4]:  # only the line's end is missing
             assert Trace.load(path).steps == trace.steps[:4]
             continue
-        with pytest.raises(TraceError, match=rf"{path}, line 5: .*cut off after 3 whole steps.*--partial"):
+        with pytest.raises(TraceError, match=rf"{path}, line 5: .*cut off after 3 complete steps.*--partial"):
             Trace.load(path)
         assert Trace.load(path, partial=True).steps == trace.steps[:3]
     path.write_bytes(whole[: ends[0] - 3])
@@ -308,7 +308,7 @@ def test_a_trace_of_another_version(tmp_path: pathlib.Path) -> None:
     [
         ('{"step": "first", "start": 0}', "int"),
         ('{"start": 0}', "step"),
-        ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 has not been named"),
+        ('{"step": 0, "start": 0, "arrived": [5]}', "request number 5 is unknown"),
         ('{"step": 0, "start": 0, "requests": [[0, 1]]}', "not a share"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 1, 2, 3]]}', "not a share"),
         ('{"step": 0, "start": 0, "named": [[0, "a", 1]], "requests": [[0, 0, 4, [], [], [3]]]}', "not a share"),
