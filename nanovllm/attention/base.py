@@ -114,7 +114,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         RuntimeError: a context is already set in this thread; two forward passes would write to each other's slots.
     """
     if _current.get() is not None:
-        raise RuntimeError("a forward pass is running already; forward contexts do not nest")
+        raise RuntimeError("a forward pass is already running; forward contexts cannot be nested")
     _current.set(context)
     try:
         yield
@@ -129,7 +129,7 @@ def get_forward_context() -> ForwardContext:
         RuntimeError: no forward pass is running.
     """
     if (context := _current.get()) is None:
-        raise RuntimeError("attention was called outside of `with forward_context(...)`")
+        raise RuntimeError("attention was called outside `with forward_context(...)`")
     return context
 
 

@@ -184,7 +184,7 @@ class EngineConfig(Flags):
             raise ValueError("eplb_config does nothing without enable_eplb")
         if self.data_parallel_size > 1 and backend in ("external_launcher", "ray"):
             mistake = f"data_parallel_size above 1 does not go with distributed_executor_backend {backend!r}"
-            raise ValueError(f"{mistake}: leave it out, or start several engines and divide the requests")
+            raise ValueError(f"{mistake}: do not set it, or start several engines and divide the requests")
         if budget is not None and budget < self.max_num_seqs:
             mistake = f"max_num_batched_tokens ({budget}) must be at least max_num_seqs ({self.max_num_seqs})"
             raise ValueError(f"{mistake}: every running request needs one token per step")
@@ -199,7 +199,7 @@ class EngineConfig(Flags):
         given, budget = self.max_model_len, self.max_num_batched_tokens
         longest = given or min(model_max_len, 1 + (SamplingParams.max_tokens or 0))
         if longest > model_max_len:
-            raise ValueError(f"max_model_len ({longest}) is over the {model_max_len} positions of the model: lower it")
+            raise ValueError(f"max_model_len ({longest}) exceeds the {model_max_len} positions of the model: lower it")
         room = (num_kv_blocks or sys.maxsize) * self.block_size
         if longest > room:
             needs = f"one request of {longest} tokens needs {-(-longest // self.block_size)} KV blocks"

@@ -95,7 +95,7 @@ class EngineCore:
             return NoConnector()
         if self.config.in_lock_step:
             mistake = "kv_role and kv_connector do not go with experts that several engines share"
-            raise ValueError(f"{mistake}: leave enable_expert_parallel out, or use data_parallel_size 1")
+            raise ValueError(f"{mistake}: do not set enable_expert_parallel, or use data_parallel_size 1")
         create = load("nanovllm.kv_transfer.factory:create_scheduler_connector", "KV transfer")
         return create(self.config, self.model_config, folder, self.executor.collective_rpc("handshake_metadata"))
 

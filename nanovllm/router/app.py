@@ -138,7 +138,7 @@ class RouterApp:
         self.metrics.requests.labels(route).inc()
         call = await Call.from_request(request, parse=route in GENERATING)
         if call.body.get("kv_transfer_params") is not None:
-            raise APIError(400, "kv_transfer_params must be left out: the router fills it in", "kv_transfer_params")
+            raise APIError(400, "kv_transfer_params must not be set: the router sets it", "kv_transfer_params")
         response = await unless_disconnected(request, self._first_of(self.decode, call, self._decode))
         if route in GENERATING:
             self.metrics.time_to_headers.labels(route).observe(time.monotonic() - arrival)

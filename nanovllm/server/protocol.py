@@ -41,7 +41,7 @@ NEUTRAL |= {"length_penalty": 1.0, "reasoning_effort": "none"}
 INSTEAD = {
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "best_of": "leave it out, or give it the value of n",
+    "best_of": "do not set it, or set it to the value of n",
 }
 # OpenAI's fields that change no answer. They are ignored like unknown ones, but never refused.
 HARMLESS = names("user safety_identifier metadata store service_tier prompt_cache_key parallel_tool_calls")
@@ -162,12 +162,18 @@ class SamplingBody(SamplingFields):  # type: ignore[misc]
             given["logit_bias"] = {int(key): bias for key, bias in self.logit_bias.items()}
         formatted = self.response_format and self.response_format.structured_outputs()
         if formatted and self.structured_outputs is not None:
-            raise APIError(400, "response_format must be left out where structured_outputs is given", "response_format")
+            raise APIError(
+                400,
+                "response_format cannot be combined with structured_outputs: set only one of them",
+                "response_format",
+            )
         given["structured_outputs"] = formatted or self.structured_outputs
         if self.stream and self.prompt_logprobs is not None:
-            raise APIError(400, "prompt_logprobs must be left out when stream is true", "prompt_logprobs")
+            raise APIError(
+                400, "prompt_logprobs cannot be combined with stream: set only one of them", "prompt_logprobs"
+            )
         if self.stream_options and not self.stream:
-            raise APIError(400, "stream_options must be left out unless stream is true", "stream_options")
+            raise APIError(400, "stream_options requires stream to be true", "stream_options")
         return SamplingParams(**{**defaults, **given, **values})
 
 
@@ -193,7 +199,7 @@ class FunctionDefinition(Strict):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object; default: no arguments")
-    strict: bool | None = Field(None, description="true: refuse a schema that cannot be followed in full")
+    strict: bool | None = Field(None, description="true: reject a schema that is not fully supported")
 
 
 class Tool(Strict):
@@ -297,7 +303,7 @@ class TokenizeRequest(ChatBody):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], AT_FIRST_ERROR] = Field(default_factory=list)
-    add_special_tokens: bool | None = Field(None, description="default: for a text, not for a chat")
+    add_special_tokens: bool | None = Field(None, description="default: true for completions, false for chats")
     return_token_strs: bool | None = None
 
 
