@@ -29,13 +29,16 @@ class RequestTimes:
     """The times of a request's events, in seconds of the monotonic clock.
 
     Attributes:
-        last_token: by completion index.
+        scheduled: when the engine first computed a part of the prompt.
+        last_token, num_tokens: of each completion, by its index.
     """
 
     arrival: float
     num_prompt_tokens: int
+    scheduled: float | None = None
     first_token: float | None = None
     last_token: dict[int, float] = field(default_factory=dict)
+    num_tokens: dict[int, int] = field(default_factory=dict)
 
 
 class EngineObserver:

@@ -199,7 +199,7 @@ def quantize_layers(model: Any, quantization: QuantizationConfig, tensors: Itera
         _replace_matrices(owner, scheme)
     if quantization.w4a8 and not any(getattr(m, "scheme", W8A16).bits == 4 for m in model.modules()):
         raise UnsupportedModelError(
-            "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: leave it out"
+            "quantization 'w4a8' is for 4-bit weights, and this checkpoint has none: do not set it"
         )
     if quantization.head:
         tied = [model.model.embed_tokens] if model.config.tie_word_embeddings else []

@@ -87,4 +87,4 @@ def out_of_memory(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"the GPU has not enough memory for {what}: {advice}") from error
+        raise ValueError(f"the GPU does not have enough memory for {what}: {advice}") from error

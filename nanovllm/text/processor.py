@@ -18,7 +18,7 @@ from nanovllm.data.request import EngineOutput, EngineRequest
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.data.structured_outputs import GrammarError
 from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
-from nanovllm.text.prompts import EngineLimits, Prompt, check_request, logprob_dictionary, read_prompt
+from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
 
 
@@ -51,11 +51,14 @@ class InputProcessor:
         check_request(token_ids, params, priority, self.limits, self.grammars)
         room = self.limits.max_request_tokens - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        seed = self._seeds.getrandbits(62) if params.seed in (None, -1) else params.seed
         # The ranks know the model's own ids. As a stop token, the tokenizer's id obeys `min_tokens` too.
         stop_token_ids = params.stop_token_ids + ([] if params.ignore_eos else self._tokenizer_eos)
         eos_token_ids = self.limits.eos_token_ids + self._tokenizer_eos
         own: dict[str, Any] = {"n": 1, "max_tokens": max_tokens, "min_tokens": min(params.min_tokens, max_tokens)}
+        if params.bad_words:
+            words = encode_bad_words(params.bad_words, self.tokenizer)
+            own["bad_words_token_ids"] = params.bad_words_token_ids + words
         requests = []
         for index in range(params.n):
             own_seed = (seed + index + 2**63) % 2**64 - 2**63  # wrapped around to 64 signed bits

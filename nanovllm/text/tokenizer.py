@@ -76,7 +76,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"'{folder / 'tokenizer.json'}' is no tokenizer file: {error}") from error
+            raise ValueError(f"'{folder / 'tokenizer.json'}' is not a tokenizer file: {error}") from error
         special_tokens = {name: config[name] for name in NAMED_TOKENS if config.get(name)}
         _register_added_tokens(backend, config, special_tokens.values())
         return cls(backend, special_tokens, templates)
@@ -199,10 +199,13 @@ def _load_with_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[st
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Without False, transformers asks on the terminal whether it may run code from the folder.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = tokenizer.backend_tokenizer
     except Exception as error:  # the library raises any exception, depending on the files
-        raise ValueError(f"the folder '{folder}' has no tokenizer.json, nor one to convert: {error}") from error
+        raise ValueError(
+            f"the folder '{folder}' has no tokenizer.json, and none that can be converted: {error}"
+        ) from error
     return backend, {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in NAMED_TOKENS}
 
 

@@ -176,7 +176,7 @@ class TraceDecoder:
         try:
             return self._record(msgspec.json.decode(line, type=dict[str, Any]))
         except KeyError as error:
-            raise ValueError(f"request number {error} has not been named") from None
+            raise ValueError(f"request number {error} is unknown") from None
         except (TypeError, AttributeError) as error:  # a number in the place of a list, for example
             raise ValueError(str(error)) from None
 

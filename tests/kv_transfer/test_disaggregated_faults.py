@@ -487,7 +487,7 @@ def test_prompt_is_too_long_for_the_producer(engines: Any) -> None:
     fleet = Fleet([engines("kv_producer", max_model_len=32), engines("kv_consumer", "fail")])
     ask(fleet.engines[1], "r", PROMPT, params=decode_first(fleet.engines[0], "push"))
     fleet.complete("r")
-    assert "refuses: a prompt must have 1 to 31 tokens" in fleet.finished("r").error
+    assert "rejected the prompt: a prompt must have 1 to 31 tokens" in fleet.finished("r").error
     fleet.settle()
 
 

@@ -9,7 +9,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -21,9 +21,11 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families as metric_families
 
 from nanovllm.data.config import EngineConfig
-from nanovllm.data.outputs import CompletionOutput, EngineStats
+from nanovllm.data.outputs import CompletionOutput, EngineStats, RequestOutput
+from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.engine.request_stream import RequestTimes
 from nanovllm.server.app import add_token_routes
+from nanovllm.server.chat import ChatGeneration
 from nanovllm.server.completions import CompletionEndpoint, name_of_bytes
 from nanovllm.server.errors import APIError
 from nanovllm.server.generation import Endpoint
@@ -67,15 +69,85 @@ def test_a_chat_stream_says_the_same(client: openai.OpenAI) -> None:
     chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
-    assert [(c.choices[0].index, c.choices[0].delta.role) for c in chunks[:2]] == [(0, "assistant"), (1, "assistant")]
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     for choice in whole.choices:
         mine = [c.choices[0] for c in chunks[:-1] if c.choices[0].index == choice.index]
+        assert [piece.delta.role for piece in mine] == ["assistant"] + [None] * (len(mine) - 1)
         assert "".join(piece.delta.content or "" for piece in mine) == choice.message.content
         assert [piece.finish_reason for piece in mine if piece.finish_reason] == [choice.finish_reason]
         assert mine[-1].finish_reason is not None, "the reason comes last"
+
+
+def test_the_clients_stream_helper_builds_the_whole_answer(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "temperature": 0}
+    # The helper takes an answer that was cut off for an error.
+    options["extra_body"] = {"structured_outputs": {"choice": ["well begun"]}}
+    with client.chat.completions.stream(**options) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == client.chat.completions.create(**options).choices[0].message.content
+    assert (kinds[0], kinds[-1]) == ("chunk", "content.done") and "content.delta" in kinds
+
+
+def test_what_is_not_there_becomes_an_error_of_the_client(client: openai.OpenAI, server: ServerProcess) -> None:
+    with pytest.raises(openai.NotFoundError, match="no Responses API: use /v1/chat/completions"):
+        client.responses.create(model="tiny", input="hello")
+    with pytest.raises(openai.NotFoundError, match="has no embeddings"):
+        client.embeddings.create(model="tiny", input="hello")
+    without_version = client.with_options(base_url=server.url)
+    with pytest.raises(openai.NotFoundError, match="the route is /v1/chat/completions: give clients the base URL"):
+        without_version.chat.completions.create(model="tiny", messages=HELLO)
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 256 tokens") as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=1000)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "max_tokens")
+
+
+async def test_the_role_comes_with_the_first_token() -> None:
+    """Benchmarks take the first chunk of a chat for its first token: it must not come while the prompt is computed."""
+    engine: Any = SimpleNamespace(name="tiny", tokenizer=None)
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    generation = ChatGeneration(engine, body, [[1]], SamplingParams(n=2))
+    prefilled = asyncio.Event()
+
+    async def outputs() -> AsyncIterator[tuple[int, RequestOutput]]:
+        await prefilled.wait()
+        for index, text in ((1, ""), (0, "x"), (1, "y")):
+            yield 0, RequestOutput("r", None, [1], [CompletionOutput(index, text, [7])], finished=False)
+
+    generation.outputs = outputs  # type: ignore[method-assign]
+    choices = generation.choices()
+    first = asyncio.ensure_future(anext(choices))
+    await asyncio.sleep(0.05)
+    assert not first.done(), "nothing comes before the first token"
+    prefilled.set()
+    found = [await first, *[choice async for choice in choices]]
+    assert [(c.index, c.delta.role or None, c.delta.content) for c in found] == [
+        (1, "assistant", ""),
+        (0, "assistant", ""),
+        (0, None, "x"),
+        (1, None, "y"),
+    ]
+
+
+async def test_a_stream_has_no_line_breaks_but_its_own() -> None:
+    """Some readers of server-sent events split lines at U+0085, U+2028 and U+2029, too."""
+    text = "a\u2028b\u2029c\u0085d\n\r\x0b\x0c\x1c\u00c2\u00e9\u2027"
+    engine: Any = SimpleNamespace(name="tiny\u2028", tokenizer=None)
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}])  # type: ignore[list-item]
+    generation = ChatGeneration(engine, body, [[1]], SamplingParams())
+
+    async def outputs() -> AsyncIterator[tuple[int, RequestOutput]]:
+        yield 0, RequestOutput("r", None, [1], [CompletionOutput(0, text, [7])], finished=True)
+
+    generation.outputs = outputs  # type: ignore[method-assign]
+    events = [event async for event in generation.events()]
+    for event in events:
+        assert event.decode().splitlines()[1:] == [""], "one line, and an empty one"
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events[:-1]]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+    assert chunks[0]["model"] == engine.name
 
 
 def test_usage_is_left_out_of_streams_unless_asked_for(server: ServerProcess) -> None:
@@ -317,6 +389,7 @@ def test_sampling_options_reach_the_engine(server: ServerProcess) -> None:
     assert text(temperature=1, seed=1) == text(temperature=1, seed=1) != text(temperature=1, seed=2)
     assert text(temperature=1, top_k=1) == text(temperature=1, min_p=1.0) == text(temperature=1, top_p=1e-9) == text()
     assert text(logit_bias={"68": 100}) == "b" * 12
+    assert text(logit_bias={"68": 100, "69": 50}, bad_words=["bb"]) == "bc" * 6
     assert text(repetition_penalty=0.01) != text()
     biased = {"logit_bias": {"68": 10}}
     assert text(**biased, frequency_penalty=2, presence_penalty=2).count("b") < text(**biased).count("b")
@@ -447,6 +520,7 @@ def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None
         "audio": None,
         "suffix": None,
         "best_of": 1,
+        "reasoning_effort": "none",
         "echo": False,
         "add_special_tokens": False,
         "return_token_ids": None,
@@ -460,6 +534,16 @@ def test_harmless_and_empty_fields_change_nothing(server: ServerProcess) -> None
     for _ in range(3):
         assert server.complete(never_heard_of=1)["choices"]
     assert server.text.count("never_heard_of") == 1, "one warning a field"
+
+
+def test_best_of_may_equal_n_and_seed_may_be_none(server: ServerProcess) -> None:
+    both = server.complete(max_tokens=3, n=2, best_of=2)["choices"]
+    assert [choice["index"] for choice in both] == [0, 1]
+    options: dict[str, Any] = {"max_tokens": 8, "temperature": 5, "ignore_eos": True}
+    drawn = {server.complete(seed=-1, **options)["choices"][0]["text"] for _ in range(3)}
+    assert len(drawn) == 3, "-1 is no seed"
+    repeated = {server.complete(seed=-2, **options)["choices"][0]["text"] for _ in range(3)}
+    assert len(repeated) == 1, "other numbers below 0 are seeds"
 
 
 async def test_the_asynchronous_client_runs_many_at_once(server: ServerProcess) -> None:
@@ -536,6 +620,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     stats = EngineStats.together(each)
     assert (stats.num_running, stats.kv_cache_usage, stats.num_waves) == (7, 0.625, 3)
     engine: Any = SimpleNamespace(config=EngineConfig("tiny", data_parallel_size=2), stats=stats, name="tiny")
+    engine.limits, engine.trace_settings = SimpleNamespace(max_model_len=256), []
     metrics = Metrics(engine)
     times, last = RequestTimes(0.0, 5), CompletionOutput(0, "a", [1, 2], finish_reason="stop", engine=1)
     metrics.tokens(times, CompletionOutput(1, "b", [3]), 1.0)
@@ -546,7 +631,7 @@ def test_metrics_say_which_engine(server: ServerProcess) -> None:
     for family in metric_families(bytes(metrics.response().body).decode()):
         for s in family.samples:
             if s.labels.get("finished_reason", "stop") == "stop" and "le" not in s.labels:
-                found.setdefault(s.name.removeprefix("nanovllm:"), {})[s.labels["engine"]] = s.value
+                found.setdefault(s.name.removeprefix("vllm:"), {})[s.labels["engine"]] = s.value
     for name, values in {
         "num_requests_running": (3, 4),
         "num_requests_waiting": (1, 0),

@@ -231,7 +231,7 @@ def test_folders_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="no tokenizer file"):
+    with pytest.raises(ValueError, match="not a tokenizer file"):
         Tokenizer.from_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="not valid JSON"):

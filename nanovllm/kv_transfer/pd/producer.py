@@ -78,7 +78,7 @@ class ProducerSide(Side):
     def decline(self, request: Request, reason: str) -> None:
         """Tell the consumer that ordered the request why this engine does not compute it."""
         order = self.orders.pop(request.request_id)
-        order.consumer.tell(Prefilled(request.request_id, error=f"it refuses: {reason}"))
+        order.consumer.tell(Prefilled(request.request_id, error=f"it rejected the prompt: {reason}"))
 
     def hear_consumer(self, consumer: Consumer, message: Prefill | Claim | Released | None) -> None:
         """Act on a consumer's message; None: the consumer is gone."""

@@ -107,7 +107,7 @@ class FolderStore(SealedStore):
             if self._total + size > self.num_bytes:
                 self._sweep(size)
             if self._total + size > self.num_bytes:
-                raise OSError(f"{size} bytes do not fit into {self.num_bytes}")
+                raise OSError(f"{size} bytes do not fit in {self.num_bytes}")
             with _open(temporary, "wb") as file:
                 if os.writev(file.fileno(), [header, buffer]) != size:
                     raise OSError("the disk is full")

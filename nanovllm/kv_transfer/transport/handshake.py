@@ -110,7 +110,7 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
         own = os.urandom(_NONCE)
         connection.send_raw(_HELLO + own)
         if connection.read(len(_HELLO)) != _HELLO:
-            raise ValueError("it speaks another protocol or another version of it")
+            raise ValueError("it uses another protocol or another version of it")
         theirs = connection.read(_NONCE)
         nonces = own + theirs if is_client else theirs + own
         roles = ("client", "server") if is_client else ("server", "client")
@@ -129,7 +129,7 @@ def _shake_hands(connection: Connection, is_client: bool, credentials: Credentia
         connection.close()
         has_left = is_client and isinstance(error, OSError)
         hint = ": does it have another secret (NANOVLLM_KV_SECRET)?" if has_left else ""
-        raise HandshakeError(f"no handshake with {connection.peer}: {error}{hint}") from error
+        raise HandshakeError(f"handshake with {connection.peer} failed: {error}{hint}") from error
     connection.deadline = float("inf")
 
 
