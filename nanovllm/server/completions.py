@@ -117,7 +117,7 @@ class CompletionGeneration(Generation):
         return choice
 
     def _continued(self, prompt: list[int]) -> list[int]:
-        """The prompt as the text of its completion continues it: a form is a text of its own."""
+        """The prompt as the text of its completion continues it; structured output continues nothing."""
         return [] if self.hides_tokens or self.params.structured_outputs is not None else prompt
 
     def _echoed(self, prompt_index: int) -> str:
@@ -157,7 +157,7 @@ class CompletionGeneration(Generation):
 
 
 def name_of_bytes(spelled: bytes) -> str:
-    r"""The token's text; of a token that is no valid text by itself, its bytes, as OpenAI writes them: "bytes:\xe6\x97"."""
+    r"""The token's text; of a token that is no valid UTF-8, its bytes, as OpenAI writes them: "bytes:\xe6\x97"."""
     try:
         return spelled.decode()
     except UnicodeDecodeError:

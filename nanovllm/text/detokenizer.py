@@ -30,8 +30,7 @@ class IncrementalDetokenizer:
         tokenizer: the model's tokenizer.
         skip_special_tokens: leave out special tokens such as the end-of-text token.
         prompt_token_ids: what the ids continue, if they are no text of their own. A first token "▁the" keeps its space,
-            which SentencePiece drops at the beginning of a text, and a character that the prompt leaves incomplete
-            belongs to the first piece (U+FFFD if no token completes it).
+            which SentencePiece drops otherwise, and a character that the prompt leaves incomplete belongs to the first piece (U+FFFD if no token completes it).
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class IncrementalDetokenizer:
         final, self._pending = self._pending[:end], self._pending[end:]
         piece = self._decode_in_context(final)
         if final:
-            # Tokens without text, such as a first "▁", do not show that a text has begun.
+            # Tokens without text, such as a first "▁", do not show that text has begun.
             self._context = final if piece else [*self._context, *final]
             if not piece and len(self._context) > 2 * MOST_EMPTY_TOKENS:
                 self._context = self._context[:MOST_EMPTY_TOKENS] + self._context[-MOST_EMPTY_TOKENS:]
@@ -141,8 +140,8 @@ def whole_characters(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 class TextOffsets:
-    """Counts at which character of a text each token begins. A token that goes on with a character of the token before begins
-    where that character does.
+    """Counts at which character of the output each token begins. A token that continues a character of the previous token
+    begins where that character does.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -167,13 +166,13 @@ class TextOffsets:
         spelled = self._tokenizer.token_bytes(token_id)
         begun, _ = self._utf8.getstate()
         if begun and spelled and not _continues(begun, spelled[:1]):
-            offset += 1  # behind the U+FFFD of the character that nothing completes
+            offset += 1  # after the U+FFFD of the character that nothing completes
         self._position += len(self._utf8.decode(spelled))
         return offset
 
 
 def _continues(begun: bytes, byte: bytes) -> bool:
-    """True if a byte goes on with the character that these bytes begin."""
+    """True if a byte continues the character that these bytes begin."""
     decoder = codecs.getincrementaldecoder("utf-8")("strict")
     try:
         decoder.decode(begun + byte)

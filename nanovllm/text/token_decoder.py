@@ -1,4 +1,4 @@
-"""Reads from a tokenizer's decoder how tokens become text: which tokens are bytes, and when a text is final."""
+"""Reads from a tokenizer's decoder how tokens become text: which tokens are bytes, and when text is final."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class TokenDecoder:
         self.is_byte_level = "ByteLevel" in kinds
         self.has_byte_tokens = "ByteFallback" in kinds
         self.streaming = _streaming(self.steps)
-        # What turns tokens into characters: those of the text or, before a ByteLevel step, those of the alphabet.
+        # Turns tokens into characters: those of the text or, before a ByteLevel step, those of the alphabet.
         self._to_characters = decoder
         if self.is_byte_level:
             self._to_characters = _decoder_of(self.steps[: kinds.index("ByteLevel")])
 
     def token_bytes(self, token: str) -> bytes:
-        """The bytes that a token, in the vocabulary's spelling, adds in the middle of a text."""
+        """The bytes that a token, in the vocabulary's spelling, adds to text that has begun."""
         if self.is_byte_token(token):
             return bytes.fromhex(token[3:5])
         characters = self._characters_in_the_middle(token)
@@ -68,7 +68,7 @@ class TokenDecoder:
         return self.has_byte_tokens and BYTE_TOKEN.fullmatch(token) is not None
 
     def _characters_in_the_middle(self, token: str) -> str:
-        """What a token adds between two others."""
+        """The characters that a token adds between two others."""
         if self.is_byte_level and self._to_characters is None:
             return token
         before = self._characters(["x"])
