@@ -21,6 +21,9 @@ from nanovllm.text.detokenizer import IncrementalDetokenizer, StopChecker
 from nanovllm.text.prompts import EngineLimits, Prompt, check_request, encode_bad_words, logprob_dictionary, read_prompt
 from nanovllm.text.tokenizer import Tokenizer
 
+# The latest ids that are remembered. A step in flight computes a sequence that ended only a few sequences ago.
+MAX_KNOWN_IDS = 2**16
+
 
 class InputProcessor:
     """Checks a prompt and turns it into engine requests, one per completion.
@@ -166,15 +169,21 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Routes the engine's outputs to their requests."""
+    """Routes the engine's outputs to their requests.
+
+    A request may have the id of an earlier one that has ended or was aborted. The engine may still compute that one for a
+    few steps, so `add` gives the new sequences ids of their own: "chat-1", then "chat-1~2". Traces and KV transfers show
+    these.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.requests: dict[str, RequestState] = {}
         self._owners: dict[str, str] = {}  # sequence id -> request id
+        self._numbers: dict[str, int] = {}  # sequence id -> how many sequences have had it, the latest ids last
 
     def add(self, request_id: str, prompt: str | None, requests: list[EngineRequest]) -> None:
-        """Expect outputs for these sequences.
+        """Expect outputs for these sequences. Changes the id of a sequence if an earlier one had it.
 
         Raises:
             ValueError: the id, or that of one of the sequences, is in use.
@@ -182,8 +191,19 @@ class OutputProcessor:
         taken = self._owners.keys() & {r.request_id for r in requests}
         if request_id in self.requests or taken:
             raise ValueError(f"request id {min(taken, default=request_id)!r} is in use")
+        for request in requests:
+            request.request_id = self._unused_id(request.request_id)
         self.requests[request_id] = RequestState(request_id, prompt, requests, self.tokenizer)
         self._owners.update(dict.fromkeys((r.request_id for r in requests), request_id))
+
+    def _unused_id(self, sequence_id: str) -> str:
+        """The id itself or, if an earlier sequence had it, one with a number."""
+        number = self._numbers.pop(sequence_id, 0) + 1
+        self._numbers[sequence_id] = number
+        if len(self._numbers) > MAX_KNOWN_IDS:
+            del self._numbers[next(iter(self._numbers))]
+        # A caller may have used the id with this number, too.
+        return sequence_id if number == 1 else self._unused_id(f"{sequence_id}~{number}")
 
     def remove(self, request_id: str) -> list[str]:
         """Forget a request; returns the ids of its sequences that have not ended."""

@@ -367,6 +367,19 @@ def test_prompt_logprobs(server: ServerProcess) -> None:
     assert len(server.post("/v1/chat/completions", body).json()["prompt_logprobs"]) == 23
 
 
+def test_a_request_id_that_a_client_uses_again(server: ServerProcess) -> None:
+    """A client that leaves, and asks again under the same X-Request-Id, gets the answer to its second question."""
+    body = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    headers = {"X-Request-Id": "again"}
+    expected = server.complete(**body)["choices"][0]["text"]
+    for _ in range(10):
+        long = {"prompt": "another text", "max_tokens": 200, "stream": True, "ignore_eos": True}
+        with server.client.stream("POST", "/v1/completions", json=long, headers=headers) as response:
+            next(response.iter_bytes())
+        answer = server.client.post("/v1/completions", json=body, headers=headers).json()
+        assert answer["choices"][0]["text"] == expected
+
+
 def test_stop_strings_and_stop_tokens(server: ServerProcess) -> None:
     body = {"max_tokens": 40, "ignore_eos": True}
     text = server.complete(**body)["choices"][0]["text"]
