@@ -21,6 +21,8 @@ from nanovllm.distributed.processes import start_process
 RENDER_SECONDS = 2.0
 RENDER_BYTES = 256 << 20
 OUT_OF_MEMORY = 12  # the process's exit code
+# The folder from which this package is imported.
+PACKAGE_FOLDER = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
 
 class LimitedProcess:
@@ -42,8 +44,10 @@ class LimitedProcess:
         for its imports."""
         with self._lock:
             if self._running is None:
-                # The same module search path, but with the working directory last: it may contain a model's files.
-                path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) == os.getcwd())
+                # The same module search path, but with the working directory last, since it may contain a model's files;
+                # unless this package is there, of which another copy may be installed.
+                untrusted = {os.getcwd()} - {PACKAGE_FOLDER}
+                path = sorted(sys.path, key=lambda entry: os.path.abspath(entry) in untrusted)
                 # Else the C library reserves 64 MiB of addresses for each thread that allocates, after the limit is set, too.
                 environment = {"PYTHONPATH": os.pathsep.join(path), "MALLOC_ARENA_MAX": "1"}
                 self._running = start_process(["-P", self.program], environment)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.data.outputs import CompletionOutput, PositionLogprobs, RequestFailedError, RequestOutput, join_pieces
@@ -71,10 +72,14 @@ class InputProcessor:
 class CompletionState:
     """One completion while it is generated: its text, log-probabilities and end."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, index: int, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
         self.index, self.params, self.tokenizer = index, params, tokenizer
-        # The tokens continue a prompt: a leading space is part of the answer.
-        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep_leading_space=True)
+        # The tokens continue a prompt: a leading space is part of the answer, and so is a character that the prompt
+        # leaves incomplete. But a grammar's text is one of its own.
+        continued = prompt_token_ids if params.structured_outputs is None else ()
+        self.detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, continued)
         self.stop_checker = StopChecker(list(params.stop), params.include_stop_str_in_output)
         self.num_tokens = self.engine = 0
         self.cumulative_logprob = 0.0 if params.logprobs is not None else None
@@ -133,7 +138,8 @@ class RequestState:
         self.request_id, self.prompt, self.tokenizer = request_id, text, tokenizer
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.completions = {
-            r.request_id: CompletionState(i, r.sampling_params, tokenizer) for i, r in enumerate(requests)
+            r.request_id: CompletionState(i, r.sampling_params, tokenizer, r.prompt_token_ids)
+            for i, r in enumerate(requests)
         }
         self.params = requests[0].sampling_params
         self.prompt_logprobs: list[PositionLogprobs] | None = None if self.params.prompt_logprobs is None else [None]

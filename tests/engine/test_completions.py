@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from tokenizers.decoders import ByteLevel
 
 from nanovllm.data.request import EngineOutput, EngineRequest, TokenLogprobs
 from nanovllm.data.sampling_params import SamplingParams
 from nanovllm.text.processor import CompletionState, OutputProcessor
+from nanovllm.text.token_decoder import TokenDecoder
 
 
 class Pieces:
     """A tokenizer of a few tokens: "<end>" (special), "The", " E", "ND", " cat", and the two halves of "é"."""
 
-    is_byte_level, all_special_ids = True, [0]
+    all_special_ids: ClassVar = [0]
+    token_decoder = TokenDecoder(ByteLevel())
     pieces = (b"<end>", b"The", b" E", b"ND", b" cat", b"\xc3", b"\xa9")
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.pieces[token_id]
+
+    def convert_ids_to_tokens(self, token_ids: list[int]) -> list[str]:
+        return [repr(self.pieces[token_id]) for token_id in token_ids]
 
     def decode_token(self, token_id: int) -> str:
         return self.pieces[token_id].decode(errors="replace")

@@ -66,6 +66,7 @@ def records(draw: st.DrawFn) -> StepRecord:
         {r: draw(COUNTS) for r in queues[1]},
         draw(BLOCKS),
         {r: lengths[r] for queue in queues for r in queue},
+        draw(COUNTS),
     )
     pairs = st.lists(st.tuples(COUNTS, COUNTS), max_size=3)
     return StepRecord(
@@ -355,6 +356,7 @@ class Truth:
     ref_counts: list[int]
     cached: set[int]
     num_computed: dict[str, int]
+    num_preemptions: int
 
 
 class Witness:
@@ -380,6 +382,7 @@ class Witness:
             list(manager.pool.ref_counts),
             {b for b in manager.pool.cached_blocks.values() if not manager.pool.ref_counts[b]},
             {request_id: scheduler.requests[request_id].num_computed_tokens for request_id in manager.tables},
+            scheduler.num_preemptions,
         )
 
     def check(self, trace: Trace) -> None:
@@ -405,6 +408,7 @@ class Witness:
                     assert number - told[r] == more or (r not in computed and number == told[r]), (record.step, r)
                 if record.snapshot is not None:
                     assert state.cached == truth.cached
+                    assert record.snapshot.num_preemptions == truth.num_preemptions
                 assert not state.cached & {b for b, count in enumerate(state.ref_counts) if count}
             else:
                 assert not state.tables and not any(state.ref_counts)
