@@ -43,7 +43,7 @@ class CompletionEndpoint(Endpoint):
             own = {"max_tokens": max_tokens or 1, "logprobs": body.logprobs, "prompt_logprobs": of_prompt}
             params = body.sampling_params(self.engine.limits.generation_defaults, **own)
             if (count := len(sources) * params.n) > MAX_COMPLETIONS:
-                message = f"prompt and n ask for {count} completions; at most {MAX_COMPLETIONS} are allowed"
+                message = f"prompt and n request {count} completions; at most {MAX_COMPLETIONS} are allowed"
                 raise APIError(400, message, "prompt")
             prompts = []
             for source in sources:

@@ -80,10 +80,10 @@ class LimitedProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)  # it may be ending by itself
         process.kill()
-        code, memory = process.wait(), f"it takes more than {self.memory >> 20} MiB of memory"
-        seconds, depth = f"it takes more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
+        code, memory = process.wait(), f"it needs more than {self.memory >> 20} MiB of memory"
+        seconds, depth = f"it needs more than {self.seconds:g} seconds of CPU time", "it is nested too deeply"
         reasons = {-signal.SIGPROF: seconds, OUT_OF_MEMORY: memory, -signal.SIGABRT: memory, -signal.SIGSEGV: depth}
-        return reasons.get(code, f"its process has ended with exit code {code}")
+        return reasons.get(code, f"its process exited with code {code}")
 
 
 # Renders templates: it is asked with a template, messages, and the variables of the template and of `render_jinja_template`.
